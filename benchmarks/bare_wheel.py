@@ -112,9 +112,10 @@ def use(programs: Path, place: Path, commands: Sequence[tuple[int | str, ...]] =
 
 def imported_from(programs: Path, place: Path) -> set[Path]:
     """Where the floors are imported from there."""
-    script = "import flows, tasks, merge_core; print(flows.__file__, tasks.__file__, merge_core.__file__, sep='\\n')"
+    script = "import mergegate.flows as a, mergegate.tasks as b, mergegate.merge_core as c\n"
+    script += "print(a.__file__, b.__file__, c.__file__, sep='\\n')"
     done = subprocess.run([programs / "python", "-c", script], cwd=place, capture_output=True, text=True, check=True)
-    return {Path(line).parents[1] for line in done.stdout.split()}
+    return {Path(line).parents[2] for line in done.stdout.split()}
 
 
 def main() -> None:

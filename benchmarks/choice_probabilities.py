@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluation.document_scores import read_document_scores
-from tasks.gate.bounded import graded_documents_needed, refuted
-from tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
+from mergegate.tasks.evaluation.document_scores import read_document_scores
+from mergegate.tasks.gate.bounded import graded_documents_needed, refuted
+from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
 
 CONFIDENCE = 0.95
 MARGIN = 0.03

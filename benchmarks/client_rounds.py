@@ -46,9 +46,9 @@ FIFTH: Mapping[str, Train | None] = {
 
 def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
     """One round into ``out``."""
-    from merge_core import load_recipe, merge_weights, plan_merge
-    from tasks.checkpoints import pin_checkpoints, resolve_parents
-    from tasks.merge import prepared
+    from mergegate.merge_core import load_recipe, merge_weights, plan_merge
+    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
+    from mergegate.tasks.merge import prepared
 
     read = load_recipe(dict(recipe))
     pinned = {one.ref: one for one in pin_checkpoints(resolve_parents(read), hashes)}
@@ -60,7 +60,7 @@ def after_rounds(
     method: Mapping[str, Any], fifth: Train | None, place: Path, hashes: Any, *, alike: bool
 ) -> Path | None:
     """The model after the last round; None where a round could not be merged."""
-    from merge_core.errors import MergegateError
+    from mergegate.merge_core.errors import MergegateError
 
     begin, clients = MODELS / "base", Clients(place / "clients", alike=alike)
     for number in range(ROUNDS):
@@ -84,8 +84,8 @@ def after_rounds(
 
 def main() -> int:
     """Print the table."""
-    from merge_core.store import HashMemo
-    from tasks.checkpoints import end_child
+    from mergegate.merge_core.store import HashMemo
+    from mergegate.tasks.checkpoints import end_child
 
     alike = "--alike" in sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="mergegate-rounds-") as name:

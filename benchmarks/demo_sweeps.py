@@ -22,7 +22,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
-from flows.prefect_api import configure, local_api  # noqa: E402  # of this checkout
+from mergegate.flows.prefect_api import configure, local_api  # noqa: E402  # of this checkout
 
 PROFILES = ("demo-sweep", "demo-sweep-linear")
 SAMPLERS = ("cma", "random")
@@ -50,10 +50,10 @@ class Swept(NamedTuple):
 
 def swept(name: str, sampler: str, seed: int) -> Swept:
     """Search and confirm, as the flow does; nothing is kept but the ledger."""
-    from flows.attempt import prepare_search
-    from flows.profile import load_profile
-    from tasks.outside import open_runner
-    from tasks.sweep import Confirmation, Workshop, open_ledger, study_key
+    from mergegate.flows.attempt import prepare_search
+    from mergegate.flows.profile import load_profile
+    from mergegate.tasks.outside import open_runner
+    from mergegate.tasks.sweep import Confirmation, Workshop, open_ledger, study_key
 
     profile = load_profile(PROJECT / "profiles" / f"{name}.yaml")
     assert profile.sweep is not None

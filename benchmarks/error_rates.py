@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from tasks.evaluation.scoring import looks
-from tasks.gate.bounded import refuted
-from tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
-from tasks.gate.sequential import plan_looks
-from tasks.gate.statistics import binary_bounds
+from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.gate.bounded import refuted
+from mergegate.tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.gate.statistics import binary_bounds
 
 CONFIDENCE = 0.95
 MARGIN = 0.03  # ``max_drop`` is as much, the hardest there is: nothing but the bound stands in the way

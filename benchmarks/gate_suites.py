@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.power import DrawnDrops, draw, passing
-from tasks.gate.ratchet import anchor_confidence
-from tasks.gate.regression import is_worse
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.power import DrawnDrops, draw, passing
+from mergegate.tasks.gate.ratchet import anchor_confidence
+from mergegate.tasks.gate.regression import is_worse
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
 SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # tasks, documents of each: GSM8K, HumanEval, two suites

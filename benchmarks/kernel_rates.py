@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods import mask_key, merge_methods
-from merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, glanced_at
+from mergegate.merge_core.methods import mask_key, merge_methods
+from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, glanced_at
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}

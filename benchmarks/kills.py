@@ -34,7 +34,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 MEASURED = ("perplexity", "evaluate", "gate")  # stages whose artifacts must be equal
 _LOOK_EVERY = 0.005  # seconds
-_START = "from flows.cli import main; main()"
+_START = "from mergegate.flows.cli import main; main()"
 
 # Imported by every Python that finds it: notes each model that is loaded, and each batch before it is computed.
 SPY = """
@@ -52,7 +52,7 @@ def watch(cache):
         loaded = load(model, dtype, device)
         def begun(network, args, kwargs):
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            from tasks.evaluation.backends.shared_prefix import TRIED_WITH
+            from mergegate.tasks.evaluation.backends.shared_prefix import TRIED_WITH
             if tuple(ids[0].tolist()[:len(TRIED_WITH)]) == TRIED_WITH:
                 return  # no batch: it is tried what the network takes
             content = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
@@ -63,7 +63,7 @@ def watch(cache):
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "tasks.checkpoints.model_cache":
+        if name != "mergegate.tasks.checkpoints.model_cache":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -26,10 +26,10 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import yaml
 
-from merge_core.store import HashMemo
-from tasks.checkpoints import Model
-from tasks.evaluation import Scoring, pin_task
-from tasks.evaluation.shipped import shipped_leaves
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation import Scoring, pin_task
+from mergegate.tasks.evaluation.shipped import shipped_leaves
 
 Row = dict[str, Any]
 EXAMPLES = 2
@@ -230,8 +230,8 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """The way of a profile with ``evaluate.data``."""
-    from tasks.evaluation.harness import count_documents, score_documents
-    from tasks.evaluation.scoring import DocumentRange
+    from mergegate.tasks.evaluation.harness import count_documents, score_documents
+    from mergegate.tasks.evaluation.scoring import DocumentRange
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tasks.evaluation.shipped import LeafConfig
-from tasks.evaluation.support import refusal_of_leaf
+from mergegate.tasks.evaluation.shipped import LeafConfig
+from mergegate.tasks.evaluation.support import refusal_of_leaf
 
 CRASH = "crash"
 

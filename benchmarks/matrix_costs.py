@@ -42,7 +42,7 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens":
 
 def make_family(place: Path, shape: tuple[int, int]) -> None:
     """A base and two models of one matrix, and what a text of as many positions as it has columns would show."""
-    from merge_core.checkpoint import file_of_moments, packed_moments, write_inputs
+    from mergegate.merge_core.checkpoint import file_of_moments, packed_moments, write_inputs
 
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(shape, generator=draw) * 0.02
@@ -64,9 +64,9 @@ def make_family(place: Path, shape: tuple[int, int]) -> None:
 
 def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
     """The plan of a merge of two models."""
-    from merge_core import load_recipe, open_checkpoint, plan_merge
-    from merge_core.checkpoint import open_moments
-    from merge_core.recipe import MeasuredInputs
+    from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
+    from mergegate.merge_core.checkpoint import open_moments
+    from mergegate.merge_core.recipe import MeasuredInputs
 
     text = {"text": str(place / TEXT)} if method in READERS else {}
     models = [{"model": name, **text} for name in ("a", "b")]
@@ -79,8 +79,8 @@ def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
 
 def merge_one(method: str, place: Path) -> None:
     """Merge in one thread; print seconds, peak memory, and what the plan says of both."""
-    from merge_core import EngineSettings, merge_tensors
-    from merge_core.engine.forecast import needs_of
+    from mergegate.merge_core import EngineSettings, merge_tensors
+    from mergegate.merge_core.engine.forecast import needs_of
 
     plan = plan_of(method, place)
     settings = EngineSettings(threads=1)
@@ -157,8 +157,8 @@ def print_matrices(sizes: list[tuple[int, int]]) -> None:
 
 def print_reading() -> None:
     """What reading texts takes, of whole models."""
-    from merge_core.engine.forecast import Rates
-    from merge_core.system import system_memory
+    from mergegate.merge_core.engine.forecast import Rates
+    from mergegate.merge_core.system import system_memory
 
     rates = Rates(*(1.0,) * 5, same_disk=False, measured_at=time.time(), products=product_speed())
     memory = system_memory()
@@ -190,8 +190,8 @@ def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyp
     """What the plan says of it, from headers."""
     from sparse_models import LLAMA_70B, llama, save_sparse
 
-    from merge_core.store import HashMemo
-    from tasks.merge.statistics_cost import statistics_needs
+    from mergegate.merge_core.store import HashMemo
+    from mergegate.tasks.merge.statistics_cost import statistics_needs
 
     with tempfile.TemporaryDirectory(prefix="mergegate-text-") as name:
         place = Path(name)
@@ -205,8 +205,8 @@ def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tupl
     """Hours of one core, and GiB held, as the plan adds them up from headers."""
     from sparse_models import LLAMA_70B, llama, save_sparse
 
-    from merge_core import EngineSettings
-    from merge_core.engine.forecast import needs_of
+    from mergegate.merge_core import EngineSettings
+    from mergegate.merge_core.engine.forecast import needs_of
 
     with tempfile.TemporaryDirectory(prefix="mergegate-plan-") as name:
         for model in ("base", "a", "b"):

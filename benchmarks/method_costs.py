@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from merge_core.engine.forecast.probe import reference_pass
-from merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
-from merge_core.methods.masks import mask_key
-from merge_core.methods.registry import merge_methods
+from mergegate.merge_core.engine.forecast.probe import reference_pass
+from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
+from mergegate.merge_core.methods.masks import mask_key
+from mergegate.merge_core.methods.registry import merge_methods
 
 ROWS, COLUMNS = 512, 4096
 ELEMENTS = ROWS * COLUMNS

@@ -97,14 +97,14 @@ def demo_setting(
         sizes: Documents by set: ``search``, ``confirmation``.
         measures: What is asked of every document.
     """
-    from merge_core import load_recipe
-    from merge_core.store import HashMemo
-    from tasks.checkpoints import pin_checkpoints, resolve_parents
-    from tasks.evaluation import Division, Scoring, pin_data, pin_task
-    from tasks.merge import prepared
-    from tasks.sweep import TrialSetting
-    from tasks.sweep.trial import TrialSet
-    from tasks.sweep.trials import Asked
+    from mergegate.merge_core import load_recipe
+    from mergegate.merge_core.store import HashMemo
+    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
+    from mergegate.tasks.evaluation import Division, Scoring, pin_data, pin_task
+    from mergegate.tasks.merge import prepared
+    from mergegate.tasks.sweep import TrialSetting
+    from mergegate.tasks.sweep.trial import TrialSet
+    from mergegate.tasks.sweep.trials import Asked
 
     hashes = HashMemo(place / "hashes.db")
     tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
@@ -130,8 +130,8 @@ def demo_setting(
 
 def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, list[float]]:
     """A merge on the documents of one set: of each measure that is asked its means, by skill."""
-    from tasks.sweep.trial import score_trial
-    from tasks.sweep.trials import TrialRequest
+    from mergegate.tasks.sweep.trial import score_trial
+    from mergegate.tasks.sweep.trials import TrialRequest
 
     scores = score_trial(setting, TrialRequest(recipe, set=which))
     assert not scores.problem, scores.problem
@@ -143,8 +143,8 @@ def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, l
 
 def main() -> int:
     """Print the table."""
-    from merge_core.methods import merge_methods
-    from tasks.checkpoints import end_child
+    from mergegate.merge_core.methods import merge_methods
+    from mergegate.tasks.checkpoints import end_child
 
     measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:

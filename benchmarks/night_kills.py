@@ -32,7 +32,7 @@ from typing import NamedTuple
 from night_site import LOOK_EVERY_S, Kind, NightSite
 
 STATE = ("store", "runs", "reports")
-_SOON = "import flows.prefect_api.automations as rules; rules.BEGIN_S = 60; "
+_SOON = "import mergegate.flows.prefect_api.automations as rules; rules.BEGIN_S = 60; "
 _TURNS = ("flow", "models", "worker")
 _MACHINE_EACH = 10  # turns between two of everything at once: each of those takes up to two minutes of silence
 # What a run that was killed may end in: the flow's own word where it lived on, or what Prefect says of the dead. A

@@ -39,7 +39,7 @@ MARK = "MERGEGATE_NIGHT_SITE"
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 PATIENCE_S = 900.0  # after which something hangs
 LOOK_EVERY_S = 0.05
-_START = "from flows.cli import main; main()"
+_START = "from mergegate.flows.cli import main; main()"
 
 Kind = Literal["flow", "models", "worker", "server"]
 # What is found in the command line of each.

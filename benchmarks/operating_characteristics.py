@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluation.scoring import looks
-from tasks.gate.sequential import plan_looks
-from tasks.gate.statistics import normal_quantile, score_statistic
+from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
 SUITE_TABLES = ("suites", "attempts", "nights")
 CONFIDENCE = 0.95

@@ -30,7 +30,7 @@ from measure import measure
 from method_table import READING, USUAL, WITHOUT_BASE
 
 PROJECT = Path(__file__).resolve().parents[1]
-_START = "from flows.cli import main; main()"
+_START = "from mergegate.flows.cli import main; main()"
 STEPS, RATE = 100, 1e-4
 SCALES = (0.7, 1.0, 1.3, 1.6, 2.0)
 LEFT_OUT = ("della_linear", "dare_linear", "breadcrumbs_ties", "ramplus_tl", "nuslerp", "multislerp")  # as their kin
@@ -165,7 +165,7 @@ class Reader:
 
 def row(method: str, work: Path, reader: Reader, documents: Documents) -> Measured:
     """Merge by a method and see what is kept."""
-    from merge_core.methods import merge_methods
+    from mergegate.merge_core.methods import merge_methods
 
     place, seconds, memory = merge(work, method)
     usual = reader.nats(place, documents.test)

@@ -73,7 +73,7 @@ def photograph_shadow(chromium: str, picture: Path) -> None:
     sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "shadow")]
     from shadow_pages import EVERY
 
-    from tasks.report import render_shadow
+    from mergegate.tasks.report import render_shadow
 
     with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "shadow.html"
@@ -86,7 +86,7 @@ def print_run(profile: str, svg: str) -> None:
     import typer
     from rich.console import Console
 
-    from flows.cli import app as command_file
+    from mergegate.flows.cli import app as command_file
 
     console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
     command_file._console = lambda _: console

@@ -43,7 +43,7 @@ def recipe_of(texts: tuple[str, str], off_diagonals: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_child
 
     with tempfile.TemporaryDirectory(prefix="mergegate-regmean-") as name:
         place = Path(name)

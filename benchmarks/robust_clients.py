@@ -51,7 +51,7 @@ def recipe_of(method: str, models: list[str], scale: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_child
 
     draw = torch.Generator().manual_seed(0)
     base, *tuned = (load_file(DEMO / "models" / name / "model.safetensors") for name in ("base", "reverser", "shifter"))

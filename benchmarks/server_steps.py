@@ -43,9 +43,9 @@ def next_release(place: Path, said: Mapping[str, Any], released: Path | None, nu
     """Carry out a round of the clients in ``place``, and note what the next one asks of a release."""
     import yaml
 
-    from flows.candidates import client_round
-    from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-    from merge_core.store import sha256_file
+    from mergegate.flows.candidates import client_round
+    from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+    from mergegate.merge_core.store import sha256_file
 
     def digest_of(model: Path) -> str:
         return sha256_file(model / WEIGHTS)
@@ -87,7 +87,7 @@ def _asked() -> list[str]:
 
 def main() -> int:
     """Print the table."""
-    from tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_child
 
     with tempfile.TemporaryDirectory(prefix="mergegate-steps-") as name:
         os.environ["MERGEGATE_HOME"] = str(Path(name) / "home")

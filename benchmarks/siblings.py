@@ -36,7 +36,7 @@ import sibling_models as models
 import yaml
 
 PROJECT = Path(__file__).resolve().parent.parent
-_START = "from flows.cli import main; main()"
+_START = "from mergegate.flows.cli import main; main()"
 _CHOICE = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}

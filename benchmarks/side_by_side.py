@@ -50,14 +50,14 @@ def main() -> None:
 
 def measure(kind: str, workers: int) -> dict[str, Any]:
     """Seconds of wall and CPU time that assessing took."""
-    from flows.prefect_api import configure, local_api
+    from mergegate.flows.prefect_api import configure, local_api
 
     configure(Path(os.environ["MERGEGATE_HOME"]))
     with local_api():
-        from flows import release as module
-        from flows.profile import load_profile
-        from tasks.checkpoints import end_child
-        from tasks.outside import RunnerSettings
+        from mergegate.flows import release as module
+        from mergegate.flows.profile import load_profile
+        from mergegate.tasks.checkpoints import end_child
+        from mergegate.tasks.outside import RunnerSettings
 
         seconds = {}
         assess = module.assess_merge

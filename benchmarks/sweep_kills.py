@@ -37,7 +37,7 @@ SWEPT = "profiles/demo-sweep.yaml"
 GONE_WITHIN_S = 120.0
 _LOOK_EVERY = 0.01  # seconds
 _IN_STARTING = 0.2  # share of the kills
-_START = "from flows.cli import main; main()"
+_START = "from mergegate.flows.cli import main; main()"
 
 # Imported by every Python that finds it: notes each trial when it begins and when it has ended, and what was found.
 SPY = """
@@ -65,7 +65,7 @@ def worker_dies(score_trial):
     return deadly
 
 def watch_trials(module):
-    from tasks.sweep.ledger import request_key
+    from mergegate.tasks.sweep.ledger import request_key
     if DEATHS:
         module.score_trial = worker_dies(module.score_trial)
     score = module._score
@@ -90,7 +90,7 @@ def watch_search(module):
         return study
     module.search = watched
 
-WATCHED = {"tasks.sweep.trial": watch_trials, "tasks.sweep.search": watch_search}
+WATCHED = {"mergegate.tasks.sweep.trial": watch_trials, "mergegate.tasks.sweep.search": watch_search}
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

@@ -30,7 +30,7 @@ from trial import make_siblings
 
 PROJECT = Path(__file__).resolve().parents[1]
 DOCUMENTS = 60
-START = "from flows.cli import main; main()"
+START = "from mergegate.flows.cli import main; main()"
 CARD = "---\nlicense: apache-2.0\n---\n"
 TASK = """task: questions
 dataset_path: json

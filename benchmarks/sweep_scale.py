@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PROJECT = Path(__file__).resolve().parents[1]
-START = "from flows.cli import main; main()"
+START = "from mergegate.flows.cli import main; main()"
 FIRST = ("write", "questions")  # parts that a worker's first trial has, and no other one of the search
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 200
@@ -75,8 +75,8 @@ def measured_in(home: Path) -> Measured:
 
 def generations(sampler: str, dimensions: int, trials: int, population: int | None) -> list[int]:
     """How many candidates the product's search hands out at a time: the hand-written recipe first."""
-    from merge_core.store import RecordJournal
-    from tasks.sweep import (
+    from mergegate.merge_core.store import RecordJournal
+    from mergegate.tasks.sweep import (
         Asked,
         Ledger,
         SweepSettings,
@@ -184,7 +184,7 @@ def show_price(home: Path, minutes: float, per_hour: float, trials: int, dimensi
 
 def measure(work: Path, workers: Sequence[int]) -> None:
     """The demo's sweep from nothing, once for each number of workers."""
-    from flows.profile import load_profile
+    from mergegate.flows.profile import load_profile
 
     own = PROJECT / "profiles"
     print("| workers | wall time of the sweep | CPU time of all processes | trials | of them scoring, together |")

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from merge_core.store import RecordJournal
-from tasks.sweep import (
+from mergegate.merge_core.store import RecordJournal
+from mergegate.tasks.sweep import (
     Asked,
     Confirmation,
     Ledger,

@@ -19,11 +19,11 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.attempt import Assessment, assess_merge
-from flows.outcome import RunOutcome, concluded, in_time, name_run, reported_outcome
-from flows.profile import Profile, load_profile
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import (
+from mergegate.flows.attempt import Assessment, assess_merge
+from mergegate.flows.outcome import RunOutcome, concluded, in_time, name_run, reported_outcome
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
     fetch_weights,
@@ -31,12 +31,12 @@ from tasks.checkpoints import (
     loadable,
     pin_checkpoints,
 )
-from tasks.evaluation import join_parts, pin_data
-from tasks.gate import distinct_guards
-from tasks.outside import open_runner
-from tasks.preflight import Evidence, stored_dtypes
-from tasks.report import Library, ReportContent, ReportedModel, write_report
-from tasks.stage import store, versions
+from mergegate.tasks.evaluation import join_parts, pin_data
+from mergegate.tasks.gate import distinct_guards
+from mergegate.tasks.outside import open_runner
+from mergegate.tasks.preflight import Evidence, stored_dtypes
+from mergegate.tasks.report import Library, ReportContent, ReportedModel, write_report
+from mergegate.tasks.stage import store, versions
 
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
 

@@ -12,13 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.candidates import Candidate
-from flows.profile import Profile
-from merge_core import Finding, Recipe
-from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, findings_of, worst_first
-from merge_core.store import StoredValue
-from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
-from tasks.evaluation import (
+from mergegate.flows.candidates import Candidate
+from mergegate.flows.profile import Profile
+from mergegate.merge_core import Finding, Recipe
+from mergegate.merge_core.errors import (
+    EXIT_CODES,
+    InvalidInput,
+    MergegateError,
+    Status,
+    finding_of,
+    findings_of,
+    worst_first,
+)
+from mergegate.merge_core.store import StoredValue
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
+from mergegate.tasks.evaluation import (
     CountLimit,
     DocumentsRead,
     EvalTask,
@@ -31,9 +39,9 @@ from tasks.evaluation import (
     documents_read,
     preview,
 )
-from tasks.gate import PastGuard, needs_champion, power_finding
-from tasks.merge import MergeSettings, numerics
-from tasks.preflight import (
+from mergegate.tasks.gate import PastGuard, needs_champion, power_finding
+from mergegate.tasks.merge import MergeSettings, numerics
+from mergegate.tasks.preflight import (
     Compatibility,
     Evidence,
     HeaderDigest,
@@ -45,7 +53,7 @@ from tasks.preflight import (
     texts_read,
     this_machine,
 )
-from tasks.preflight.licenses import (
+from mergegate.tasks.preflight.licenses import (
     AncestorLookup,
     LicenseSettings,
     LicenseTable,
@@ -55,10 +63,10 @@ from tasks.preflight.licenses import (
     license_table,
     read_licenses,
 )
-from tasks.publish.targets import check_target
-from tasks.report import read_history
-from tasks.serve import check_server
-from tasks.stage import announce, home, store
+from mergegate.tasks.publish.targets import check_target
+from mergegate.tasks.report import read_history
+from mergegate.tasks.serve import check_server
+from mergegate.tasks.stage import announce, home, store
 
 # Any of these is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

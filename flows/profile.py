@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flows.candidates import (
+from mergegate.flows.candidates import (
     AUTO,
     MOST_PROPOSED,
     TUNE,
@@ -35,17 +35,25 @@ from flows.candidates import (
     scale_search,
     searched_recipe,
 )
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import LocalPath, as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
-from merge_core.store import FileIdentity, HashMemo, file_identity
-from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import find_backend
-from tasks.gate import EvaluateSettings
-from tasks.judge import JudgeSettings
-from tasks.merge import MergeSettings, kept_place
-from tasks.outside import RunnerSettings
-from tasks.perplexity import PerplexitySettings
-from tasks.preflight import (
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import (
+    LocalPath,
+    as_written,
+    expectation,
+    kind_of,
+    one_of_several,
+    read_yaml,
+    with_overrides,
+)
+from mergegate.merge_core.store import FileIdentity, HashMemo, file_identity
+from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.evaluation import find_backend
+from mergegate.tasks.gate import EvaluateSettings
+from mergegate.tasks.judge import JudgeSettings
+from mergegate.tasks.merge import MergeSettings, kept_place
+from mergegate.tasks.outside import RunnerSettings
+from mergegate.tasks.perplexity import PerplexitySettings
+from mergegate.tasks.preflight import (
     CodeSettings,
     Evidence,
     TokenizerSettings,
@@ -54,13 +62,13 @@ from tasks.preflight import (
     pin_evidence,
     stored_dtypes,
 )
-from tasks.preflight.licenses import LicenseSettings
-from tasks.publish import ApprovalSettings
-from tasks.publish.targets import Target, publish_targets
-from tasks.serve import ServeSettings
-from tasks.shadow import ShadowSettings
-from tasks.stage import Limits, device_kind, formats_without_units, store
-from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep, relocated
+from mergegate.tasks.preflight.licenses import LicenseSettings
+from mergegate.tasks.publish import ApprovalSettings
+from mergegate.tasks.publish.targets import Target, publish_targets
+from mergegate.tasks.serve import ServeSettings
+from mergegate.tasks.shadow import ShadowSettings
+from mergegate.tasks.stage import Limits, device_kind, formats_without_units, store
+from mergegate.tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep, relocated
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.attempt import (
+from mergegate.flows.attempt import (
     AlreadyReleased,
     Attempt,
     FailedMerge,
@@ -32,7 +32,7 @@ from flows.attempt import (
     serve_merge,
     tuned_remedy,
 )
-from flows.outcome import (
+from mergegate.flows.outcome import (
     RunOutcome,
     already_released,
     concluded,
@@ -44,22 +44,22 @@ from flows.outcome import (
     report_content,
     reported_outcome,
 )
-from flows.prefect_api import required_decision
-from flows.preflight import ClearedCandidate, Problems, preflight_profile
-from flows.profile import Profile, RemedyChoice, load_profile
-from merge_core.errors import ChangedInput, DiskRefused, Refused
-from merge_core.store import Artifact
-from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
-from tasks.explain import explain_merge
-from tasks.gate import needs_champion
-from tasks.merge import kept_names, merge, merged_model, numerics, optimizer_state, prepared, still_named
-from tasks.outside import Runner, RunnerSettings, open_runner
-from tasks.preflight import Evidence
-from tasks.publish import PublicNames, ReleaseParts, beside_state, pending_release, publish
-from tasks.publish.releases import find_anchor, find_champion
-from tasks.publish.targets import Target
-from tasks.report import Report, ReportContent, write_report
-from tasks.stage import about_to, announce, store
+from mergegate.flows.prefect_api import required_decision
+from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.merge_core.errors import ChangedInput, DiskRefused, Refused
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
+from mergegate.tasks.explain import explain_merge
+from mergegate.tasks.gate import needs_champion
+from mergegate.tasks.merge import kept_names, merge, merged_model, numerics, optimizer_state, prepared, still_named
+from mergegate.tasks.outside import Runner, RunnerSettings, open_runner
+from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.publish import PublicNames, ReleaseParts, beside_state, pending_release, publish
+from mergegate.tasks.publish.releases import find_anchor, find_champion
+from mergegate.tasks.publish.targets import Target
+from mergegate.tasks.report import Report, ReportContent, write_report
+from mergegate.tasks.stage import about_to, announce, store
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.

@@ -20,11 +20,11 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.outcome import RunOutcome, concluded, in_time, name_run, profile_name
-from flows.profile import Profile, load_profile
-from flows.watching import Followed, ended, followed, judge_new, open_watch, promoted, survey, told_once
-from merge_core.errors import InvalidInput
-from tasks.report import ShadowContent
+from mergegate.flows.outcome import RunOutcome, concluded, in_time, name_run, profile_name
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.watching import Followed, ended, followed, judge_new, open_watch, promoted, survey, told_once
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.report import ShadowContent
 
 
 @flow(name="shadow", flow_run_name=name_run)

@@ -18,15 +18,15 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.attempt import open_workshop, prepare_search, watched_confirmation, watched_search
-from flows.outcome import RunOutcome, concluded, in_time, keep_sweep, name_run, profile_name, sweep_report
-from flows.profile import Profile, load_profile
-from flows.release import make_release
-from merge_core.store import state_directory, write_state
-from tasks.outside import open_runner
-from tasks.report import sweep_sentence
-from tasks.stage import announce, home
-from tasks.sweep import (
+from mergegate.flows.attempt import open_workshop, prepare_search, watched_confirmation, watched_search
+from mergegate.flows.outcome import RunOutcome, concluded, in_time, keep_sweep, name_run, profile_name, sweep_report
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.release import make_release
+from mergegate.merge_core.store import state_directory, write_state
+from mergegate.tasks.outside import open_runner
+from mergegate.tasks.report import sweep_sentence
+from mergegate.tasks.stage import announce, home
+from mergegate.tasks.sweep import (
     Confirmation,
     PreparedSearch,
     Trial,

@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from merge_core.checkpoint import Checkpoint, open_checkpoint
-    from merge_core.engine import EngineSettings, MergeRecord, merge_tensors, merge_weights
-    from merge_core.errors import Finding
-    from merge_core.methods import Method, Parameter, merge_methods
-    from merge_core.plan import MergePlan, PlannedMerge, plan_merge, plan_with_findings, preflight
-    from merge_core.recipe import CheckpointRef, Recipe, load_recipe, resolve_local
+    from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
+    from mergegate.merge_core.engine import EngineSettings, MergeRecord, merge_tensors, merge_weights
+    from mergegate.merge_core.errors import Finding
+    from mergegate.merge_core.methods import Method, Parameter, merge_methods
+    from mergegate.merge_core.plan import MergePlan, PlannedMerge, plan_merge, plan_with_findings, preflight
+    from mergegate.merge_core.recipe import CheckpointRef, Recipe, load_recipe, resolve_local
 
 _HOMES = {
     "Checkpoint": "checkpoint",

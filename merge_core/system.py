@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from merge_core.errors import Refused
+from mergegate.merge_core.errors import Refused
 
 _CACHESTAT = 451  # of every processor but one
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")  # absent elsewhere

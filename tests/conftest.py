@@ -26,8 +26,8 @@ import typer.testing
 from hypothesis import settings
 from kept import kept
 
-from flows.prefect_api import configure, local_api
-from tasks.checkpoints.model_process import compile_libraries
+from mergegate.flows.prefect_api import configure, local_api
+from mergegate.tasks.checkpoints.model_process import compile_libraries
 
 # Before anything imports Prefect or a Hugging Face library: they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
+NAMESPACE = "mergegate."
 FLOORS = ("merge_core", "tasks", "flows")  # from the ground up
 MOST_ROOMS = 40
 MOST_ROOMS_OF_TASKS = 15
@@ -33,7 +34,7 @@ TWINS = {
 
 
 class Import(NamedTuple):
-    """``name`` of ``module`` (dotted, in this project), as ``importer`` (dotted) imports it."""
+    """``name`` of ``module``, as ``importer`` imports it; both dotted, without the leading ``mergegate.``."""
 
     importer: str
     module: str
@@ -62,11 +63,11 @@ def imports_in(module: str, nodes: Iterable[ast.AST]) -> Iterator[Import]:
     for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
-                if name.name.partition(".")[0] in FLOORS:
-                    yield Import(module, name.name, "")
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in FLOORS:
+                if name.name.startswith(NAMESPACE):
+                    yield Import(module, name.name.removeprefix(NAMESPACE), "")
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith(NAMESPACE):
             for name in node.names:
-                yield Import(module, str(node.module), name.name)
+                yield Import(module, str(node.module).removeprefix(NAMESPACE), name.name)
 
 
 @cache
@@ -243,7 +244,7 @@ def test_importing_stays_light(modules: tuple[str, ...], heavy: tuple[str, ...])
 import importlib, sys
 seen = set()
 for module in {modules!r}:
-    importlib.import_module(module)
+    importlib.import_module({NAMESPACE!r} + module)
     for name in {heavy!r}:
         if name in sys.modules and name not in seen:
             seen.add(name)
@@ -259,42 +260,42 @@ _OWN = "files that mergegate wrote"
 _KERNEL = "/proc, /sys and devices"
 _PINNED = "weights or release files, which were opened or hashed as plain files before"
 UNBOUNDED_READERS = {
-    "flows.cli.init": _OWN,
-    "flows.outcome.ending": _OWN,
-    "flows.outcome.keeping": _OWN,
-    "merge_core.architecture.families": _SHIPPED,
-    "merge_core.checkpoint.moments": _OWN,
-    "merge_core.engine.forecast.probe": _OWN,
-    "merge_core.methods.kernels.compiled": _SHIPPED,
-    "merge_core.parsing.json_text": "a descriptor of the bounded opener",
-    "merge_core.store.hashing": "it checks first that the path names a plain file",
-    "merge_core.store.shared": _OWN,
-    "merge_core.system": _KERNEL,
-    "tasks.checkpoints.hub.download": "files of the Hub's cache, which are compared with the Hub's hashes",
-    "tasks.evaluation.shipped": _SHIPPED,
-    "tasks.judge.answers": _OWN,
-    "tasks.judge.stage": _OWN,
-    "tasks.merge.distances": _PINNED,
-    "tasks.merge.gates": _PINNED,
-    "tasks.outside.gpu_lock": _KERNEL,
-    "tasks.outside.supervised": _KERNEL,
-    "tasks.preflight.licenses.texts": _SHIPPED,
-    "tasks.publish.approval": "a file of the target with the size of ours",
-    "tasks.publish.content": _PINNED,
-    "tasks.publish.public_names": _PINNED,
-    "tasks.publish.targets.directory": _PINNED,
-    "tasks.publish.targets.hub.release": "a file that was downloaded into a directory of its own",
-    "tasks.publish.targets.oci.registry": _PINNED,
-    "tasks.publish.targets.s3.publication": _PINNED,
-    "tasks.report.ending.page": _SHIPPED,
-    "tasks.report.history.links": _SHIPPED,
-    "tasks.report.history.metrics": _OWN,
-    "tasks.report.history.overview": _SHIPPED,
-    "tasks.report.page": _SHIPPED,
-    "tasks.report.shadow.page": _SHIPPED,
-    "tasks.report.sweep.page": _SHIPPED,
-    "tasks.serve.process": _OWN,
-    "tasks.serve.static_checks": _PINNED,
+    "mergegate.flows.cli.init": _OWN,
+    "mergegate.flows.outcome.ending": _OWN,
+    "mergegate.flows.outcome.keeping": _OWN,
+    "mergegate.merge_core.architecture.families": _SHIPPED,
+    "mergegate.merge_core.checkpoint.moments": _OWN,
+    "mergegate.merge_core.engine.forecast.probe": _OWN,
+    "mergegate.merge_core.methods.kernels.compiled": _SHIPPED,
+    "mergegate.merge_core.parsing.json_text": "a descriptor of the bounded opener",
+    "mergegate.merge_core.store.hashing": "it checks first that the path names a plain file",
+    "mergegate.merge_core.store.shared": _OWN,
+    "mergegate.merge_core.system": _KERNEL,
+    "mergegate.tasks.checkpoints.hub.download": "files of the Hub's cache, which are compared with the Hub's hashes",
+    "mergegate.tasks.evaluation.shipped": _SHIPPED,
+    "mergegate.tasks.judge.answers": _OWN,
+    "mergegate.tasks.judge.stage": _OWN,
+    "mergegate.tasks.merge.distances": _PINNED,
+    "mergegate.tasks.merge.gates": _PINNED,
+    "mergegate.tasks.outside.gpu_lock": _KERNEL,
+    "mergegate.tasks.outside.supervised": _KERNEL,
+    "mergegate.tasks.preflight.licenses.texts": _SHIPPED,
+    "mergegate.tasks.publish.approval": "a file of the target with the size of ours",
+    "mergegate.tasks.publish.content": _PINNED,
+    "mergegate.tasks.publish.public_names": _PINNED,
+    "mergegate.tasks.publish.targets.directory": _PINNED,
+    "mergegate.tasks.publish.targets.hub.release": "a file that was downloaded into a directory of its own",
+    "mergegate.tasks.publish.targets.oci.registry": _PINNED,
+    "mergegate.tasks.publish.targets.s3.publication": _PINNED,
+    "mergegate.tasks.report.ending.page": _SHIPPED,
+    "mergegate.tasks.report.history.links": _SHIPPED,
+    "mergegate.tasks.report.history.metrics": _OWN,
+    "mergegate.tasks.report.history.overview": _SHIPPED,
+    "mergegate.tasks.report.page": _SHIPPED,
+    "mergegate.tasks.report.shadow.page": _SHIPPED,
+    "mergegate.tasks.report.sweep.page": _SHIPPED,
+    "mergegate.tasks.serve.process": _OWN,
+    "mergegate.tasks.serve.static_checks": _PINNED,
 }
 
 

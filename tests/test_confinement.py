@@ -19,7 +19,7 @@ from confined_here import directory_of_nobody, require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.outside import Confinement, SupervisedProcess, environment_of_child
+from mergegate.tasks.outside import Confinement, SupervisedProcess, environment_of_child
 
 SECRET = "hf_planted_where_nobody_may_look"
 
@@ -64,7 +64,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         # A process between, that was started with the secret: the environment of this one lies where pytest put it.
         script = (
             "import json, os, sys, tempfile\n"
-            "from tasks.outside import Confinement, SupervisedProcess, environment_of_child\n"
+            "from mergegate.tasks.outside import Confinement, SupervisedProcess, environment_of_child\n"
             "command, confinement = json.loads(sys.argv[1])\n"
             "with tempfile.TemporaryFile() as output:\n"
             "    process = SupervisedProcess(command, environment_of_child(), output, name='test',\n"
@@ -165,7 +165,7 @@ def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a kernel without Landlock, in a container that forbids namespaces: it runs, and the log says so."""
-    import tasks.outside.supervised as supervised
+    import mergegate.tasks.outside.supervised as supervised
 
     without = Path(tempfile.mkdtemp())
     for name in ("supervised.py", "confinement.py"):
@@ -237,8 +237,8 @@ class _Command:
 def test_an_answer_is_data_or_nothing(sent: bytes) -> None:
     from multiprocessing import Pipe
 
-    from merge_core.errors import InvalidInput
-    from tasks.checkpoints.messages import receive
+    from mergegate.merge_core.errors import InvalidInput
+    from mergegate.tasks.checkpoints.messages import receive
 
     here, there = Pipe()
     there.send_bytes(sent)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from merge_core.wording import detail, heard_by, wants_details, without_secrets
+from mergegate.merge_core.wording import detail, heard_by, wants_details, without_secrets
 
 
 def test_lines_are_heard_from_any_thread_and_only_while_somebody_listens() -> None:

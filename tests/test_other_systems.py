@@ -167,7 +167,7 @@ def on_a_mac(
 
 
 SERVER = ("prefect", "prefect.server.api.server", "uvicorn", "torch", "numba", "transformers", "huggingface_hub")
-COMMAND = "from flows.cli import main\nmain()\n"
+COMMAND = "from mergegate.flows.cli import main\nmain()\n"
 
 
 @pytest.mark.slow
@@ -175,10 +175,10 @@ def test_merging_works_elsewhere_with_the_same_bytes(tmp_path: Path) -> None:
     script = """
 import importlib, json
 from pathlib import Path
-import merge_core
+import mergegate.merge_core
 for name in json.loads(sys.argv[2]):
     importlib.import_module(name)
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings, resolve_local
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings, resolve_local
 from hashlib import sha256
 recipe = load_recipe(Path(sys.argv[1]))
 checkpoints = {str(ref): open_checkpoint(resolve_local(ref, recipe.directory)) for ref in recipe.references()}
@@ -187,7 +187,7 @@ print(sha256(Path("out/model.safetensors").read_bytes()).hexdigest())
 """
     recipe = PROJECT / "profiles" / "demo" / "recipes" / "ties.yaml"
     floor = [str(file.parent.relative_to(PROJECT)) for file in PROJECT.glob("merge_core/**/__init__.py")]
-    every = json.dumps([name.replace("/", ".") for name in floor])
+    every = json.dumps(["mergegate." + name.replace("/", ".") for name in floor])
     said = []
     for name in ("here", "elsewhere"):
         (place := tmp_path / name).mkdir()

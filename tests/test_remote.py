@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from loopback import answering
 
-from tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_worth_another_look
-from tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
+from mergegate.tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_worth_another_look
+from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
 SECRET = "sesame-open"

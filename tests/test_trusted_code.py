@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from samples import sampled
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo, digest
-from tasks.checkpoints import (
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo, digest
+from mergegate.tasks.checkpoints import (
     Model,
     ResolvedCheckpoint,
     ask_child,
@@ -21,8 +21,8 @@ from tasks.checkpoints import (
     end_child,
     pin_checkpoints,
 )
-from tasks.checkpoints.hub.snapshot import Snapshot
-from tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.serve.reference import Reference, make_reference
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -2,8 +2,8 @@
 (``assessment``), asked for what else a profile wants (``judgements``), and kept as a frozen value (``attempt``); and
 what to merge, searched for (``search``)."""
 
-from flows.attempt.assessment import Assessment, assess_merge, ensemble_of
-from flows.attempt.attempt import (
+from mergegate.flows.attempt.assessment import Assessment, assess_merge, ensemble_of
+from mergegate.flows.attempt.attempt import (
     AlreadyReleased,
     Attempt,
     FailedMerge,
@@ -12,8 +12,8 @@ from flows.attempt.attempt import (
     open_remedies,
     proposed_remedy,
 )
-from flows.attempt.judgements import judge_answers, serve_merge
-from flows.attempt.search import (
+from mergegate.flows.attempt.judgements import judge_answers, serve_merge
+from mergegate.flows.attempt.search import (
     all_candidates,
     labels_of,
     open_workshop,

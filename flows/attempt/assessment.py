@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from merge_core.store import Artifact, StoredValue
-from tasks.checkpoints import Model, PinnedCheckpoint
-from tasks.evaluation import (
+from mergegate.merge_core.store import Artifact, StoredValue
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.evaluation import (
     EvalTask,
     Scores,
     document_seconds,
@@ -24,7 +24,7 @@ from tasks.evaluation import (
     pin_data,
     unknown_documents,
 )
-from tasks.gate import (
+from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
     GateVerdict,
@@ -40,10 +40,10 @@ from tasks.gate import (
     soonest_decided,
     undecided_tasks,
 )
-from tasks.outside import Runner, here
-from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
-from tasks.preflight import Evidence, planned_looks, planned_tasks
-from tasks.stage import runtime
+from mergegate.tasks.outside import Runner, here
+from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
+from mergegate.tasks.preflight import Evidence, planned_looks, planned_tasks
+from mergegate.tasks.stage import runtime
 
 # By model, the parts of each task.
 AllScores = dict[str, list[Artifact[Scores]]]

@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from flows.attempt.assessment import Assessment
-from flows.candidates import changed_candidate
-from flows.preflight import ClearedCandidate, clear_further
-from flows.profile import Profile
-from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, Refused
-from merge_core.parsing import parse_yaml
-from merge_core.store import Artifact
-from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from tasks.explain import Explanation, Remedy, by_content, untried
-from tasks.gate import GateVerdict
-from tasks.merge import Merged
-from tasks.perplexity import Likelihoods
-from tasks.preflight import Evidence
-from tasks.publish.releases import ReleasedModel
-from tasks.report import RunRecord, read_history
-from tasks.stage import JointVerdict, Verdict, announce, combined, home
+from mergegate.flows.attempt.assessment import Assessment
+from mergegate.flows.candidates import changed_candidate
+from mergegate.flows.preflight import ClearedCandidate, clear_further
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, Refused
+from mergegate.merge_core.parsing import parse_yaml
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.explain import Explanation, Remedy, by_content, untried
+from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.merge import Merged
+from mergegate.tasks.perplexity import Likelihoods
+from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.publish.releases import ReleasedModel
+from mergegate.tasks.report import RunRecord, read_history
+from mergegate.tasks.stage import JointVerdict, Verdict, announce, combined, home
 
 E = TypeVar("E", bound=BaseModel)
 

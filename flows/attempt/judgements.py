@@ -6,10 +6,10 @@ more function of this kind in the list of ``flows.release``.
 
 from __future__ import annotations
 
-from flows.attempt.attempt import JudgedMerge
-from tasks.judge import judge_models
-from tasks.serve import serve_models
-from tasks.stage import Verdict, runtime
+from mergegate.flows.attempt.attempt import JudgedMerge
+from mergegate.tasks.judge import judge_models
+from mergegate.tasks.serve import serve_models
+from mergegate.tasks.stage import Verdict, runtime
 
 
 def judge_answers(merge: JudgedMerge) -> Verdict | None:

@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from flows.candidates import SCALE, Candidate, candidate_recipes, changed_candidate, searched_recipe
-from flows.preflight import ClearedCandidate, Problems, clear_further, preflight_profile
-from flows.profile import Profile
-from merge_core import plan_merge
-from merge_core.engine import usable_cores
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
-from tasks.merge import numerics, prepared
-from tasks.outside import Runner
-from tasks.perplexity import WindowSettings
-from tasks.report import sweep_line
-from tasks.stage import about_to, announce, report_stage, runtime, say_progress, store
-from tasks.sweep import (
+from mergegate.flows.candidates import SCALE, Candidate, candidate_recipes, changed_candidate, searched_recipe
+from mergegate.flows.preflight import ClearedCandidate, Problems, clear_further, preflight_profile
+from mergegate.flows.profile import Profile
+from mergegate.merge_core import plan_merge
+from mergegate.merge_core.engine import usable_cores
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
+from mergegate.tasks.merge import numerics, prepared
+from mergegate.tasks.outside import Runner
+from mergegate.tasks.perplexity import WindowSettings
+from mergegate.tasks.report import sweep_line
+from mergegate.tasks.stage import about_to, announce, report_stage, runtime, say_progress, store
+from mergegate.tasks.sweep import (
     Confirmation,
     HandWritten,
     PreparedSearch,

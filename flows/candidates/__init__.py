@@ -4,7 +4,7 @@
 ``tuning.py`` says where the scale of a recipe is searched for.
 """
 
-from flows.candidates.candidates import (
+from mergegate.flows.candidates.candidates import (
     AUTO,
     MOST_PROPOSED,
     Candidate,
@@ -15,8 +15,8 @@ from flows.candidates.candidates import (
     recipe_of_documents,
     searched_recipe,
 )
-from flows.candidates.clients import ClientRound, client_digest, client_round, clients_document
-from flows.candidates.tuning import SCALE, TUNE, TuningSize, has_a_scale, scale_search
+from mergegate.flows.candidates.clients import ClientRound, client_digest, client_round, clients_document
+from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_a_scale, scale_search
 
 __all__ = [
     "AUTO",

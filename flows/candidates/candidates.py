@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import yaml
 
-from merge_core import Recipe, load_recipe
-from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_YAML_BYTES, LocalPath, parse_yaml, read_text, read_yaml
-from merge_core.recipe import apply_overrides
+from mergegate.merge_core import Recipe, load_recipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, parse_yaml, read_text, read_yaml
+from mergegate.merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
 Written = LocalPath | dict[str, Any]

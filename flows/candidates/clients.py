@@ -26,17 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.candidates.last_round import begun_with, counted, is_as_made, kept_states, last_recipe
-from flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
-from merge_core import Checkpoint, open_checkpoint
-from merge_core.adapters import apply_adapter, is_adapter, open_adapter
-from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
-from merge_core.parsing import read_yaml
-from merge_core.recipe import CLIENT_KEYS, expanded
-from merge_core.store import HashMemo
-from tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
-from tasks.publish import CARD
+from mergegate.flows.candidates.last_round import begun_with, counted, is_as_made, kept_states, last_recipe
+from mergegate.flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
+from mergegate.merge_core import Checkpoint, open_checkpoint
+from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
+from mergegate.merge_core.parsing import read_yaml
+from mergegate.merge_core.recipe import CLIENT_KEYS, expanded
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
+from mergegate.tasks.publish import CARD
 
 _PATTERN = frozenset("*?[")
 

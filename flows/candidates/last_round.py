@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput, MergegateError
-from merge_core.parsing import parse_json, read_plain, read_yaml
-from merge_core.recipe import expanded, parse_reference
-from tasks.checkpoints import files_digest
-from tasks.publish import PROVENANCE, RECIPE
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.parsing import parse_json, read_plain, read_yaml
+from mergegate.merge_core.recipe import expanded, parse_reference
+from mergegate.tasks.checkpoints import files_digest
+from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
 def counted(released: Path) -> frozenset[str]:

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import TASK_ARITHMETIC
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.methods import TASK_ARITHMETIC
 
 ROUND, MEAN, SQUARES = "round", "mean", "squares"  # what the documents before the last are called
 # What the step that is taken says, and not the documents before it.

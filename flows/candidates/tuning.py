@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flows.candidates.candidates import SearchedRecipe
-from merge_core.errors import InvalidInput
-from merge_core.methods import find_method, merge_methods
-from merge_core.parsing import parse_yaml
-from tasks.sweep import SweepSettings
+from mergegate.flows.candidates.candidates import SearchedRecipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import find_method, merge_methods
+from mergegate.merge_core.parsing import parse_yaml
+from mergegate.tasks.sweep import SweepSettings
 
 TUNE: Mapping[str, str] = {"tune": "scale"}  # as a remedy
 SCALE = "lambda"  # as recipes call it

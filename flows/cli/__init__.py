@@ -1,5 +1,5 @@
 """The command line: one file a command, what a person watches, and how it ends as an exit code."""
 
-from flows.cli.app import main
+from mergegate.flows.cli.app import main
 
 __all__ = ["main"]

@@ -20,10 +20,18 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.help import FirstIsProfile, command_line
-from flows.cli.streams import close_streams, prepare_streams, require_utf8_paths
-from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, findings_of
-from merge_core.system import require_posix
+from mergegate.flows.cli.help import FirstIsProfile, command_line
+from mergegate.flows.cli.streams import close_streams, prepare_streams, require_utf8_paths
+from mergegate.merge_core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    DiskRefused,
+    Finding,
+    MergegateError,
+    Status,
+    findings_of,
+)
+from mergegate.merge_core.system import require_posix
 
 app = typer.Typer(
     name="mergegate",
@@ -56,7 +64,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def local_path(text: str | Path) -> Path:
     """Parse a path on the command line. The import waits, because pydantic is slow to import."""
-    from merge_core.parsing import parse_path
+    from mergegate.merge_core.parsing import parse_path
 
     return parse_path(os.fspath(text))
 
@@ -124,13 +132,13 @@ def run_command(
         _prepare_environment()
         otherwise = tuple(overrides or ())
         if dry:
-            from flows.cli.dry_run import dry_run
-            from flows.profile import load_profile
+            from mergegate.flows.cli.dry_run import dry_run
+            from mergegate.flows.profile import load_profile
 
             read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
             read = read if publish else read.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
-        from flows.release import quiet_release, release
+        from mergegate.flows.release import quiet_release, release
 
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
@@ -148,7 +156,7 @@ def run_command(
             verbose=verbose,
         )
         if events:
-            from flows.cli.events import print_event
+            from mergegate.flows.cli.events import print_event
 
             print_event("finished", **_told(outcome))
         else:
@@ -165,7 +173,7 @@ def demo_command(
 ) -> None:
     """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
     with _refusals(as_json):
-        from flows.cli.demo import PROFILE, place_demo
+        from mergegate.flows.cli.demo import PROFILE, place_demo
 
         placed = place_demo(directory)
         if not as_json:
@@ -191,8 +199,8 @@ def sweep_command(
     """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.sweep import look_on, swept_profile, view_of
-        from flows.sweep import sweep
+        from mergegate.flows.cli.sweep import look_on, swept_profile, view_of
+        from mergegate.flows.sweep import sweep
 
         console = _console(as_json)
         given = swept_profile(profile, console)
@@ -221,8 +229,8 @@ def tune_command(
     """Find the scale ('lambda') at which a merge is surest of what it says; right answers are not needed."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.candidates import TuningSize
-        from flows.sweep import sweep
+        from mergegate.flows.candidates import TuningSize
+        from mergegate.flows.sweep import sweep
 
         read = _read_profile(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
         console = _console(as_json)
@@ -241,8 +249,8 @@ def shadow_look_command(
     """Judge what is new, then promote what is watched, roll it back, or wait for more."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.shadow_look import print_look
-        from flows.shadow import shadow
+        from mergegate.flows.cli.shadow_look import print_look
+        from mergegate.flows.shadow import shadow
 
         console = _console(as_json)
         read = _read_profile(profile, "shadow")
@@ -280,7 +288,7 @@ def shadow_status_command(
     """What serves users, and what is shown so far; asks nobody and changes nothing."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.shadow_look import print_state
+        from mergegate.flows.cli.shadow_look import print_state
 
         print_state(profile, _console(as_json), as_json)
 
@@ -288,9 +296,9 @@ def shadow_status_command(
 def _decide_by_hand(profile: Path, say: str, why: str, as_json: bool) -> None:
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.approve import who_is_here
-        from flows.cli.shadow_look import print_look, require_reason
-        from flows.shadow import shadow
+        from mergegate.flows.cli.approve import who_is_here
+        from mergegate.flows.cli.shadow_look import print_look, require_reason
+        from mergegate.flows.shadow import shadow
 
         require_reason(why)
         console = _console(as_json)
@@ -311,7 +319,7 @@ def server_command(
 ) -> None:
     """Serve Prefect's API and its pages for this project; MERGEGATE_DATABASE=postgresql://… for a team."""
     with _refusals(False):
-        from flows.cli.server import run_server
+        from mergegate.flows.cli.server import run_server
 
         run_server(host, port, _console(False))
 
@@ -322,7 +330,7 @@ def worker_command(
 ) -> None:
     """Carry out what is deployed and due, one run at a time, in this project's directory."""
     with _refusals(False):
-        from flows.cli.server import become_worker
+        from mergegate.flows.cli.server import become_worker
 
         become_worker(once, _console(False))
 
@@ -332,7 +340,7 @@ def deploy_command(as_json: Json = False) -> None:
     """Keep the server in step with nights.yaml: deployments, schedules, who is told. Twice does nothing."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.deploy import deploy_nights
+        from mergegate.flows.cli.deploy import deploy_nights
 
         deploy_nights(_console(as_json), as_json)
 
@@ -346,7 +354,7 @@ def trigger_command(
     """Have a worker make a release now, and print the address of the run's page."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.trigger import trigger_run
+        from mergegate.flows.cli.trigger import trigger_run
 
         code = trigger_run(profile, _console(as_json), as_json, wait=wait)
     raise typer.Exit(code)
@@ -365,7 +373,7 @@ def shadow_command(
     """Stand before parent and candidate, answer users, and record both (also: mergegate shadow PROFILE)."""
     with _refusals(False):
         _prepare_environment()
-        from flows.cli.shadow import serve_shadow
+        from mergegate.flows.cli.shadow import serve_shadow
 
         serve_shadow(profile, candidate, _console(False), again=again)
 
@@ -385,7 +393,7 @@ def shadow_replay_command(
     """Send the requests of a file to the proxy, as users would."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.shadow import replay_file
+        from mergegate.flows.cli.shadow import replay_file
 
         replay_file(
             file,
@@ -413,7 +421,7 @@ def approve_command(
     """Say yes or no to a release that waits for approval on the server, after showing what it is."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.approve import approve_run
+        from mergegate.flows.cli.approve import approve_run
 
         approve_run(run, _console(as_json), as_json, reject=reject, reason=reason)
 
@@ -431,7 +439,7 @@ def merge_command(
 ) -> None:
     """Only merge: recipe in, checkpoint out; what is made already is not made again. Nothing is checked but headers."""
     with _refusals(as_json):
-        from flows.cli.merge import merge_to
+        from mergegate.flows.cli.merge import merge_to
 
         record = merge_to(recipe, out, seed=seed, device=device, share=share, console=_console(as_json))
         if as_json:
@@ -449,7 +457,7 @@ def check_command(
     """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.check import check_file
+        from mergegate.flows.cli.check import check_file
 
         code = check_file(file, _console(as_json), as_json, verbose)
     raise typer.Exit(code)
@@ -463,7 +471,7 @@ def fetch_data_command(
     """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.fetch_data import fetch_data
+        from mergegate.flows.cli.fetch_data import fetch_data
 
         fetch_data(profile, _console(as_json), as_json)
 
@@ -485,8 +493,8 @@ def extract_lora_command(
 ) -> None:
     """Make a LoRA adapter of a fine-tune and its base, and say what it leaves out."""
     with _refusals(as_json):
-        from flows.cli.extract import extract_to
-        from merge_core.adapters import ExtractionSettings
+        from mergegate.flows.cli.extract import extract_to
+        from mergegate.merge_core.adapters import ExtractionSettings
 
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
         record = extract_to(finetuned, base, out, settings, console=_console(as_json))
@@ -518,7 +526,7 @@ def init_command(
     """Write a recipe and a profile for your models, checked before you see them. Overwrites nothing."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.init import InitRequest, init_project, is_interactive
+        from mergegate.flows.cli.init import InitRequest, init_project, is_interactive
 
         asks = not as_json and is_interactive(yes)
         request = InitRequest(base, tuple(models), out, name, method, documents, tuple(task or ()), accept, asks)
@@ -536,7 +544,7 @@ def schema_command(
 ) -> None:
     """Print the JSON Schema of a profile or a recipe, for editors."""
     with _refusals(False):
-        from flows.cli.schema import schema_text, write_pages
+        from mergegate.flows.cli.schema import schema_text, write_pages
 
         if write is not None:
             write_pages(write)
@@ -560,7 +568,7 @@ def plan_command(
 ) -> None:
     """What a merge will need, from headers alone: bytes, memory, disk, time, cost. No weight is read or downloaded."""
     with _refusals(as_json):
-        from flows.cli.plan import plan_file
+        from mergegate.flows.cli.plan import plan_file
 
         plan_file(recipe, _console(as_json), as_json, out=out, device=device, prices=price or (), probe=probe)
 
@@ -579,7 +587,7 @@ def smoke_command(
     """Serve a checkpoint and ask it, before anybody else does: a table of checks, what was seen, what should be."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.smoke import smoke_target
+        from mergegate.flows.cli.smoke import smoke_target
 
         key = os.environ.get(key_from, "") if key_from else ""
         code = smoke_target(
@@ -592,7 +600,7 @@ def smoke_command(
 def methods_command(as_json: Json = False) -> None:
     """The merge methods, with their parameters, ranges and defaults."""
     with _refusals(as_json):
-        from flows.cli.methods import print_methods
+        from mergegate.flows.cli.methods import print_methods
 
         print_methods(_console(False), as_json)
 
@@ -611,7 +619,7 @@ def transplant_command(
 ) -> None:
     """Give a model another one's tokenizer: shared tokens keep their rows, the others get combinations of them."""
     with _refusals(as_json):
-        from flows.cli.transplant import transplant_to
+        from mergegate.flows.cli.transplant import transplant_to
 
         made = transplant_to(model, donor, out, method=method, k=k, device=device, console=_console(as_json))
         if as_json:
@@ -633,7 +641,7 @@ def compare_command(
     """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.compare import compare as compare_checkpoints
+        from mergegate.flows.compare import compare as compare_checkpoints
 
         console = _console(as_json)
         flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
@@ -658,7 +666,7 @@ def gate_command(
     """Judge results that lm-eval has written (with --log_samples) by a profile's guards. No model is run."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.gate import gate_results
+        from mergegate.flows.cli.gate import gate_results
 
         console = _console(as_json)
         outcome = gate_results(results, profile, console)
@@ -673,7 +681,7 @@ def doctor_command(
 ) -> None:
     """Look at this project's state: what is damaged, set aside or left over, and how large it is."""
     with _refusals(as_json):
-        from flows.cli.doctor import examine_project
+        from mergegate.flows.cli.doctor import examine_project
 
         code = examine_project(_console(as_json), as_json, mend=mend)
     raise typer.Exit(code)
@@ -687,7 +695,7 @@ def history_command(
 ) -> None:
     """How the runs of this project ended, the newest first."""
     with _refusals(as_json):
-        from flows.cli.history import print_history
+        from mergegate.flows.cli.history import print_history
 
         print_history(_console(as_json), as_json, profile, last)
 
@@ -696,7 +704,7 @@ def history_command(
 def status_command(as_json: Json = False) -> None:
     """What runs now, what is due, how each profile ended last, how large the store is."""
     with _refusals(as_json):
-        from flows.cli.status import print_status
+        from mergegate.flows.cli.status import print_status
 
         print_status(_console(as_json), as_json)
 
@@ -710,7 +718,7 @@ def open_command(
 ) -> None:
     """Open a report in a browser; where there is none, print where it lies."""
     with _refusals(as_json):
-        from flows.cli.status import open_report
+        from mergegate.flows.cli.status import open_report
 
         open_report(_console(as_json), profile, as_json)
 
@@ -722,7 +730,7 @@ def explain_command(
 ) -> None:
     """What a past run decided, and why."""
     with _refusals(as_json):
-        from flows.cli.status import explain_run
+        from mergegate.flows.cli.status import explain_run
 
         explain_run(_console(as_json), run, as_json)
 
@@ -731,7 +739,7 @@ def explain_command(
 def store_ls_command(as_json: Json = False) -> None:
     """Every artifact: of which stage and model, its size and age, and why it is kept."""
     with _refusals(as_json):
-        from flows.cli.store import list_artifacts
+        from mergegate.flows.cli.store import list_artifacts
 
         list_artifacts(_console(as_json), as_json)
 
@@ -740,7 +748,7 @@ def store_ls_command(as_json: Json = False) -> None:
 def store_du_command(as_json: Json = False) -> None:
     """How large the store is, by stage, and how much of that is needed."""
     with _refusals(as_json):
-        from flows.cli.store import print_sizes
+        from mergegate.flows.cli.store import print_sizes
 
         print_sizes(_console(as_json), as_json)
 
@@ -749,7 +757,7 @@ def store_du_command(as_json: Json = False) -> None:
 def store_verify_command(as_json: Json = False) -> None:
     """Read every byte and compare it with its hash; exit code 3 where something is damaged."""
     with _refusals(as_json):
-        from flows.cli.store import verify_store
+        from mergegate.flows.cli.store import verify_store
 
         code = verify_store(_console(as_json), as_json)
     raise typer.Exit(code)
@@ -772,7 +780,7 @@ def store_gc_command(
 ) -> None:
     """Remove what no run, no release and no profile's last runs need. Safe beside runs."""
     with _refusals(as_json):
-        from flows.cli.store import collect_store
+        from mergegate.flows.cli.store import collect_store
 
         collect_store(_console(as_json), as_json, dry_run=dry_run, older=older, quota=quota, forget=forget or ())
 
@@ -787,7 +795,7 @@ def verify_command(
 ) -> None:
     """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
     with _refusals(as_json):
-        from flows.cli.verify import verify_release
+        from mergegate.flows.cli.verify import verify_release
 
         verify_release(release, key, _console(as_json), as_json)
 
@@ -805,7 +813,7 @@ def reproduce_command(
     """Make the weights of a release again from its recipe and its parents, and compare them to the byte."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.verify import reproduce_release
+        from mergegate.flows.cli.verify import reproduce_release
 
         reproduce_release(release, parents, device, _console(as_json), as_json)
 
@@ -831,7 +839,7 @@ def main() -> None:
 
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
-    from flows.prefect_api import configure
+    from mergegate.flows.prefect_api import configure
 
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
@@ -846,8 +854,8 @@ def _console(as_json: bool) -> Any:
 
 def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> Any:
     """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
-    from flows.outcome import keep_refusal
-    from flows.profile import load_profile
+    from mergegate.flows.outcome import keep_refusal
+    from mergegate.flows.profile import load_profile
 
     try:
         read = load_profile(profile, overrides)
@@ -875,11 +883,11 @@ def _watched(
     Args:
         look: The outcome without the flow, where nothing is to be done; else None.
     """
-    from flows.cli.approve import TerminalApproval
-    from flows.cli.events import EventLines
-    from flows.cli.progress import TerminalProgress
-    from flows.outcome import RunOutcome, outcome_of
-    from flows.prefect_api import asked_by, has_server, local_api, require_writable
+    from mergegate.flows.cli.approve import TerminalApproval
+    from mergegate.flows.cli.events import EventLines
+    from mergegate.flows.cli.progress import TerminalProgress
+    from mergegate.flows.outcome import RunOutcome, outcome_of
+    from mergegate.flows.prefect_api import asked_by, has_server, local_api, require_writable
 
     progress = TerminalProgress(console, verbose=verbose)
     lines = EventLines()
@@ -921,7 +929,7 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
     if as_json:
         print(json.dumps(_told(outcome), indent=1))
         return
-    from flows.cli.summary import print_next, print_summary
+    from mergegate.flows.cli.summary import print_next, print_summary
 
     print_summary(console, outcome)
     if profile is not None:
@@ -930,7 +938,7 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
 
 def _print_made(record: dict[str, Any]) -> None:
     """What a command made, in the shape of every JSON object."""
-    from flows.cli.answer import print_answer
+    from mergegate.flows.cli.answer import print_answer
 
     said = "made" if record.pop("new", True) else "nothing new"
     print_answer(said, said, record)
@@ -961,7 +969,7 @@ def _refusals(as_json: bool) -> Iterator[None]:
 
 
 def _refusal_of(error: OSError) -> MergegateError:
-    from merge_core.store import disk_refusal
+    from mergegate.merge_core.store import disk_refusal
 
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
         return DiskRefused(
@@ -989,7 +997,7 @@ def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> Non
     """The message, where it can still be said: the disk that is full may hold our output, too."""
     try:
         if as_json:
-            from flows.cli.answer import print_answer
+            from mergegate.flows.cli.answer import print_answer
 
             print_answer(status, message, {}, findings)
             sys.stdout.flush()

@@ -9,10 +9,10 @@ import sys
 from rich.console import Console
 from rich.markdown import Markdown
 
-from flows.cli.answer import print_answer
-from flows.cli.progress import TerminalProgress
-from flows.cli.server import optional_nights
-from flows.prefect_api import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.progress import TerminalProgress
+from mergegate.flows.cli.server import optional_nights
+from mergegate.flows.prefect_api import (
     ApprovalRequest,
     Decision,
     answer_run,
@@ -21,7 +21,7 @@ from flows.prefect_api import (
     site_client,
     waiting_runs,
 )
-from merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
 
 
 def approve_run(named: str | None, console: Console, as_json: bool, *, reject: bool, reason: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 
 def ask(question: str, default: str, check: Callable[[str], str]) -> str:

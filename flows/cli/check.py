@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.night import plan_night
-from flows.cli.sweep import swept_profile
-from flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
-from flows.profile import is_recipe, load_profile
-from merge_core import Finding, load_recipe
-from merge_core.errors import FindingGroup, shown, summed_up
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.night import plan_night
+from mergegate.flows.cli.sweep import swept_profile
+from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
+from mergegate.flows.profile import is_recipe, load_profile
+from mergegate.merge_core import Finding, load_recipe
+from mergegate.merge_core.errors import FindingGroup, shown, summed_up
 
 _LONGEST = 2000  # characters of a prompt that are shown
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
@@ -51,7 +51,7 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         if (night := plan_night(profile, ready, problems.examples)) and night.left:
             problems.summary.append(f"time: {night.time()}")
     else:
-        from flows.attempt import all_candidates
+        from mergegate.flows.attempt import all_candidates
 
         named = all_candidates(profile)
         preflight_profile(profile, problems, named.searched, named.by_hand)

@@ -9,7 +9,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 PROFILE = Path("profiles", "demo.yaml")
 

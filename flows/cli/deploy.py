@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.prefect_api import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.prefect_api import (
     NIGHTS,
     find_site,
     keep_deployments,

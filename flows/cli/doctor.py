@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.answer import print_answer
-from merge_core.store import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.merge_core.store import (
     ASIDE,
     StateFinding,
     examine_database,
@@ -22,10 +22,10 @@ from merge_core.store import (
     passed_over,
     size_of,
 )
-from merge_core.wording import format_bytes
-from tasks.gate import anchor_faults
-from tasks.report import HISTORY, mend_history, read_history
-from tasks.stage import home
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.gate import anchor_faults
+from mergegate.tasks.report import HISTORY, mend_history, read_history
+from mergegate.tasks.stage import home
 
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from merge_core.methods import Method, find_method, merge_methods
-from merge_core.parsing import flow_yaml
+from mergegate.merge_core.methods import Method, find_method, merge_methods
+from mergegate.merge_core.parsing import flow_yaml
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 

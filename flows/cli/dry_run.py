@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.check import print_findings
-from flows.cli.night import PlannedNight, PlannedStage, plan_night
-from flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
-from flows.preflight import ClearedCandidate, Problems, preflight_profile
-from flows.profile import Profile
-from merge_core.wording import format_duration, format_roughly
-from tasks.preflight import plan_once
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.check import print_findings
+from mergegate.flows.cli.night import PlannedNight, PlannedStage, plan_night
+from mergegate.flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
+from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.wording import format_duration, format_roughly
+from mergegate.tasks.preflight import plan_once
 
 
 def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:

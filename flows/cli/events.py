@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from merge_core.wording import heard_by
-from tasks.stage import StageStatus, running_stage, watched_by
+from mergegate.merge_core.wording import heard_by
+from mergegate.tasks.stage import StageStatus, running_stage, watched_by
 
 _SECONDS_BETWEEN = 1.0  # two lines of progress of one call
 

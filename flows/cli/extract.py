@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
-from merge_core.store import new_directory
-from tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
-from tasks.checkpoints.hub import download_snapshots
-from tasks.stage import store
+from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
+from mergegate.merge_core.store import new_directory
+from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
+from mergegate.tasks.checkpoints.hub import download_snapshots
+from mergegate.tasks.stage import store
 
 _SHOWN = 5
 

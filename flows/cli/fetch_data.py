@@ -6,10 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.answer import print_answer
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput
-from tasks.evaluation import AskedDataset, FetchedDataset, fetch_datasets, is_file_name, named_data, require_supported
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import (
+    AskedDataset,
+    FetchedDataset,
+    fetch_datasets,
+    is_file_name,
+    named_data,
+    require_supported,
+)
 
 
 def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[FetchedDataset]:

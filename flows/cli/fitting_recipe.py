@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.cli.draft import RecipeDraft, recipe_drafts, with_template
-from flows.cli.recipe_parents import clear_recipe
-from merge_core import Checkpoint, load_recipe
-from merge_core.errors import MergegateError
-from merge_core.recipe import expanded
-from tasks.checkpoints import ResolvedCheckpoint, find_checkpoint
+from mergegate.flows.cli.draft import RecipeDraft, recipe_drafts, with_template
+from mergegate.flows.cli.recipe_parents import clear_recipe
+from mergegate.merge_core import Checkpoint, load_recipe
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.recipe import expanded
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint
 
 
 def named_model(text: str, base: str) -> ResolvedCheckpoint:

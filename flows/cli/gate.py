@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from flows.outcome import RunOutcome
-from flows.profile import Profile, load_profile
-from merge_core.errors import InvalidInput, suggest
-from merge_core.store import Artifact, digest
-from tasks.evaluation import (
+from mergegate.flows.outcome import RunOutcome
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.store import Artifact, digest
+from mergegate.tasks.evaluation import (
     SCORES_FILE,
     ResultsFile,
     Scores,
@@ -37,8 +37,8 @@ from tasks.evaluation import (
     score_table,
     write_document_scores,
 )
-from tasks.gate import GateVerdict, Guard, distinct_guards, gate, reference_models
-from tasks.report import ReportContent, ReportedModel
+from mergegate.tasks.gate import GateVerdict, Guard, distinct_guards, gate, reference_models
+from mergegate.tasks.report import ReportContent, ReportedModel
 
 MERGE, REFERENCE = "merge", "reference"
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.looks import OUTCOME_STYLES, short_path
-from merge_core.errors import InvalidInput, suggest
-from merge_core.wording import format_duration
-from tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
-from tasks.stage import home
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
+from mergegate.tasks.stage import home
 
 
 def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:

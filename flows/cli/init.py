@@ -25,9 +25,9 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.asking import ask
-from flows.cli.draft import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.asking import ask
+from mergegate.flows.cli.draft import (
     GuardDraft,
     LicenseDraft,
     ProfileDraft,
@@ -36,19 +36,19 @@ from flows.cli.draft import (
     commented_recipe,
     profile_text,
 )
-from flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
-from flows.cli.new_files import directory_for_new_files, require_new, write_new_files
-from flows.preflight import Problems, preflight_profile
-from flows.profile import is_release_name, parse_profile
-from merge_core import load_recipe
-from merge_core.errors import InvalidInput, MergegateError
-from merge_core.store import state_directory, write_state
-from tasks.checkpoints import ResolvedCheckpoint, read_card
-from tasks.evaluation import pin_data, pin_task
-from tasks.perplexity import PerplexitySettings, pin_documents
-from tasks.preflight import SAMPLE
-from tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
-from tasks.stage import home, store
+from mergegate.flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
+from mergegate.flows.cli.new_files import directory_for_new_files, require_new, write_new_files
+from mergegate.flows.preflight import Problems, preflight_profile
+from mergegate.flows.profile import is_release_name, parse_profile
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.store import state_directory, write_state
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, read_card
+from mergegate.tasks.evaluation import pin_data, pin_task
+from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
+from mergegate.tasks.preflight import SAMPLE
+from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
+from mergegate.tasks.stage import home, store
 
 # How a held-out text is called, and where it lies: here, in the new directory, beside the models.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
@@ -128,7 +128,7 @@ def _written_out(
     as_json: bool,
 ) -> int:
     """Write schemas, text, recipe and profile; then check the profile as it stands there."""
-    from flows.cli.schema import schema_text
+    from mergegate.flows.cli.schema import schema_text
 
     out = files[0].parent
     place = home() / "schema"

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merge_core.parsing import MAX_YAML_BYTES, read_text
-from merge_core.store import FileIdentity, digest, file_identity, read_state, state_directory, write_state
-from tasks.merge import MergeSettings, numerics
-from tasks.stage import home
+from mergegate.merge_core.parsing import MAX_YAML_BYTES, read_text
+from mergegate.merge_core.store import FileIdentity, digest, file_identity, read_state, state_directory, write_state
+from mergegate.tasks.merge import MergeSettings, numerics
+from mergegate.tasks.stage import home
 
 _SCHEMA = 1
 

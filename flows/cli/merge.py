@@ -10,23 +10,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from flows.cli.made_before import made_of, recall, remember
-from flows.cli.recipe_parents import ClearedRecipe, clear_recipe
-from merge_core import Recipe, load_recipe, merge_weights, plan_merge
-from merge_core.architecture.experts import match_experts
-from merge_core.engine import EngineSettings, start_or_resume
-from merge_core.store import FileIdentity, new_directory, remove_contents
-from merge_core.wording import format_bytes
-from tasks.checkpoints import (
+from mergegate.flows.cli.made_before import made_of, recall, remember
+from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
+from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
+from mergegate.merge_core.architecture.experts import match_experts
+from mergegate.merge_core.engine import EngineSettings, start_or_resume
+from mergegate.merge_core.store import FileIdentity, new_directory, remove_contents
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import (
     ResolvedCheckpoint,
     identify_parents,
     open_parent,
     pin_checkpoints,
     require_same_files,
 )
-from tasks.checkpoints.hub import Snapshot, download_snapshots
-from tasks.merge import combine_parents, prepared
-from tasks.stage import store
+from mergegate.tasks.checkpoints.hub import Snapshot, download_snapshots
+from mergegate.tasks.merge import combine_parents, prepared
+from mergegate.tasks.stage import store
 
 
 def merge_to(

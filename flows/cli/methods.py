@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from merge_core import merge_methods
-from merge_core.methods import REQUIRED, Method, Parameter
+from mergegate.flows.cli.answer import print_answer
+from mergegate.merge_core import merge_methods
+from mergegate.merge_core.methods import REQUIRED, Method, Parameter
 
 
 def print_methods(console: Console, as_json: bool) -> None:

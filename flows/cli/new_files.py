@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 
 def require_new(files: Iterable[Path]) -> None:

@@ -12,18 +12,18 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from flows.cli.plan import machine_rates
-from flows.cli.recipe_parents import plan_recipe
-from flows.preflight import ClearedCandidate, Preflight, TaskExample
-from flows.profile import Profile
-from merge_core.engine import usable_cores
-from merge_core.engine.forecast import Rates
-from merge_core.errors import MergegateError
-from merge_core.parsing import open_buffered
-from merge_core.system import system_memory
-from merge_core.wording import format_duration, format_roughly
-from tasks.checkpoints import Model, PinnedRecipe, pinned_before
-from tasks.evaluation import (
+from mergegate.flows.cli.plan import machine_rates
+from mergegate.flows.cli.recipe_parents import plan_recipe
+from mergegate.flows.preflight import ClearedCandidate, Preflight, TaskExample
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.engine import usable_cores
+from mergegate.merge_core.engine.forecast import Rates
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.parsing import open_buffered
+from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.wording import format_duration, format_roughly
+from mergegate.tasks.checkpoints import Model, PinnedRecipe, pinned_before
+from mergegate.tasks.evaluation import (
     EvalTask,
     asked_of_document,
     find_backend,
@@ -31,9 +31,9 @@ from tasks.evaluation import (
     measured_seconds,
     unknown_documents,
 )
-from tasks.merge import merge, merged_model, numerics, prepared_before, stage_of_texts, statistics_needs
-from tasks.perplexity import perplexity
-from tasks.preflight import (
+from mergegate.tasks.merge import merge, merged_model, numerics, prepared_before, stage_of_texts, statistics_needs
+from mergegate.tasks.perplexity import perplexity
+from mergegate.tasks.preflight import (
     AROUND,
     STARTING,
     AskedTexts,
@@ -43,8 +43,8 @@ from tasks.preflight import (
     merging_seconds,
     planned_looks,
 )
-from tasks.report import read_history
-from tasks.stage import home, nearest, runtime, store
+from mergegate.tasks.report import read_history
+from mergegate.tasks.stage import home, nearest, runtime, store
 
 MERGE = "merge"
 _LONG_PROMPT = 500.0  # tokens of a document that nobody could look at

@@ -20,22 +20,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.recipe_parents import plan_recipe
-from merge_core import EngineSettings, MergePlan, Recipe, load_recipe
-from merge_core.engine.forecast import Duration, Needs, Rates, duration, input_files, needs_of
-from merge_core.errors import InvalidInput
-from merge_core.system import system_memory
-from merge_core.wording import format_bytes
-from tasks.checkpoints import size_of_adapter
-from tasks.stage import home, nearest
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.recipe_parents import plan_recipe
+from mergegate.merge_core import EngineSettings, MergePlan, Recipe, load_recipe
+from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, input_files, needs_of
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import size_of_adapter
+from mergegate.tasks.stage import home, nearest
 
 if TYPE_CHECKING:
-    from flows.profile import Profile
-    from merge_core.adapters import CombinedSize
-    from tasks.checkpoints import ResolvedCheckpoint
-    from tasks.gate import GatePower
-    from tasks.merge import StatisticsNeeds
+    from mergegate.flows.profile import Profile
+    from mergegate.merge_core.adapters import CombinedSize
+    from mergegate.tasks.checkpoints import ResolvedCheckpoint
+    from mergegate.tasks.gate import GatePower
+    from mergegate.tasks.merge import StatisticsNeeds
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0
@@ -113,7 +113,7 @@ def plan_file(
         InvalidInput: A recipe or checkpoint that cannot be merged, or an option that means nothing.
     """
     named = named_prices(prices)
-    from flows.profile import is_recipe, load_profile
+    from mergegate.flows.profile import is_recipe, load_profile
 
     profile = None if is_recipe(file) else load_profile(file)
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
@@ -154,8 +154,8 @@ def forecast_of(
     # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
     forecast = make_forecast(plan, coming, out, device, prices, False if size else probe)
     if recipe.texts:
-        from tasks.merge import statistics_needs
-        from tasks.stage import store
+        from mergegate.tasks.merge import statistics_needs
+        from mergegate.tasks.stage import store
 
         forecast = replace(forecast, statistics=statistics_needs(plan, store().hashes))
     if size:
@@ -166,10 +166,10 @@ def forecast_of(
 
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """From what the store knows; nothing is loaded or counted for it."""
-    from flows.preflight import past_guards
-    from tasks.evaluation import pinned_data_before
-    from tasks.preflight import night_power
-    from tasks.stage import store
+    from mergegate.flows.preflight import past_guards
+    from mergegate.tasks.evaluation import pinned_data_before
+    from mergegate.tasks.preflight import night_power
+    from mergegate.tasks.stage import store
 
     evidence = profile.pin_evidence(found, store().hashes)
     tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
@@ -186,8 +186,8 @@ def make_forecast(
     Args:
         bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
     """
-    from merge_core.engine import usable_cores
-    from tasks.stage import device_kind
+    from mergegate.merge_core.engine import usable_cores
+    from mergegate.tasks.stage import device_kind
 
     device = device_kind() if device == "auto" else device
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -244,7 +244,7 @@ def machine_rates(inputs: Sequence[Path], place: Path, cores: int, device: str, 
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
     """
-    from merge_core.engine.forecast import (
+    from mergegate.merge_core.engine.forecast import (
         load_rates,
         machine_key,
         measure_bus,

@@ -25,8 +25,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from merge_core.wording import format_duration, heard_by
-from tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
+from mergegate.merge_core.wording import format_duration, heard_by
+from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),

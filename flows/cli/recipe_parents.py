@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, plan_with_findings
-from merge_core.store import FileIdentity, file_identity
-from tasks.checkpoints import (
+from mergegate.merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, plan_with_findings
+from mergegate.merge_core.store import FileIdentity, file_identity
+from mergegate.tasks.checkpoints import (
     ResolvedCheckpoint,
     adapter_remarks,
     identify_parents,
@@ -18,7 +18,7 @@ from tasks.checkpoints import (
     require_combinable,
     resolve_all_parents,
 )
-from tasks.stage import store
+from mergegate.tasks.stage import store
 
 
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
@@ -69,7 +69,7 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
     planned = plan_with_findings(recipe, opened)
     findings = planned.findings
     if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
-        from tasks.preflight import with_shares
+        from mergegate.tasks.preflight import with_shares
 
         findings = with_shares(planned)
     if blocking := [finding for finding in findings if finding.severity == "block"]:
@@ -84,7 +84,7 @@ def _texts(recipe: Recipe) -> dict[Path, FileIdentity]:
     documents = [document for document in (*recipe.steps, recipe) if document.texts]
     if not documents:
         return {}
-    from tasks.merge import pinned_texts
+    from mergegate.tasks.merge import pinned_texts
 
     pinned = [text for document in documents for _, text in pinned_texts(document, store().hashes)]
     return {text.path: file_identity(text.path) for text in pinned}

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.cli.answer import answer_schema
-from flows.profile import profile_schema
-from merge_core.errors import InvalidInput, suggest
-from merge_core.recipe import recipe_schema
+from mergegate.flows.cli.answer import answer_schema
+from mergegate.flows.profile import profile_schema
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.recipe import recipe_schema
 
 _MARK = re.compile(rb'"title": "mergegate: |Made by `mergegate schema ')  # in everything that is generated
 _KINDS = {"profile": profile_schema, "recipe": recipe_schema}

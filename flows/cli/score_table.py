@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.looks import OUTCOME_STYLES
-from tasks.report import Row, ScoreTable
+from mergegate.flows.cli.looks import OUTCOME_STYLES
+from mergegate.tasks.report import Row, ScoreTable
 
 _BEST = " *"  # how plain tables mark the best of the parents; bold here
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from flows.cli.looks import short_path
-from flows.prefect_api import (
+from mergegate.flows.cli.looks import short_path
+from mergegate.flows.prefect_api import (
     NIGHTS,
     POOL,
     PORT,
@@ -30,7 +30,7 @@ from flows.prefect_api import (
     site_client,
     write_settings,
 )
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 _ANYWHERE = ("0.0.0.0", "::")
 

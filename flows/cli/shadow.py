@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.cli.answer import print_answer
-from flows.cli.looks import short_path
-from flows.profile import Profile, load_profile
-from flows.watching import shadow_settings
-from merge_core.errors import InvalidInput, Refused
-from tasks.shadow import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.looks import short_path
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.watching import shadow_settings
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.shadow import (
     FollowedRouting,
     Routing,
     ShadowSettings,
@@ -24,8 +24,8 @@ from tasks.shadow import (
     routing_file,
     write_routing,
 )
-from tasks.shadow.records import open_records
-from tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow.records import open_records
+from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
 
 _STOP_S = 5
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection: else one is closed as it is used again

@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.looks import OUTCOME_STYLES, short_path
-from flows.cli.score_table import print_table
-from flows.outcome import RunOutcome
-from flows.profile import load_profile
-from flows.shadow import shadow_state
-from merge_core.errors import InvalidInput
-from tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
-from tasks.stage import home
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
+from mergegate.flows.cli.score_table import print_table
+from mergegate.flows.outcome import RunOutcome
+from mergegate.flows.profile import load_profile
+from mergegate.flows.shadow import shadow_state
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
+from mergegate.tasks.stage import home
 
 _STATUS = {"watch": "watching"}
 

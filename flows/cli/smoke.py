@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput
-from merge_core.store import digest
-from tasks.checkpoints import Model, PinnedCheckpoint, find_checkpoint, loadable_alone, pin_checkpoints
-from tasks.checkpoints.hub import download_snapshots
-from tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
-from tasks.stage import device_kind, home, store
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import digest
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, find_checkpoint, loadable_alone, pin_checkpoints
+from mergegate.tasks.checkpoints.hub import download_snapshots
+from mergegate.tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
+from mergegate.tasks.stage import device_kind, home, store
 
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.looks import OUTCOME_STYLES, short_path
-from flows.prefect_api import NIGHTS, load_nights
-from merge_core.errors import InvalidInput, suggest
-from merge_core.store import read_runs, store_bytes
-from merge_core.wording import format_bytes, format_duration
-from tasks.report import RunRecord, file_name, night_of, outcome_of_status, read_history
-from tasks.stage import home, runs_directory
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
+from mergegate.flows.prefect_api import NIGHTS, load_nights
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.store import read_runs, store_bytes
+from mergegate.merge_core.wording import format_bytes, format_duration
+from mergegate.tasks.report import RunRecord, file_name, night_of, outcome_of_status, read_history
+from mergegate.tasks.stage import home, runs_directory
 
 
 def print_status(console: Console, as_json: bool) -> None:

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.answer import print_answer
-from merge_core.errors import InvalidInput, suggest
-from merge_core.store import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.store import (
     EntryName,
     RetentionPlan,
     RetentionRule,
@@ -38,8 +38,8 @@ from merge_core.store import (
     read_runs,
     store_bytes,
 )
-from merge_core.wording import format_bytes, parse_bytes
-from tasks.stage import home, runs_directory, store_quota
+from mergegate.merge_core.wording import format_bytes, parse_bytes
+from mergegate.tasks.stage import home, runs_directory, store_quota
 
 _DAY_S = 86_400.0
 _NOBODY = "nobody needs it"

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.candidates import has_a_scale
-from flows.cli.looks import short_path
-from flows.cli.score_table import print_scores, print_table
-from flows.cli.sweep_summary import sweep_summary
-from flows.outcome import RunOutcome
-from tasks.report import CostTable, costs, cut_off_answers, final_table
-from tasks.stage import Section
+from mergegate.flows.candidates import has_a_scale
+from mergegate.flows.cli.looks import short_path
+from mergegate.flows.cli.score_table import print_scores, print_table
+from mergegate.flows.cli.sweep_summary import sweep_summary
+from mergegate.flows.outcome import RunOutcome
+from mergegate.tasks.report import CostTable, costs, cut_off_answers, final_table
+from mergegate.tasks.stage import Section
 
 _LABEL = 9  # columns of 'release', 'report' and 'next'
 _WHERE_IT_GOES = "in the profile (where it has 'remedies', only the item), or run with --remedy auto"

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from flows.profile import Profile, parse_profile
-from merge_core import open_checkpoint
-from merge_core.parsing import read_yaml
-from tasks.stage import home
-from tasks.sweep import layers_among, profile_of_evolve, serve_dashboard
+from mergegate.flows.profile import Profile, parse_profile
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.parsing import read_yaml
+from mergegate.tasks.stage import home
+from mergegate.tasks.sweep import layers_among, profile_of_evolve, serve_dashboard
 
 PORT = 8080
 

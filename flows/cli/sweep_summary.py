@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tasks.report import SweepContent, sweep_outcome, sweep_sentence, sweep_table, sweep_title, what_it_took
-from tasks.stage import Outcome
+from mergegate.tasks.report import SweepContent, sweep_outcome, sweep_sentence, sweep_table, sweep_title, what_it_took
+from mergegate.tasks.stage import Outcome
 
 _STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
 

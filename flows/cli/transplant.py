@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
-from merge_core.engine import Transplant, transplant_tokenizer
-from merge_core.errors import InvalidInput, suggest
-from merge_core.store import new_directory
-from tasks.checkpoints import find_checkpoint, open_parent
-from tasks.checkpoints.hub import download_snapshots
-from tasks.stage import store
+from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
+from mergegate.merge_core.engine import Transplant, transplant_tokenizer
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.store import new_directory
+from mergegate.tasks.checkpoints import find_checkpoint, open_parent
+from mergegate.tasks.checkpoints.hub import download_snapshots
+from mergegate.tasks.stage import store
 
 
 def transplant_to(

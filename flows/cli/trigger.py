@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli.answer import print_answer
-from flows.cli.server import optional_nights
-from flows.outcome import run_name
-from flows.prefect_api import (
+from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.server import optional_nights
+from mergegate.flows.outcome import run_name
+from mergegate.flows.prefect_api import (
     Nights,
     deployment_names,
     find_deployment,
@@ -20,8 +20,8 @@ from flows.prefect_api import (
     site_client,
     start_run,
 )
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput, suggest
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput, suggest
 
 _IMPATIENT_S = 30.0
 

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flows.cli.answer import print_answer
-from tasks.publish.releases import Verified, check_release
-from tasks.publish.targets import find_release
+from mergegate.flows.cli.answer import print_answer
+from mergegate.tasks.publish.releases import Verified, check_release
+from mergegate.tasks.publish.targets import find_release
 
 _SIGNED = {
     "valid": "the signature is valid",
@@ -46,8 +46,8 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
         InvalidInput: for something that is no release, or a parent that is not to be found.
         Refused: when anything does not agree, or what comes out is not what was released.
     """
-    from tasks.publish.releases import rebuild_release
-    from tasks.stage import store
+    from mergegate.tasks.publish.releases import rebuild_release
+    from mergegate.tasks.stage import store
 
     published = find_release(release)
     verified = check_release(published)

@@ -6,8 +6,8 @@
     outcome_of(state)                                                                              # what came of it
 """
 
-from flows.outcome.content import public_names, report_content, sweep_report
-from flows.outcome.ending import (
+from mergegate.flows.outcome.content import public_names, report_content, sweep_report
+from mergegate.flows.outcome.ending import (
     RunOutcome,
     already_released,
     keep_shadow,
@@ -15,11 +15,11 @@ from flows.outcome.ending import (
     reported_outcome,
     stopped_outcome,
 )
-from flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of, show_in_prefect
-from flows.outcome.keeping import keep_refusal
-from flows.outcome.naming import name_run, profile_name, run_name
-from flows.outcome.watched import shadow_report
-from flows.outcome.without_work import found_by_looking
+from mergegate.flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of, show_in_prefect
+from mergegate.flows.outcome.keeping import keep_refusal
+from mergegate.flows.outcome.naming import name_run, profile_name, run_name
+from mergegate.flows.outcome.watched import shadow_report
+from mergegate.flows.outcome.without_work import found_by_looking
 
 __all__ = [
     "RunOutcome",

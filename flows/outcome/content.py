@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.attempt import Attempt, FailedMerge, open_remedies
-from flows.profile import Profile
-from merge_core import Recipe
-from merge_core.errors import InvalidInput
-from merge_core.store import StoredValue
-from tasks.evaluation import join_parts
-from tasks.explain import Explanation
-from tasks.gate import GateVerdict
-from tasks.judge import JudgeVerdict
-from tasks.merge import MERGED
-from tasks.publish import PublicNames, recipe_paths, stored_files
-from tasks.report import (
+from mergegate.flows.attempt import Attempt, FailedMerge, open_remedies
+from mergegate.flows.profile import Profile
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import StoredValue
+from mergegate.tasks.evaluation import join_parts
+from mergegate.tasks.explain import Explanation
+from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.judge import JudgeVerdict
+from mergegate.tasks.merge import MERGED
+from mergegate.tasks.publish import PublicNames, recipe_paths, stored_files
+from mergegate.tasks.report import (
     Library,
     MergedFile,
     ReportContent,
@@ -31,9 +31,16 @@ from tasks.report import (
     SweepContent,
     sweep_content,
 )
-from tasks.serve import ServedModels
-from tasks.stage import Outcome, versions
-from tasks.sweep import Confirmation, ConfirmationPower, PreparedSearch, Study, Unconfirmed, parameter_importances
+from mergegate.tasks.serve import ServedModels
+from mergegate.tasks.stage import Outcome, versions
+from mergegate.tasks.sweep import (
+    Confirmation,
+    ConfirmationPower,
+    PreparedSearch,
+    Study,
+    Unconfirmed,
+    parameter_importances,
+)
 
 # Verdicts that the page draws in its own way; of all others it shows the section.
 _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)

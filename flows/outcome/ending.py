@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flows.attempt import AlreadyReleased
-from merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
-from merge_core.store import Artifact, state_directory, write_state
-from tasks.explain import Remedy
-from tasks.publish import Release
-from tasks.report import (
+from mergegate.flows.attempt import AlreadyReleased
+from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
+from mergegate.merge_core.store import Artifact, state_directory, write_state
+from mergegate.tasks.explain import Remedy
+from mergegate.tasks.publish import Release
+from mergegate.tasks.report import (
     Report,
     ReportContent,
     RunStatus,
@@ -22,7 +22,7 @@ from tasks.report import (
     render_shadow,
     render_sweep,
 )
-from tasks.stage import home
+from mergegate.tasks.stage import home
 
 
 class RunOutcome(BaseModel):

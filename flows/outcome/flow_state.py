@@ -22,15 +22,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flows.outcome.ending import RunOutcome, stopped_outcome
-from flows.outcome.keeping import RunClock, keep_outcome, running_flow
-from flows.outcome.markdown import prefect_page
-from flows.prefect_api import made_up_for_by
-from flows.profile import Profile
-from merge_core.errors import INTERRUPTED, MergegateError, state_name
-from merge_core.store import refusing_disk
-from merge_core.wording import detail
-from tasks.stage import (
+from mergegate.flows.outcome.ending import RunOutcome, stopped_outcome
+from mergegate.flows.outcome.keeping import RunClock, keep_outcome, running_flow
+from mergegate.flows.outcome.markdown import prefect_page
+from mergegate.flows.prefect_api import made_up_for_by
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name
+from mergegate.merge_core.store import refusing_disk
+from mergegate.merge_core.wording import detail
+from mergegate.tasks.stage import (
     LostArtifact,
     ProgressLog,
     announce,

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from flows.outcome.ending import RunOutcome, stopped_outcome
-from flows.outcome.markdown import prefect_page
-from flows.outcome.naming import profile_name
-from flows.prefect_api import page_of_run
-from merge_core.errors import MergegateError, shown
-from merge_core.store import read_state, write_state
-from tasks.gate import GuardVerdict, SuiteVerdict
-from tasks.report import (
+from mergegate.flows.outcome.ending import RunOutcome, stopped_outcome
+from mergegate.flows.outcome.markdown import prefect_page
+from mergegate.flows.outcome.naming import profile_name
+from mergegate.flows.prefect_api import page_of_run
+from mergegate.merge_core.errors import MergegateError, shown
+from mergegate.merge_core.store import read_state, write_state
+from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
+from mergegate.tasks.report import (
     EndedRun,
     EndedStage,
     NightParent,
@@ -33,7 +33,7 @@ from tasks.report import (
     tell_operators,
     tell_tracker,
 )
-from tasks.stage import StageEnd, bytes_made, home, joint_status
+from mergegate.tasks.stage import StageEnd, bytes_made, home, joint_status
 
 _log = logging.getLogger(__name__)
 _LARGEST = 64 << 20  # of a released page, in bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flows.outcome.ending import RunOutcome
-from tasks.report import as_markdown, shadow_rows
+from mergegate.flows.outcome.ending import RunOutcome
+from mergegate.tasks.report import as_markdown, shadow_rows
 
 # Prefect takes more, and its pages become slow.
 _MOST_OF_A_PAGE = 90_000  # bytes of an artifact

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.profile import Profile, load_profile, name_in
-from merge_core.errors import shown
+from mergegate.flows.profile import Profile, load_profile, name_in
+from mergegate.merge_core.errors import shown
 
 _LONGEST = 60  # characters of one part
 

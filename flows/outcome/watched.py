@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from tasks.report import LostExample, ReportedArm, ShadowContent, ShadowPoint
-from tasks.shadow import (
+from mergegate.tasks.report import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from mergegate.tasks.shadow import (
     ArmSummary,
     JudgedPair,
     LatencyQuantiles,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flows.outcome.ending import RunOutcome
-from flows.outcome.keeping import RunClock, keep_outcome
-from merge_core.wording import detail
-from tasks.stage import HeldProgress, WorkToDo, logged_for_machines, looking, retell, store_quota, watched_by
+from mergegate.flows.outcome.ending import RunOutcome
+from mergegate.flows.outcome.keeping import RunClock, keep_outcome
+from mergegate.merge_core.wording import detail
+from mergegate.tasks.stage import HeldProgress, WorkToDo, logged_for_machines, looking, retell, store_quota, watched_by
 
 
 def found_by_looking(

@@ -6,9 +6,9 @@ and follows what is deployed, ``approval`` has a run wait for a person, and ``wa
 Prefect before it is used.
 """
 
-from flows.prefect_api.approval import ApprovalRequest, Decision, asked_by, asked_decision, required_decision
-from flows.prefect_api.automations import SILENCE_S, keep_rules, wanted_rules
-from flows.prefect_api.deployments import (
+from mergegate.flows.prefect_api.approval import ApprovalRequest, Decision, asked_by, asked_decision, required_decision
+from mergegate.flows.prefect_api.automations import SILENCE_S, keep_rules, wanted_rules
+from mergegate.flows.prefect_api.deployments import (
     POOL,
     DeployedChange,
     deployment_names,
@@ -17,13 +17,13 @@ from flows.prefect_api.deployments import (
     make_pool,
     wanted_deployments,
 )
-from flows.prefect_api.embedded import configure, has_server, local_api, require_writable
-from flows.prefect_api.missed import made_up_for_by
-from flows.prefect_api.nights import NIGHTS, Nights, load_nights
-from flows.prefect_api.rearming import rearm_when_served
-from flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
-from flows.prefect_api.serving import serve_prefect
-from flows.prefect_api.site import (
+from mergegate.flows.prefect_api.embedded import configure, has_server, local_api, require_writable
+from mergegate.flows.prefect_api.missed import made_up_for_by
+from mergegate.flows.prefect_api.nights import NIGHTS, Nights, load_nights
+from mergegate.flows.prefect_api.rearming import rearm_when_served
+from mergegate.flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
+from mergegate.flows.prefect_api.serving import serve_prefect
+from mergegate.flows.prefect_api.site import (
     PORT,
     Site,
     database_url,
@@ -34,7 +34,7 @@ from flows.prefect_api.site import (
     require_site,
     write_settings,
 )
-from flows.prefect_api.waiting import WaitingRun, answer_run, choose_waiting, waiting_runs
+from mergegate.flows.prefect_api.waiting import WaitingRun, answer_run, choose_waiting, waiting_runs
 
 __all__ = [
     "NIGHTS",

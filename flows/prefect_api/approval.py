@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flows.prefect_api.waiting import QUESTION, question_keys, suspended_runs
-from merge_core.errors import Refused
-from tasks.publish import ApprovalSettings, PendingRelease
-from tasks.report import ReportContent, as_markdown
+from mergegate.flows.prefect_api.waiting import QUESTION, question_keys, suspended_runs
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish import ApprovalSettings, PendingRelease
+from mergegate.tasks.report import ReportContent, as_markdown
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

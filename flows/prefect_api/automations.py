@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from flows.prefect_api.deployments import DeployChange, WantedDeployment
-from flows.prefect_api.nights import NIGHTS, RESERVED, Nights, Occasion, Recipient
-from flows.prefect_api.site import HEARTBEAT_S, Site
-from merge_core.errors import InvalidInput
+from mergegate.flows.prefect_api.deployments import DeployChange, WantedDeployment
+from mergegate.flows.prefect_api.nights import NIGHTS, RESERVED, Nights, Occasion, Recipient
+from mergegate.flows.prefect_api.site import HEARTBEAT_S, Site
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flows.prefect_api.nights import NIGHTS, RESERVED, Night, Nights
-from flows.prefect_api.site import Site
-from flows.profile import Profile, load_profile
-from merge_core.errors import InvalidInput
-from merge_core.wording import format_duration
+from mergegate.flows.prefect_api.nights import NIGHTS, RESERVED, Night, Nights
+from mergegate.flows.prefect_api.site import Site
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.wording import format_duration
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -60,7 +60,7 @@ class WantedDeployment:
 
     @property
     def entrypoint(self) -> str:
-        return f"flows.{self.flow}:{self.flow}"
+        return f"mergegate.flows.{self.flow}:{self.flow}"
 
     def told(self) -> str:
         """In a line: what it is, and when."""

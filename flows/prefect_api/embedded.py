@@ -29,9 +29,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from flows.prefect_api.site import own_settings
-from merge_core.errors import InvalidInput
-from merge_core.store import (
+from mergegate.flows.prefect_api.site import own_settings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import (
     disk_refusal,
     is_of_disk,
     locked,

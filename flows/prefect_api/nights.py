@@ -25,10 +25,10 @@ from zoneinfo import available_timezones
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flows.profile import settings_faults
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import LocalPath, read_yaml_mapping
-from merge_core.wording import parse_duration
+from mergegate.flows.profile import settings_faults
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import LocalPath, read_yaml_mapping
+from mergegate.merge_core.wording import parse_duration
 
 NIGHTS = "nights.yaml"
 # What is done by any profile: deployed beside those of the profiles, under these names.

@@ -13,9 +13,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from flows.prefect_api.runs import site_client
-from flows.prefect_api.site import Site
-from merge_core.errors import InvalidInput
+from mergegate.flows.prefect_api.runs import site_client
+from mergegate.flows.prefect_api.site import Site
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from flows.prefect_api.site import Site, require_site
-from merge_core.errors import EXIT_CODES, state_name
+from mergegate.flows.prefect_api.site import Site, require_site
+from mergegate.merge_core.errors import EXIT_CODES, state_name
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flows.prefect_api.nights import Nights
-from merge_core.errors import InvalidInput
-from merge_core.parsing import open_plain, read_text
-from merge_core.store import refusing_disk, state_directory
-from tasks.stage import home
+from mergegate.flows.prefect_api.nights import Nights
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import open_plain, read_text
+from mergegate.merge_core.store import refusing_disk, state_directory
+from mergegate.tasks.stage import home
 
 SETTINGS = "prefect.toml"
 DATABASE = "MERGEGATE_DATABASE"

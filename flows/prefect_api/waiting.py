@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

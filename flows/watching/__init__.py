@@ -1,8 +1,8 @@
 """A release that is watched, as ``flows/shadow.py`` tells it: what is known of it, what a look judges, what follows."""
 
-from flows.watching.following import Followed, ended, followed, promoted, told_once
-from flows.watching.judging import judge_new, survey
-from flows.watching.watch import Watch, open_watch, shadow_settings
+from mergegate.flows.watching.following import Followed, ended, followed, promoted, told_once
+from mergegate.flows.watching.judging import judge_new, survey
+from mergegate.flows.watching.watch import Watch, open_watch, shadow_settings
 
 __all__ = [
     "Followed",

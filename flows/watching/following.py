@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from flows.outcome import RunOutcome, keep_shadow
-from flows.prefect_api import ApprovalRequest, Decision, asked_decision
-from flows.profile import Profile
-from flows.watching.watch import Watch
-from merge_core.errors import InvalidInput
-from merge_core.store import digest
-from tasks.publish import PendingRelease
-from tasks.report import ShadowContent, shadow_rows, shadow_sentence
-from tasks.shadow import Routing, read_routing, write_routing
-from tasks.stage import announce
+from mergegate.flows.outcome import RunOutcome, keep_shadow
+from mergegate.flows.prefect_api import ApprovalRequest, Decision, asked_decision
+from mergegate.flows.profile import Profile
+from mergegate.flows.watching.watch import Watch
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import digest
+from mergegate.tasks.publish import PendingRelease
+from mergegate.tasks.report import ShadowContent, shadow_rows, shadow_sentence
+from mergegate.tasks.shadow import Routing, read_routing, write_routing
+from mergegate.tasks.stage import announce
 
 Followed = Literal["promoted", "rolled back", "killed"]
 """What can become of a release that is watched."""

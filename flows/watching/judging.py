@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flows.watching.watch import DAY, Watch
-from tasks.judge import Judgement
-from tasks.shadow import (
+from mergegate.flows.watching.watch import DAY, Watch
+from mergegate.tasks.judge import Judgement
+from mergegate.tasks.shadow import (
     JudgedPair,
     JudgedPairs,
     LostPair,
@@ -18,7 +18,7 @@ from tasks.shadow import (
     read_lost,
     sample_pairs,
 )
-from tasks.stage import advance, report_stage
+from mergegate.tasks.stage import advance, report_stage
 
 
 def judge_new(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.outcome import shadow_report
-from flows.profile import Profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import Damaged, read_state, state_directory, write_state
-from tasks.report import ShadowContent
-from tasks.shadow import (
+from mergegate.flows.outcome import shadow_report
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import Damaged, read_state, state_directory, write_state
+from mergegate.tasks.report import ShadowContent
+from mergegate.tasks.shadow import (
     ArmRow,
     JudgedPairs,
     LostPair,
@@ -32,8 +32,8 @@ from tasks.shadow import (
     routing_file,
     shadow_verdict,
 )
-from tasks.shadow.records import Records, open_records
-from tasks.stage import announce
+from mergegate.tasks.shadow.records import Records, open_records
+from mergegate.tasks.stage import announce
 
 DAY = 86400.0
 _HOUR = 3600.0

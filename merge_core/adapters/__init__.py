@@ -3,7 +3,7 @@
 ``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
 """
 
-from merge_core.adapters.adapter import (
+from mergegate.merge_core.adapters.adapter import (
     PICKLED_FILE,
     WEIGHTS_FILE,
     Adapter,
@@ -12,13 +12,13 @@ from merge_core.adapters.adapter import (
     is_own_text,
     open_adapter,
 )
-from merge_core.adapters.applying import adapter_findings, apply_adapter
-from merge_core.adapters.combination import Combined, combine_adapters, require_products
-from merge_core.adapters.configuration import CONFIG_FILE
-from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
-from merge_core.adapters.names import ExpertPlace, StoredNames
-from merge_core.adapters.size import CombinedSize, combined_size
-from merge_core.adapters.writing import NewAdapter, write_adapter
+from mergegate.merge_core.adapters.applying import adapter_findings, apply_adapter
+from mergegate.merge_core.adapters.combination import Combined, combine_adapters, require_products
+from mergegate.merge_core.adapters.configuration import CONFIG_FILE
+from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from mergegate.merge_core.adapters.names import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters.size import CombinedSize, combined_size
+from mergegate.merge_core.adapters.writing import NewAdapter, write_adapter
 
 __all__ = [
     "CONFIG_FILE",

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
-from merge_core.checkpoint import (
+from mergegate.merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
+from mergegate.merge_core.checkpoint import (
     Companions,
     StoredTensor,
     companion_kind,
@@ -21,8 +21,8 @@ from merge_core.checkpoint import (
     read_header,
     read_pickled,
 )
-from merge_core.errors import InvalidInput
-from merge_core.parsing import check_entries
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import check_entries
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"

@@ -11,11 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from merge_core.adapters.adapter import AdaptedModule, Adapter
-from merge_core.adapters.names import ExpertPlace, StoredNames
-from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor, TrainedRows
-from merge_core.architecture import has_vocabulary_rows, is_embedding, is_head, layer_place, stacks, ties_embeddings
-from merge_core.checkpoint import (
+from mergegate.merge_core.adapters.adapter import AdaptedModule, Adapter
+from mergegate.merge_core.adapters.names import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor, TrainedRows
+from mergegate.merge_core.architecture import (
+    has_vocabulary_rows,
+    is_embedding,
+    is_head,
+    layer_place,
+    stacks,
+    ties_embeddings,
+)
+from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
     Companions,
@@ -26,8 +33,8 @@ from merge_core.checkpoint import (
     read_chat_templates,
     with_chat_templates,
 )
-from merge_core.errors import Finding, InvalidInput
-from merge_core.recipe import name_in_path
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.recipe import name_in_path
 
 _LEFT_OUT = "name the model that the adapter was trained on"
 _USE_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"

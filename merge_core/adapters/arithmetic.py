@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor, patterns
+from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor, patterns
 
 if TYPE_CHECKING:
     import torch
 
-    from merge_core.checkpoint import DType
+    from mergegate.merge_core.checkpoint import DType
 
 # A tile stays in the cache of a core, and is worth the calls that it takes; it has at least so many rows, also the
 # last one.
@@ -206,7 +206,7 @@ def add_product(
 def _addition(tensor: AnyTensor, round_change: bool) -> Callable[[Any, torch.Tensor], None]:
     """How a change is added to stored numbers of ``tensor``, in place: compiled and in one go for large bfloat16."""
     if tensor.dtype.code == "BF16" and tensor.numel >= _COMPILED_FROM_ELEMENTS:
-        from merge_core.methods.kernels import add_change
+        from mergegate.merge_core.methods.kernels import add_change
 
         return lambda stored, change: add_change(patterns(stored, tensor.dtype), change.numpy(), round_change)
 

@@ -20,20 +20,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.adapters.adapter import PREFIX, Adapter
-from merge_core.adapters.applying import apply_adapter
-from merge_core.adapters.arithmetic import elements_of, read_whole
-from merge_core.adapters.extraction import ModuleError, opened_files
-from merge_core.adapters.factoring import Factored, factor_change, factor_sum
-from merge_core.adapters.names import memory_name
-from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor
-from merge_core.adapters.writing import NewAdapter
-from merge_core.checkpoint import BY_CODE, AnyTensor, Checkpoint, DerivedTensor, ReadElements, ReadStored, StoredTensor
-from merge_core.checkpoint import open_checkpoint as open_merged
-from merge_core.engine import merge_weights
-from merge_core.errors import InvalidInput
-from merge_core.plan import MergePlan, TensorJob, plan_merge
-from merge_core.recipe import Recipe
+from mergegate.merge_core.adapters.adapter import PREFIX, Adapter
+from mergegate.merge_core.adapters.applying import apply_adapter
+from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
+from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
+from mergegate.merge_core.adapters.factoring import Factored, factor_change, factor_sum
+from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor
+from mergegate.merge_core.adapters.writing import NewAdapter
+from mergegate.merge_core.checkpoint import (
+    BY_CODE,
+    AnyTensor,
+    Checkpoint,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
+)
+from mergegate.merge_core.checkpoint import open_checkpoint as open_merged
+from mergegate.merge_core.engine import merge_weights
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.plan import MergePlan, TensorJob, plan_merge
+from mergegate.merge_core.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import edge, read_json
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import edge, read_json
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -14,19 +14,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge_core.adapters.applying import is_conv1d
-from merge_core.adapters.arithmetic import elements_of, read_whole
-from merge_core.adapters.factoring import factor_change
-from merge_core.adapters.names import memory_name
-from merge_core.adapters.writing import NewAdapter
-from merge_core.architecture import before_layers, is_embedding, is_head, is_optional, layer_place, ties_embeddings
-from merge_core.checkpoint import BY_TORCH_NAME, AnyTensor, Checkpoint, read_into
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.adapters.applying import is_conv1d
+from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
+from mergegate.merge_core.adapters.factoring import factor_change
+from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.adapters.writing import NewAdapter
+from mergegate.merge_core.architecture import (
+    before_layers,
+    is_embedding,
+    is_head,
+    is_optional,
+    layer_place,
+    ties_embeddings,
+)
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, AnyTensor, Checkpoint, read_into
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
 
-    from merge_core.checkpoint import StoredTensor
+    from mergegate.merge_core.checkpoint import StoredTensor
 
 _MOST_RANK = 1 << 12
 _INSTEAD = "release the whole model, or merge it as it is"

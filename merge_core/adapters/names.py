@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.architecture import layer_place
-from merge_core.architecture.experts import expert_names
-from merge_core.checkpoint import AnyTensor, Checkpoint
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.architecture.experts import expert_names
+from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
+from mergegate.merge_core.errors import InvalidInput
 
 # Containers around a text model that layouts have or have not. Towers of images and sound keep their names.
 _CONTAINERS = frozenset({"model", "language_model", "transformer", "backbone"})

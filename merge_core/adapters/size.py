@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merge_core.adapters.adapter import Adapter
-from merge_core.adapters.combination import changes_of, format_of_factors, plan_of_whole
-from merge_core.checkpoint import BY_TORCH_NAME, Checkpoint
-from merge_core.recipe import Recipe
+from mergegate.merge_core.adapters.adapter import Adapter
+from mergegate.merge_core.adapters.combination import changes_of, format_of_factors, plan_of_whole
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, Checkpoint
+from mergegate.merge_core.recipe import Recipe
 
 _CHANGE_BYTES = 4  # an element of a change, while it is whole
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merge_core.adapters.arithmetic import (
+from mergegate.merge_core.adapters.arithmetic import (
     Grid,
     Product,
     add_product,
@@ -21,7 +21,7 @@ from merge_core.adapters.arithmetic import (
     remembered,
     scale_directions,
 )
-from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
+from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
 
 if TYPE_CHECKING:
     import torch

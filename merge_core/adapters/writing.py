@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merge_core.adapters.adapter import PREFIX, WEIGHTS_FILE
-from merge_core.adapters.configuration import CONFIG_FILE
-from merge_core.checkpoint import BY_TORCH_NAME, render_header
+from mergegate.merge_core.adapters.adapter import PREFIX, WEIGHTS_FILE
+from mergegate.merge_core.adapters.configuration import CONFIG_FILE
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, render_header
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.analysis.tally import Tally, total
-from merge_core.architecture import (
+from mergegate.merge_core.analysis.tally import Tally, total
+from mergegate.merge_core.architecture import (
     KINDS,
     TensorKind,
     find_tensor,
@@ -32,12 +32,12 @@ from merge_core.architecture import (
     stacks,
     tensor_kind,
 )
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
-from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
-from merge_core.errors import InvalidInput
-from merge_core.methods import StoredBlock
-from merge_core.plan import Input, OutputTensor, TensorJob
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, numbers
+from mergegate.merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import StoredBlock
+from mergegate.merge_core.plan import Input, OutputTensor, TensorJob
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -189,7 +189,7 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
 
 
 def _fused_tally(block: StoredBlock, vectors: int) -> Tally:
-    from merge_core.methods.kernels import gram, oppositions, squares
+    from mergegate.merge_core.methods.kernels import gram, oppositions, squares
 
     size = len(block.rows) - 1
     upper = gram(block.data, block.rows, block.length, block.grain, True)

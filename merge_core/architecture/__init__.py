@@ -3,7 +3,7 @@
 What single families do is data, in ``families/``; everything else holds for all of them.
 """
 
-from merge_core.architecture.architecture import (
+from mergegate.merge_core.architecture.architecture import (
     class_difference,
     dtype_in,
     find_tensor,
@@ -16,14 +16,20 @@ from merge_core.architecture.architecture import (
     with_dtype,
     with_vocabulary,
 )
-from merge_core.architecture.families import described_families, find_family, text_part
-from merge_core.architecture.layer_kinds import kinds_of_layer
-from merge_core.architecture.layers import before_layers, layer_place, stacks
-from merge_core.architecture.layouts import in_layout_of
-from merge_core.architecture.meaning import differing_settings
-from merge_core.architecture.parts import is_of_head, main_depth, main_stack, places_outside, prediction_tensors
-from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
-from merge_core.architecture.tensor_kinds import (
+from mergegate.merge_core.architecture.families import described_families, find_family, text_part
+from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer
+from mergegate.merge_core.architecture.layers import before_layers, layer_place, stacks
+from mergegate.merge_core.architecture.layouts import in_layout_of
+from mergegate.merge_core.architecture.meaning import differing_settings
+from mergegate.merge_core.architecture.parts import (
+    is_of_head,
+    main_depth,
+    main_stack,
+    places_outside,
+    prediction_tensors,
+)
+from mergegate.merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
+from mergegate.merge_core.architecture.tensor_kinds import (
     KINDS,
     TensorKind,
     input_width,
@@ -32,7 +38,7 @@ from merge_core.architecture.tensor_kinds import (
     is_routed_expert,
     tensor_kind,
 )
-from merge_core.checkpoint import is_embedding, is_head, ties_embeddings
+from mergegate.merge_core.checkpoint import is_embedding, is_head, ties_embeddings
 
 __all__ = [
     "KINDS",

@@ -7,8 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from merge_core.architecture.families import text_part
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, config_parts, is_embedding, is_head, ties_embeddings
+from mergegate.merge_core.architecture.families import text_part
+from mergegate.merge_core.checkpoint import (
+    AnyTensor,
+    Checkpoint,
+    DType,
+    config_parts,
+    is_embedding,
+    is_head,
+    ties_embeddings,
+)
 
 # Further tensors with a row for each token: biases of heads, heads of encoders, and T5's table, which is no embedding
 # that could stand for a head: where T5's head is tied, it is scaled.

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint import TEXT_PARTS
+from mergegate.merge_core.checkpoint import TEXT_PARTS
 
 _DIRECTORY = Path(__file__).parent / "families"
 _DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transformers by tests/merge_core/test_meaning.py.

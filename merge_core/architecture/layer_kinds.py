@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from merge_core.architecture.families import (
+from mergegate.merge_core.architecture.families import (
     Clause,
     LayerCondition,
     LayerKind,
@@ -18,7 +18,7 @@ from merge_core.architecture.families import (
     described_families,
     family_defaults,
 )
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 # Keys that sound as if a layer's number decided something.
 _TELLING = re.compile(

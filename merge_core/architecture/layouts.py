@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from merge_core.architecture.architecture import is_optional
-from merge_core.architecture.families import find_family
-from merge_core.architecture.layers import layer_place
-from merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.architecture.architecture import is_optional
+from mergegate.merge_core.architecture.families import find_family
+from mergegate.merge_core.architecture.layers import layer_place
+from mergegate.merge_core.checkpoint import Checkpoint
 
 
 def in_layout_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:

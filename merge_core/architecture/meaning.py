@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, text_part
-from merge_core.architecture.layer_kinds import kinds_of_layer
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
+from mergegate.merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, text_part
+from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer
+from mergegate.merge_core.errors import InvalidInput
 
 _NO_EFFECT = re.compile(
     # Names, files and number formats.

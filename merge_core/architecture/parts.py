@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from merge_core.architecture.architecture import layer_count
-from merge_core.architecture.families import find_family, text_part
-from merge_core.architecture.layers import layer_place, stacks
-from merge_core.checkpoint import Checkpoint, is_head
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.architecture.architecture import layer_count
+from mergegate.merge_core.architecture.families import find_family, text_part
+from mergegate.merge_core.architecture.layers import layer_place, stacks
+from mergegate.merge_core.checkpoint import Checkpoint, is_head
+from mergegate.merge_core.errors import InvalidInput
 
 Side = Literal["before", "after", "beside", "unknown"]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
-from merge_core.architecture.layer_kinds import kinds_of_layer, undescribed_key
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
+from mergegate.merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
+from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer, undescribed_key
+from mergegate.merge_core.errors import InvalidInput
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from merge_core.architecture.layers import before_layers, layer_place
-from merge_core.checkpoint import is_head
+from mergegate.merge_core.architecture.layers import before_layers, layer_place
+from mergegate.merge_core.checkpoint import is_head
 
 TensorKind = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm", "embedding", "head", "other"]
 

@@ -3,7 +3,7 @@
 Everything here treats files as a stranger's: lengths are checked before they are believed, and no pickle is run.
 """
 
-from merge_core.checkpoint.chat_template import (
+from mergegate.merge_core.checkpoint.chat_template import (
     DEFAULT,
     TURN_ENDS,
     ChatTemplates,
@@ -11,7 +11,7 @@ from merge_core.checkpoint.chat_template import (
     read_chat_templates,
     with_chat_templates,
 )
-from merge_core.checkpoint.checkpoint import (
+from mergegate.merge_core.checkpoint.checkpoint import (
     INDEX_NAME,
     PICKLED_INDEX_NAME,
     PICKLED_SINGLE_NAME,
@@ -19,7 +19,7 @@ from merge_core.checkpoint.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from merge_core.checkpoint.companions import (
+from mergegate.merge_core.checkpoint.companions import (
     MODULES_FILE,
     TEMPLATE_FOLDER,
     TEXT_KINDS,
@@ -35,9 +35,9 @@ from merge_core.checkpoint.companions import (
     nested_names,
     travels,
 )
-from merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
-from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from merge_core.checkpoint.dtypes import (
+from mergegate.merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
+from mergegate.merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
+from mergegate.merge_core.checkpoint.dtypes import (
     BY_CODE,
     BY_TORCH_NAME,
     EXPONENTS,
@@ -49,8 +49,8 @@ from merge_core.checkpoint.dtypes import (
     promote,
     recipe_dtype,
 )
-from merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
-from merge_core.checkpoint.importance import (
+from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
+from mergegate.merge_core.checkpoint.importance import (
     FILES_OF_IMPORTANCE,
     IMPORTANCE,
     ExpectedImportance,
@@ -58,7 +58,7 @@ from merge_core.checkpoint.importance import (
     open_importance,
     write_importance,
 )
-from merge_core.checkpoint.moments import (
+from mergegate.merge_core.checkpoint.moments import (
     FILES_OF_MOMENTS,
     INPUTS,
     ExpectedMoments,
@@ -69,8 +69,14 @@ from merge_core.checkpoint.moments import (
     packed_moments,
     write_inputs,
 )
-from merge_core.checkpoint.pickled_file import read_pickled
-from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_header, read_into, render_header
+from mergegate.merge_core.checkpoint.pickled_file import read_pickled
+from mergegate.merge_core.checkpoint.safetensors_file import (
+    StoredTensor,
+    fetch_header,
+    read_header,
+    read_into,
+    render_header,
+)
 
 __all__ = [
     "BY_CODE",

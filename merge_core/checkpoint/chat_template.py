@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import JsonBounds
+from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import JsonBounds
 
 DEFAULT = "default"
 ChatTemplates: TypeAlias = Mapping[str, str]

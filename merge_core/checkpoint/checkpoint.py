@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
-from merge_core.checkpoint.companions import Companions, list_companions, list_others
-from merge_core.checkpoint.configuration import read_config
-from merge_core.checkpoint.derived import AnyTensor
-from merge_core.checkpoint.heads import settle_head
-from merge_core.checkpoint.pickled_file import read_pickled
-from merge_core.checkpoint.quantised import decode_quantised
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
-from merge_core.errors import Finding, InvalidInput
-from merge_core.parsing import JsonBounds, read_json
+from mergegate.merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
+from mergegate.merge_core.checkpoint.companions import Companions, list_companions, list_others
+from mergegate.merge_core.checkpoint.configuration import read_config
+from mergegate.merge_core.checkpoint.derived import AnyTensor
+from mergegate.merge_core.checkpoint.heads import settle_head
+from mergegate.merge_core.checkpoint.pickled_file import read_pickled
+from mergegate.merge_core.checkpoint.quantised import decode_quantised
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.parsing import JsonBounds, read_json
 
 # That of a mixture of 384 experts in 61 layers has 70,000 tensors and 8 MB.
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds, check_entries, edge, parse_json_object, plain_file, read_plain
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import JsonBounds, check_entries, edge, parse_json_object, plain_file, read_plain
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"

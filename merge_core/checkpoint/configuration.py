@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Keys under which multimodal families keep the configuration of their language model."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from merge_core.checkpoint.dtypes import DType, SizedTensor
-from merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.dtypes import DType, SizedTensor
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
     import numpy as np

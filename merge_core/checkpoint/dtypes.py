@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.errors import InvalidInput, suggest
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.configuration import config_parts
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_into
-from merge_core.errors import Finding
-from merge_core.parsing import open_plain
+from mergegate.merge_core.checkpoint.configuration import config_parts
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_into
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.parsing import open_plain
 
 # Ends of names, after a dot: a plan tests every tensor, and comparing ends takes a tenth of the time of a pattern.
 _HEADS = (".lm_head.weight", ".embed_out.weight")

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.checkpoint.measured_files import read_owners, write_owners
-from merge_core.checkpoint.safetensors_file import StoredTensor
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.checkpoint.measured_files import read_owners, write_owners
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.errors import InvalidInput
 
 IMPORTANCE = "importance.json"
 FILES_OF_IMPORTANCE = "importance-*.safetensors"

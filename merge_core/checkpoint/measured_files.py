@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
-from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
 
 
 def write_owners(place: Path, key: str, owners: Mapping[str, str], positions: int) -> None:

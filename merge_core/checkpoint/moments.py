@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint.measured_files import read_owners, write_owners
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_into
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.checkpoint.measured_files import read_owners, write_owners
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_into
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

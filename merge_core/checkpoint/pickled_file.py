@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
-from merge_core.checkpoint.safetensors_file import StoredTensor
-from merge_core.errors import InvalidInput
-from merge_core.parsing import edge, open_plain
+from mergegate.merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import edge, open_plain
 
 # A description takes about 200 bytes and 40 instructions per tensor; these bound what a hostile file makes us allocate,
 # and how long it is read.

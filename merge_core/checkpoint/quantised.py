@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
-from merge_core.checkpoint.safetensors_file import StoredTensor
-from merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
+from mergegate.merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
+from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.errors import Finding, InvalidInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,10 +17,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
-from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds, open_plain, parse_json
-from merge_core.system import read_at
+from mergegate.merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import JsonBounds, open_plain, parse_json
+from mergegate.merge_core.system import read_at
 
 # The format allows 100 MB, of which a table of tensors takes 1.5 GB of memory. The longest real headers (a shard with
 # the experts of a mixture, one by one) have a few MB.

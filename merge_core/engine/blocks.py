@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import (
+from mergegate.merge_core.checkpoint import (
     AnyTensor,
     DerivedTensor,
     DType,
@@ -25,11 +25,11 @@ from merge_core.checkpoint import (
     patterns,
     read_into,
 )
-from merge_core.engine.finite import PIECE_BYTES, count_non_finite
-from merge_core.errors import InvalidInput
-from merge_core.methods import Block, StoredBlock
-from merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
-from merge_core.system import prefer_large_pages, read_at, read_soon
+from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import Block, StoredBlock
+from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
+from mergegate.merge_core.system import prefer_large_pages, read_at, read_soon
 
 if TYPE_CHECKING:
     import torch

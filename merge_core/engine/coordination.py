@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from merge_core.engine.writer import PARTIAL, refusing_disk_errors
-from merge_core.store import MARK_CONTENT, lock_file, locked, unlock_file
+from mergegate.merge_core.engine.writer import PARTIAL, refusing_disk_errors
+from mergegate.merge_core.store import MARK_CONTENT, lock_file, locked, unlock_file
 
 NAME = f"merge{PARTIAL}"
 _FINISHING = f"finishing{PARTIAL}"

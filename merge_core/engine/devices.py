@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch

@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from merge_core.checkpoint import DerivedTensor
-from merge_core.engine import journal
-from merge_core.engine.coordination import one_at_a_time, participating
-from merge_core.engine.devices import SingleThreadedTorch, choose_devices
-from merge_core.engine.execution import execute
-from merge_core.engine.health import judge_health
-from merge_core.engine.inputs import open_inputs, require_prepared
-from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
-from merge_core.engine.pages import input_pages
-from merge_core.engine.settings import EngineSettings
-from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
-from merge_core.errors import Finding, worst_first
-from merge_core.plan import MergePlan
-from merge_core.store import remove_any, remove_contents, state_directory
+from mergegate.merge_core.checkpoint import DerivedTensor
+from mergegate.merge_core.engine import journal
+from mergegate.merge_core.engine.coordination import one_at_a_time, participating
+from mergegate.merge_core.engine.devices import SingleThreadedTorch, choose_devices
+from mergegate.merge_core.engine.execution import execute
+from mergegate.merge_core.engine.health import judge_health
+from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
+from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
+from mergegate.merge_core.engine.pages import input_pages
+from mergegate.merge_core.engine.settings import EngineSettings
+from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
+from mergegate.merge_core.errors import Finding, worst_first
+from mergegate.merge_core.plan import MergePlan
+from mergegate.merge_core.store import remove_any, remove_contents, state_directory
 
 _log = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.engine import journal
-from merge_core.engine.blocks import BufferPool, read_ahead
-from merge_core.engine.devices import Devices, SingleThreadedTorch, own_stream
-from merge_core.engine.health import TensorHealth
-from merge_core.engine.pages import InputPages
-from merge_core.engine.settings import EngineSettings
-from merge_core.engine.tensor_run import RunContext, TensorRun
-from merge_core.engine.workers import Workers
-from merge_core.engine.writer import WAITING_BYTES, ShardFiles
-from merge_core.methods import Method
-from merge_core.plan import MergePlan, Shard, TensorJob
+from mergegate.merge_core.engine import journal
+from mergegate.merge_core.engine.blocks import BufferPool, read_ahead
+from mergegate.merge_core.engine.devices import Devices, SingleThreadedTorch, own_stream
+from mergegate.merge_core.engine.health import TensorHealth
+from mergegate.merge_core.engine.pages import InputPages
+from mergegate.merge_core.engine.settings import EngineSettings
+from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
+from mergegate.merge_core.engine.workers import Workers
+from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
+from mergegate.merge_core.methods import Method
+from mergegate.merge_core.plan import MergePlan, Shard, TensorJob
 
 # Below this much input, compiling fused kernels would take longer than it saves.
 _FUSE_FROM_BYTES = 256 << 20

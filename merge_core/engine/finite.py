@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, DType, ExpectedImportance, patterns
-from merge_core.errors import InvalidInput
-from merge_core.plan import TensorJob, step_of
+from mergegate.merge_core.checkpoint import EXPONENTS, DType, ExpectedImportance, patterns
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.plan import TensorJob, step_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def _common(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, 
     mask = np.uint64(_repeated(int(exponent), exponent.itemsize))
     low = np.uint64(_repeated(int(exponent) & -int(exponent), exponent.itemsize))
     if fused:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         carried, seen = kernels.inspect(words, mask, low)
         return int(carried), int(seen)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merge_core.errors import Finding
+from mergegate.merge_core.errors import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

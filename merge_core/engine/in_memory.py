@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from merge_core.architecture.experts import DiskTensor
-from merge_core.engine.blocks import BufferPool
-from merge_core.engine.devices import SingleThreadedTorch, choose_devices, own_stream
-from merge_core.engine.execution import uses_fused_kernels
-from merge_core.engine.health import TensorHealth, judge_health
-from merge_core.engine.inputs import open_inputs, require_prepared
-from merge_core.engine.settings import EngineSettings
-from merge_core.engine.tensor_run import RunContext, TensorRun
-from merge_core.errors import Finding, InvalidInput
-from merge_core.plan import MergePlan, TensorJob
-from merge_core.store import disk_refusal
-from merge_core.system import nameless_file
+from mergegate.merge_core.architecture.experts import DiskTensor
+from mergegate.merge_core.engine.blocks import BufferPool
+from mergegate.merge_core.engine.devices import SingleThreadedTorch, choose_devices, own_stream
+from mergegate.merge_core.engine.execution import uses_fused_kernels
+from mergegate.merge_core.engine.health import TensorHealth, judge_health
+from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
+from mergegate.merge_core.engine.settings import EngineSettings
+from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.plan import MergePlan, TensorJob
+from mergegate.merge_core.store import disk_refusal
+from mergegate.merge_core.system import nameless_file
 
 if TYPE_CHECKING:
     import torch
 
-    from merge_core.engine.blocks import Bytes
+    from mergegate.merge_core.engine.blocks import Bytes
 
 _POOL_BYTES = 64 << 20
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from merge_core.checkpoint import DerivedTensor
-from merge_core.engine.coordination import NAME
-from merge_core.engine.health import TensorHealth
-from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
-from merge_core.plan import MergePlan, Shard
-from merge_core.store import ASIDE, LineChain, has_mark, remove_any, try_open_locked
-from merge_core.system import boot_id
+from mergegate.merge_core.checkpoint import DerivedTensor
+from mergegate.merge_core.engine.coordination import NAME
+from mergegate.merge_core.engine.health import TensorHealth
+from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
+from mergegate.merge_core.plan import MergePlan, Shard
+from mergegate.merge_core.store import ASIDE, LineChain, has_mark, remove_any, try_open_locked
+from mergegate.merge_core.system import boot_id
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
 # older engine left is not continued.

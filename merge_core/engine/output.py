@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from merge_core.checkpoint import INDEX_NAME
-from merge_core.engine.coordination import NAME
-from merge_core.engine.writer import PARTIAL, refusing_disk_errors
-from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_json_object
-from merge_core.plan import MergePlan, config_bytes, index_text, needs_index
-from merge_core.store import MARK, fsync, has_mark
+from mergegate.merge_core.checkpoint import INDEX_NAME
+from mergegate.merge_core.engine.coordination import NAME
+from mergegate.merge_core.engine.writer import PARTIAL, refusing_disk_errors
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import parse_json_object
+from mergegate.merge_core.plan import MergePlan, config_bytes, index_text, needs_index
+from mergegate.merge_core.store import MARK, fsync, has_mark
 
 CONFIG = "config.json"
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from merge_core.plan import MergePlan, TensorJob
-from merge_core.system import available_memory, cached_bytes, forget_cached, open_uncached, read_at
+from mergegate.merge_core.plan import MergePlan, TensorJob
+from mergegate.merge_core.system import available_memory, cached_bytes, forget_cached, open_uncached, read_at
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from merge_core.checkpoint import StoredTensor
+    from mergegate.merge_core.checkpoint import StoredTensor
 
 # Parts of files that go at once: large, because a call looks after all processors; whole pages of any system.
 PART_BYTES = 16 << 20

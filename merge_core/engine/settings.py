@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from merge_core.system import cores_of_process
+from mergegate.merge_core.system import cores_of_process
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
-from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
-from merge_core.engine.devices import SingleThreadedTorch, device_type
-from merge_core.engine.finite import look_through, require_finite
-from merge_core.engine.health import TensorHealth, sampled
-from merge_core.engine.pages import InputPages
-from merge_core.engine.settings import EngineSettings
-from merge_core.methods import GRAIN, Fold, Map, Method, Solve, Steps, StoredBlock, combine, glanced_at, mask_key
-from merge_core.plan import TensorJob
+from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
+from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
+from mergegate.merge_core.engine.devices import SingleThreadedTorch, device_type
+from mergegate.merge_core.engine.finite import look_through, require_finite
+from mergegate.merge_core.engine.health import TensorHealth, sampled
+from mergegate.merge_core.engine.pages import InputPages
+from mergegate.merge_core.engine.settings import EngineSettings
+from mergegate.merge_core.methods import (
+    GRAIN,
+    Fold,
+    Map,
+    Method,
+    Solve,
+    Steps,
+    StoredBlock,
+    combine,
+    glanced_at,
+    mask_key,
+)
+from mergegate.merge_core.plan import TensorJob
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from merge_core.engine.blocks import Bytes
+    from mergegate.merge_core.engine.blocks import Bytes
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from merge_core.architecture import is_embedding, is_head
-from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor, render_header
-from merge_core.checkpoint.vocabulary import (
+from mergegate.merge_core.architecture import is_embedding, is_head
+from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor, render_header
+from mergegate.merge_core.checkpoint.vocabulary import (
     TokenizerDefinition,
     TransplantMethod,
     combined_rows,
@@ -25,13 +25,13 @@ from merge_core.checkpoint.vocabulary import (
     sparse_combinations,
     spelled_bytes,
 )
-from merge_core.engine.blocks import open_elements
-from merge_core.engine.devices import choose_devices
-from merge_core.engine.engine import MergeRecord, merge_weights
-from merge_core.engine.writer import refusing_disk_errors
-from merge_core.errors import InvalidInput
-from merge_core.parsing import open_plain
-from merge_core.plan import plan_transplant
+from mergegate.merge_core.engine.blocks import open_elements
+from mergegate.merge_core.engine.devices import choose_devices
+from mergegate.merge_core.engine.engine import MergeRecord, merge_weights
+from mergegate.merge_core.engine.writer import refusing_disk_errors
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import open_plain
+from mergegate.merge_core.plan import plan_transplant
 
 if TYPE_CHECKING:
     import torch

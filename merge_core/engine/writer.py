@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from merge_core.plan import Shard
-from merge_core.store import disk_refusal
-from merge_core.system import forget_cached, read_at, reserve_space
+from mergegate.merge_core.plan import Shard
+from mergegate.merge_core.store import disk_refusal
+from mergegate.merge_core.system import forget_cached, read_at, reserve_space
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20

@@ -4,8 +4,8 @@ One file a family, with formula, folds, maps, costs and traits; other packages a
 ``mergegate.methods``.
 """
 
-from merge_core.methods.combination import PASSTHROUGH, combine
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.combination import PASSTHROUGH, combine
+from mergegate.merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
     Block,
@@ -28,10 +28,10 @@ from merge_core.methods.contract import (
     glanced_at,
     row_length,
 )
-from merge_core.methods.masks import mask_key
-from merge_core.methods.registry import find_method, merge_methods
-from merge_core.methods.task_vectors import TASK_ARITHMETIC
-from merge_core.methods.upcycling import UPCYCLING
+from mergegate.merge_core.methods.masks import mask_key
+from mergegate.merge_core.methods.registry import find_method, merge_methods
+from mergegate.merge_core.methods.task_vectors import TASK_ARITHMETIC
+from mergegate.merge_core.methods.upcycling import UPCYCLING
 
 __all__ = [
     "GRAIN",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.contract import (
     REQUIRED,
     Block,
     Costs,
@@ -48,7 +48,7 @@ def _moving(task: TensorTask, *, squared: bool) -> Map:
         return block.inputs[2] * keep + new if begun else new
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         share = np.float32(1.0 - keep)
         kernels.moving(block.data, block.rows, block.length, np.float32(keep), share, squared, out)
@@ -75,7 +75,7 @@ def _adam(task: TensorTask) -> Steps:
         return block.base + block.inputs[1] * rate / size
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernels.adam(block.data, block.rows, block.length, np.float32(rate), np.float32(tau), out)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Map,
@@ -26,7 +26,7 @@ from merge_core.methods.contract import (
     Traits,
     add_in_order,
 )
-from merge_core.methods.task_vectors import LAMBDA, WEIGHT
+from mergegate.merge_core.methods.task_vectors import LAMBDA, WEIGHT
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def _consensus(task: TensorTask) -> Steps:
         return block.base + torch.where(needed >= agreement, total, 0.0) * scale
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
         kernels.consensus(block.data, block.rows, block.length, *arguments, out)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.contract import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.contract import (
     REQUIRED,
     Block,
     Costs,
@@ -44,7 +44,7 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
         return block.base + result if about_base else result
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernels.combine(block.data, block.rows, block.length, np.asarray(coefficients, np.float32), about_base, out)
 
@@ -83,7 +83,7 @@ def gram(count: int, *, about_base: bool = False) -> Fold:
         return torch.stack([block.grain_sums(vectors[i] * vectors[j]) for i, j in pairs], dim=-1)
 
     def fused(block: StoredBlock) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.gram(block.data, block.rows, block.length, block.grain, about_base)
 

@@ -14,9 +14,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from merge_core.methods.combination import check_mean, mean_of_models
-from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits, add_in_order
-from merge_core.methods.task_vectors import LAMBDA
+from mergegate.merge_core.methods.combination import check_mean, mean_of_models
+from mergegate.merge_core.methods.contract import (
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    TensorTask,
+    Traits,
+    add_in_order,
+)
+from mergegate.merge_core.methods.task_vectors import LAMBDA
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length
+from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.combination import combine, gram
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.combination import combine, gram
+from mergegate.merge_core.methods.contract import (
     GRAIN,
     Block,
     Costs,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.contract import (
     REQUIRED,
     Block,
     Costs,
@@ -21,7 +21,7 @@ from merge_core.methods.contract import (
     fold_grains,
     row_length,
 )
-from merge_core.methods.selection import Request, ScoreFunction, counters, select, select_passes, value_of
+from mergegate.merge_core.methods.selection import Request, ScoreFunction, counters, select, select_passes, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def _nearswap(task: TensorTask) -> Steps:
         return share * other + (1.0 - share) * base
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernels.nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
 
@@ -70,7 +70,7 @@ def _fusion(task: TensorTask) -> Steps:
         return divergence[first : first + block.length // block.grain].astype(np.float32)
 
     def stored_importance(block: StoredBlock) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.importances(block.data, block.rows, block.length, block.grain, rows_of(block))
 
@@ -86,7 +86,7 @@ def _fusion(task: TensorTask) -> Steps:
         return torch.where(importance(block) >= bound, block.inputs[1], block.base)
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernels.fuse(block.data, block.rows, block.length, block.grain, rows_of(block), np.float32(bound), out)
 

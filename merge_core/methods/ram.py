@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Map,
@@ -47,7 +47,7 @@ def _amplified(task: TensorTask) -> Steps:
         return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
 
     def fused(block: StoredBlock) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.changes(block.data, block.rows, block.length, np.float32(epsilon))
 
@@ -73,7 +73,7 @@ def _map(factors: Sequence[float], epsilon: float) -> Map:
         return block.base + total
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         scales = np.array(factors, np.float32)
         kernels.ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)

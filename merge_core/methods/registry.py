@@ -10,8 +10,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import (
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.methods import (
     adaptive,
     agreement,
     combination,
@@ -26,7 +26,7 @@ from merge_core.methods import (
     spherical,
     task_vectors,
 )
-from merge_core.methods.contract import Method
+from mergegate.merge_core.methods.contract import Method
 
 GROUP = "mergegate.methods"
 _FAMILIES = (

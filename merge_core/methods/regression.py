@@ -32,9 +32,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.combination import check_mean, mean_of_models
-from merge_core.methods.contract import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.combination import check_mean, mean_of_models
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Fold,
@@ -48,8 +48,8 @@ from merge_core.methods.contract import (
     Traits,
     add_in_order,
 )
-from merge_core.methods.matrices import DeltaProducts, grain_of_rows, rows_of
-from merge_core.methods.task_vectors import LAMBDA
+from mergegate.merge_core.methods.matrices import DeltaProducts, grain_of_rows, rows_of
+from mergegate.merge_core.methods.task_vectors import LAMBDA
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.combination import check_mean, combine
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.combination import check_mean, combine
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Map,
@@ -36,7 +36,7 @@ from merge_core.methods.contract import (
     Traits,
     add_in_order,
 )
-from merge_core.methods.task_vectors import LAMBDA
+from mergegate.merge_core.methods.task_vectors import LAMBDA
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def _middle(skipped: int, scale: float) -> Map:
         return block.base + add_in_order(list(kept)) / len(kept) * scale
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernels.middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import (
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Map,
@@ -22,7 +22,7 @@ from merge_core.methods.contract import (
     TensorTask,
     fold_sums,
 )
-from merge_core.methods.selection import (
+from mergegate.merge_core.methods.selection import (
     NOTHING,
     Cut,
     Request,
@@ -33,7 +33,7 @@ from merge_core.methods.selection import (
     select_passes,
     taken,
 )
-from merge_core.methods.windows import LARGE
+from mergegate.merge_core.methods.windows import LARGE
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def _steps(task: TensorTask) -> Steps:
     before = cut.before if cut else np.empty(0, np.int64)
 
     def energies(block: StoredBlock) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.energies(block.data, block.rows, block.length, block.start, block.grain, table, before)
 
@@ -86,7 +86,7 @@ def _steps(task: TensorTask) -> Steps:
         return block.base + merged / divisor.clamp(min=_LEAST_DIVISOR)
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernel: Any = kernels.sce
         shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
@@ -110,7 +110,7 @@ def _variance(block: Block) -> torch.Tensor:
 
 
 def _stored_variance(block: StoredBlock) -> Any:
-    from merge_core.methods import kernels
+    from mergegate.merge_core.methods import kernels
 
     return kernels.variances(block.data, block.rows, block.length)
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from merge_core.methods.contract import Block, Fold, StoredBlock, fold_counts, fold_grains
-from merge_core.methods.windows import LARGE, glance, look, placed
+from mergegate.merge_core.methods.contract import Block, Fold, StoredBlock, fold_counts, fold_grains
+from mergegate.merge_core.methods.windows import LARGE, glance, look, placed
 
 if TYPE_CHECKING:
     import torch
 
-    from merge_core.methods.contract import Array
+    from mergegate.merge_core.methods.contract import Array
 
 # Bits of a non-negative float below its sign, taken in digits from the most significant: (shift, width).
 DIGITS = {
@@ -113,18 +113,18 @@ def counters(scores: Callable[[StoredBlock], Array]) -> Counters:
     """Counters for ``scores``, which gives float32 ``[streams, elements]`` of a stored block."""
 
     def first(block: StoredBlock) -> Array:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         shift, width = DIGITS["float32"][0]
         return np.asarray(kernels.first_digit_of(scores(block), shift, 1 << width))
 
     def later(block: StoredBlock, streams: Array, prefixes: Array, shift: int, width: int) -> Array:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return np.asarray(kernels.next_digit_of(scores(block), streams, prefixes, shift, width))
 
     def ties(block: StoredBlock, streams: Array, keys: Array) -> Array:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return np.asarray(kernels.ties_of(scores(block), block.grain, streams, keys))
 

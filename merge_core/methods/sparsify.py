@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
-from merge_core.methods.kept import KeptNotes
-from merge_core.methods.masks import threshold, words
-from merge_core.methods.selection import Counters, Cut, Request, ScoreFunction, bits, select, select_passes, taken
+from mergegate.merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
+from mergegate.merge_core.methods.kept import KeptNotes
+from mergegate.merge_core.methods.masks import threshold, words
+from mergegate.merge_core.methods.selection import (
+    Counters,
+    Cut,
+    Request,
+    ScoreFunction,
+    bits,
+    select,
+    select_passes,
+    taken,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +136,7 @@ class Sparsifier:
 
 def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:
     """Elements that a fused kernel must see at once: a whole row where ranks count."""
-    from merge_core.methods.kernels.tiles import TILE
+    from mergegate.merge_core.methods.kernels.tiles import TILE
 
     return grain if any(isinstance(rule, KeepByRank) for rule in rules) or grain % TILE else TILE
 
@@ -243,22 +252,22 @@ def magnitudes(task: TensorTask) -> ScoreFunction:
     """``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
 
     def sizes(block: Any) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.sizes(block.data, block.rows, block.length)
 
     def first(block: Any) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.first_digits(block.data, block.rows, block.length)
 
     def later(block: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.next_digits(block.data, block.rows, block.length, streams, prefixes, shift, width)
 
     def ties(block: Any, streams: Any, keys: Any) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         return kernels.ties(block.data, block.rows, block.length, block.grain, streams, keys)
 
@@ -289,7 +298,7 @@ def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
     tables = plain.tables()
 
     def fused(block: Any) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         tile = kernel_tile(plain.rules, block.grain)
         noted = notes.begin(block.start, block.length, tile)

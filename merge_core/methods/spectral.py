@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.combination import combine
-from merge_core.methods.contract import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.combination import combine
+from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Map,
@@ -42,8 +42,8 @@ from merge_core.methods.contract import (
     Values,
     add_in_order,
 )
-from merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
-from merge_core.methods.task_vectors import LAMBDA, Mixing, mix
+from mergegate.merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
+from mergegate.merge_core.methods.task_vectors import LAMBDA, Mixing, mix
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.combination import combine, gram
-from merge_core.methods.contract import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.combination import combine, gram
+from mergegate.merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
     Block,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.contract import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
     ConflictRemedy,
@@ -35,7 +35,7 @@ from merge_core.methods.contract import (
     add_in_order,
     row_length,
 )
-from merge_core.methods.sparsify import (
+from mergegate.merge_core.methods.sparsify import (
     Folds,
     Sparsifier,
     at_random,
@@ -136,7 +136,7 @@ def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any
     decided = all(table is None for table in tables)
 
     def fused(block: StoredBlock, out: Any) -> None:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         kernel: Any = kernels.task_vectors
         tile = kernel_tile(sparsifier.rules, block.grain)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from merge_core.methods.combination import combine
-from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
-from merge_core.methods.masks import words
+from mergegate.merge_core.methods.combination import combine
+from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
+from mergegate.merge_core.methods.masks import words
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import GRAIN, Block, Fold, StoredBlock
+from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, StoredBlock
 
 if TYPE_CHECKING:
     import torch
 
-    from merge_core.methods.contract import Array
-    from merge_core.methods.selection import Request, ScoreFunction
+    from mergegate.merge_core.methods.contract import Array
+    from mergegate.merge_core.methods.selection import Request, ScoreFunction
 
 # Smaller tensors are read in a moment: they are counted digit by digit.
 LARGE = 4 << 20
@@ -80,7 +80,7 @@ def glance(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Ge
     pieces = max(_FEWEST_PIECES, min(_MOST_PIECES, numel // GRAIN // _GLANCED_PART))
 
     def of(block: Block) -> torch.Tensor:
-        from merge_core.methods.selection import bits
+        from mergegate.merge_core.methods.selection import bits
 
         return bits(scores.of(block))
 
@@ -147,7 +147,7 @@ def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
     def of(block: Block) -> torch.Tensor:
         import torch
 
-        from merge_core.methods.selection import bits
+        from mergegate.merge_core.methods.selection import bits
 
         keys = bits(scores.of(block))
         numbers, counts, others = [0], [], []
@@ -166,7 +166,7 @@ def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
         return torch.cat((first, torch.stack(counts, 1).flatten(), *others))
 
     def fused(block: StoredBlock) -> Any:
-        from merge_core.methods import kernels
+        from mergegate.merge_core.methods import kernels
 
         assert scores.fused is not None
         grains, requests = -(-block.length // block.grain), len(windows)

@@ -6,8 +6,8 @@ count, digits and aliases (``json_text``, ``yaml_text``). Whatever a parser lets
 InvalidInput in one place (``edge``). Numbers beside the bounds say what honest files need.
 """
 
-from merge_core.parsing.edge import MAX_DIGITS, edge, printable, typed
-from merge_core.parsing.files import (
+from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable, typed
+from mergegate.merge_core.parsing.files import (
     MAX_CODE_BYTES,
     MAX_DATA_BYTES,
     check_entries,
@@ -18,7 +18,7 @@ from merge_core.parsing.files import (
     read_plain,
     read_text,
 )
-from merge_core.parsing.json_text import (
+from mergegate.merge_core.parsing.json_text import (
     JsonBounds,
     line_place,
     parse_json,
@@ -27,11 +27,17 @@ from merge_core.parsing.json_text import (
     read_json,
     read_lines,
 )
-from merge_core.parsing.local_path import LocalPath, parse_path
-from merge_core.parsing.overrides import with_overrides
-from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
-from merge_core.parsing.yaml_flow import flow_yaml
-from merge_core.parsing.yaml_text import MAX_YAML_BYTES, StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
+from mergegate.merge_core.parsing.local_path import LocalPath, parse_path
+from mergegate.merge_core.parsing.overrides import with_overrides
+from mergegate.merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
+from mergegate.merge_core.parsing.yaml_flow import flow_yaml
+from mergegate.merge_core.parsing.yaml_text import (
+    MAX_YAML_BYTES,
+    StrictLoader,
+    parse_yaml,
+    read_yaml,
+    read_yaml_mapping,
+)
 
 __all__ = [
     "MAX_CODE_BYTES",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from typing import TypeVar
 
-from merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.errors import InvalidInput, MergegateError
 
 # Of one number. ``model_max_length`` of real tokenizers has 31 digits; Python refuses to print one of more than 4300.
 MAX_DIGITS = 40

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 # Texts, prompts and traffic are read into memory as a whole.
 MAX_DATA_BYTES = 1 << 30

@@ -14,9 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing.edge import MAX_DIGITS, edge, printable
-from merge_core.parsing.files import content_of, open_plain
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable
+from mergegate.merge_core.parsing.files import content_of, open_plain
 
 # The closing quote may be missing: so every quote begins a match, and no start is tried in vain.
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing.yaml_text import parse_yaml
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing.yaml_text import parse_yaml
 
 _STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+)\]")
 

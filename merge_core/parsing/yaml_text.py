@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from merge_core.errors import FindingLog, InvalidInput
-from merge_core.parsing.edge import MAX_DIGITS, edge, printable
-from merge_core.parsing.files import read_text
+from mergegate.merge_core.errors import FindingLog, InvalidInput
+from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable
+from mergegate.merge_core.parsing.files import read_text
 
 # A recipe with a filter for every tensor of a large model takes 200 kB.
 MAX_YAML_BYTES = 1 << 19

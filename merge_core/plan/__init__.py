@@ -3,14 +3,14 @@
 A plan fixes names, shapes, dtypes and offsets of every output byte; the engine only carries it out.
 """
 
-from merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
-from merge_core.plan.jobs import Input, MergePlan, TensorJob
-from merge_core.plan.layout import OutputTensor, Shard, index_text, needs_index
-from merge_core.plan.plan import plan_merge, step_of
-from merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
-from merge_core.plan.special_ids import config_bytes
-from merge_core.plan.tokenizers import CutPair
-from merge_core.plan.transplant import plan_transplant
+from mergegate.merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
+from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob
+from mergegate.merge_core.plan.layout import OutputTensor, Shard, index_text, needs_index
+from mergegate.merge_core.plan.plan import plan_merge, step_of
+from mergegate.merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
+from mergegate.merge_core.plan.special_ids import config_bytes
+from mergegate.merge_core.plan.tokenizers import CutPair
+from mergegate.merge_core.plan.transplant import plan_transplant
 
 __all__ = [
     "MEAN",

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.architecture import has_vocabulary_rows, layer_place, with_vocabulary
-from merge_core.checkpoint import AnyTensor, Checkpoint
-from merge_core.checkpoint.vocabulary import (
+from mergegate.merge_core.architecture import has_vocabulary_rows, layer_place, with_vocabulary
+from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
+from mergegate.merge_core.checkpoint.vocabulary import (
     JoinedTokenizer,
     TokenizerDefinition,
     join_tokenizers,
     read_tokenizer,
     rewritten_files,
 )
-from merge_core.errors import Finding, InvalidInput
-from merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
-from merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
+from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

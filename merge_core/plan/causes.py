@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from merge_core.architecture import class_difference, layer_count, text_part
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import Finding
+from mergegate.merge_core.architecture import class_difference, layer_count, text_part
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import Finding
 
 # Keys of config.json that decide the shapes of tensors, and what they are called; the older names, too.
 SIZES: Mapping[str, str] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from merge_core.checkpoint import (
+from mergegate.merge_core.checkpoint import (
     MODULES_FILE,
     TEXT_KINDS,
     Checkpoint,
@@ -21,10 +21,10 @@ from merge_core.checkpoint import (
     is_binary_vocabulary,
     is_read_template,
 )
-from merge_core.errors import Finding, InvalidInput, shown
-from merge_core.parsing import JsonBounds, parse_json
-from merge_core.plan.special_ids import GENERATION
-from merge_core.recipe import Recipe
+from mergegate.merge_core.errors import Finding, InvalidInput, shown
+from mergegate.merge_core.parsing import JsonBounds, parse_json
+from mergegate.merge_core.plan.special_ids import GENERATION
+from mergegate.merge_core.recipe import Recipe
 
 _BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 # Keys of JSON files that say who wrote the file and when.

@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
-from merge_core.checkpoint import DEFAULT, Checkpoint, Companions
-from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
-from merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
-from merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
-from merge_core.plan.companions import lost_files, tokenizer_donor
-from merge_core.plan.consistency import self_consistency, unused_tensors
-from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
-from merge_core.plan.tokenizers import CutPair, compare_to_donor
-from merge_core.recipe import Recipe
+from mergegate.merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
+from mergegate.merge_core.checkpoint import DEFAULT, Checkpoint, Companions
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
+from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
+from mergegate.merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
+from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
+from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
+from mergegate.merge_core.plan.jobs import MergePlan
+from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
+from mergegate.merge_core.plan.tokenizers import CutPair, compare_to_donor
+from mergegate.merge_core.recipe import Recipe
 
 # By which a profile accepts that a template differs.
 _TEMPLATE = "chat_template"

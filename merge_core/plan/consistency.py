@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from merge_core.architecture import (
+from mergegate.merge_core.architecture import (
     class_difference,
     in_layout_of,
     is_embedding,
@@ -22,11 +22,11 @@ from merge_core.architecture import (
     ties_embeddings,
     vocabulary_size,
 )
-from merge_core.architecture.experts import disk_name
-from merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
-from merge_core.errors import Finding
-from merge_core.plan.causes import different_head, different_size
-from merge_core.plan.jobs import MergePlan
+from mergegate.merge_core.architecture.experts import disk_name
+from mergegate.merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.plan.causes import different_head, different_size
+from mergegate.merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
 _PACKED = re.compile(

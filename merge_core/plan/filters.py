@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from merge_core.architecture.experts import disk_name
-from merge_core.errors import Finding
-from merge_core.plan.jobs import TensorJob
-from merge_core.recipe import Condition, Parameters, Recipe
+from mergegate.merge_core.architecture.experts import disk_name
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.plan.jobs import TensorJob
+from mergegate.merge_core.recipe import Condition, Parameters, Recipe
 
 
 def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]:

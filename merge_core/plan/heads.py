@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from merge_core.architecture import has_own_head, is_base_class, is_embedding, is_head
-from merge_core.checkpoint import AnyTensor, Checkpoint, ties_embeddings, with_tie
-from merge_core.errors import Finding
-from merge_core.recipe import Recipe
+from mergegate.merge_core.architecture import has_own_head, is_base_class, is_embedding, is_head
+from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, ties_embeddings, with_tie
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.recipe import Recipe
 
 
 def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from merge_core.architecture import is_inputs_first, is_projection
-from merge_core.checkpoint import (
+from mergegate.merge_core.architecture import is_inputs_first, is_projection
+from mergegate.merge_core.checkpoint import (
     AnyTensor,
     ChatTemplates,
     Checkpoint,
@@ -18,11 +18,11 @@ from merge_core.checkpoint import (
     StoredMoments,
     StoredTensor,
 )
-from merge_core.errors import Finding
-from merge_core.methods import Method, TensorTask
-from merge_core.plan.layout import OutputTensor, Shard
-from merge_core.plan.rows import RowMap
-from merge_core.recipe import Recipe
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.methods import Method, TensorTask
+from mergegate.merge_core.plan.layout import OutputTensor, Shard
+from mergegate.merge_core.plan.rows import RowMap
+from mergegate.merge_core.recipe import Recipe
 
 
 # These, and OutputTensor, with slots: of a very large model there are 50,000 jobs.

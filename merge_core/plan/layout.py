@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from merge_core.architecture.experts import DiskTensor, disk_name, on_disk
-from merge_core.checkpoint import SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
+from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, on_disk
+from mergegate.merge_core.checkpoint import SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -11,13 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.architecture import find_tensor, is_head, is_optional, layer_place, ties_embeddings, with_dtype
-from merge_core.architecture.experts import OutputFamily, choose_output, given, mixture_config
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
-from merge_core.errors import Finding, InvalidInput
-from merge_core.plan.jobs import Input, TensorJob
-from merge_core.plan.layout import OutputTensor
-from merge_core.recipe import Expert, GateRows, Mixture, Recipe
+from mergegate.merge_core.architecture import (
+    find_tensor,
+    is_head,
+    is_optional,
+    layer_place,
+    ties_embeddings,
+    with_dtype,
+)
+from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, given, mixture_config
+from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.plan.jobs import Input, TensorJob
+from mergegate.merge_core.plan.layout import OutputTensor
+from mergegate.merge_core.recipe import Expert, GateRows, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
 _STACK = "model.layers"

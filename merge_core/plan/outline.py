@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merge_core.architecture import (
+from mergegate.merge_core.architecture import (
     is_optional,
     layer_count,
     layer_place,
@@ -21,9 +21,9 @@ from merge_core.architecture import (
     prediction_tensors,
     stacks,
 )
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import InvalidInput, suggest
-from merge_core.recipe import Module, Recipe, Slice, Source
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.recipe import Module, Recipe, Slice, Source
 
 # What the peer's architecture tables call parts whose tensor names say it otherwise.
 _ALSO_CALLED = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.architecture import (
+from mergegate.merge_core.architecture import (
     before_layers,
     class_difference,
     find_tensor,
@@ -26,8 +26,8 @@ from merge_core.architecture import (
     layer_place,
     with_dtype,
 )
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import (
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import (
     BY_CODE,
     AnyTensor,
     Checkpoint,
@@ -41,22 +41,22 @@ from merge_core.checkpoint import (
     read_chat_templates,
     with_chat_templates,
 )
-from merge_core.errors import Finding, InvalidInput
-from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
-from merge_core.plan.causes import different_head, different_size, different_vocabulary
-from merge_core.plan.companions import gather_companions
-from merge_core.plan.consistency import self_consistency, unused_tensors
-from merge_core.plan.filters import lost_filters
-from merge_core.plan.heads import lost_heads, with_head
-from merge_core.plan.jobs import Input, MergePlan, TensorJob
-from merge_core.plan.layout import OutputTensor, lay_out
-from merge_core.plan.mixture import plan_mixture
-from merge_core.plan.outline import OutputSpec, outline
-from merge_core.plan.rows import RowMap
-from merge_core.plan.stacking import config_of_slices, differing_kinds
-from merge_core.plan.turn_ends import with_turn_ends
-from merge_core.plan.values import ValueTable
-from merge_core.recipe import Recipe, Source
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
+from mergegate.merge_core.plan.causes import different_head, different_size, different_vocabulary
+from mergegate.merge_core.plan.companions import gather_companions
+from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
+from mergegate.merge_core.plan.filters import lost_filters
+from mergegate.merge_core.plan.heads import lost_heads, with_head
+from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob
+from mergegate.merge_core.plan.layout import OutputTensor, lay_out
+from mergegate.merge_core.plan.mixture import plan_mixture
+from mergegate.merge_core.plan.outline import OutputSpec, outline
+from mergegate.merge_core.plan.rows import RowMap
+from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
+from mergegate.merge_core.plan.turn_ends import with_turn_ends
+from mergegate.merge_core.plan.values import ValueTable
+from mergegate.merge_core.recipe import Recipe, Source
 
 # Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"

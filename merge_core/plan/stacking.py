@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from merge_core.architecture import (
+from mergegate.merge_core.architecture import (
     LayerOrigin,
     in_place,
     is_optional,
@@ -22,10 +22,10 @@ from merge_core.architecture import (
     stacked_config,
     text_part,
 )
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import Finding, InvalidInput
-from merge_core.plan.outline import keeps_predictions, sliced_module
-from merge_core.recipe import Module, Recipe
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.plan.outline import keeps_predictions, sliced_module
+from mergegate.merge_core.recipe import Module, Recipe
 
 
 def config_of_slices(

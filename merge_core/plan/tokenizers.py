@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from merge_core.checkpoint import Checkpoint
-from merge_core.checkpoint.vocabulary import (
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.checkpoint.vocabulary import (
     SpellingDifference,
     TokenizerDefinition,
     Vocabulary,
@@ -24,10 +24,10 @@ from merge_core.checkpoint.vocabulary import (
     settings_differences,
     vocabulary_differences,
 )
-from merge_core.errors import Finding, InvalidInput, finding_of
-from merge_core.plan.alignment import align
-from merge_core.plan.companions import tokenizer_donor
-from merge_core.recipe import Recipe
+from mergegate.merge_core.errors import Finding, InvalidInput, finding_of
+from mergegate.merge_core.plan.alignment import align
+from mergegate.merge_core.plan.companions import tokenizer_donor
+from mergegate.merge_core.recipe import Recipe
 
 
 @dataclass(frozen=True)

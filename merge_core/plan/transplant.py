@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from merge_core.architecture import with_vocabulary
-from merge_core.checkpoint import TEXT_KINDS, Checkpoint, StoredTensor, companion_kind
-from merge_core.checkpoint.vocabulary import TokenizerDefinition
-from merge_core.methods import PASSTHROUGH
-from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import plan_merge
-from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
-from merge_core.recipe import load_recipe
+from mergegate.merge_core.architecture import with_vocabulary
+from mergegate.merge_core.checkpoint import TEXT_KINDS, Checkpoint, StoredTensor, companion_kind
+from mergegate.merge_core.checkpoint.vocabulary import TokenizerDefinition
+from mergegate.merge_core.methods import PASSTHROUGH
+from mergegate.merge_core.plan.jobs import MergePlan
+from mergegate.merge_core.plan.plan import plan_merge
+from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.recipe import load_recipe
 
 _MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

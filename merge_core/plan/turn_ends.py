@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from merge_core.checkpoint import DEFAULT, TURN_ENDS, ChatTemplates, Checkpoint, Companions
-from merge_core.checkpoint.vocabulary import read_vocabulary
-from merge_core.plan.alignment import Alignment
-from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.checkpoint import DEFAULT, TURN_ENDS, ChatTemplates, Checkpoint, Companions
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
+from mergegate.merge_core.plan.alignment import Alignment
+from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 
 _END = "eos_token_id"
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.checkpoint import AnyTensor
-from merge_core.errors import InvalidInput
-from merge_core.methods import REQUIRED
-from merge_core.plan.filters import filtered_conditions
-from merge_core.plan.outline import OutputSpec
-from merge_core.recipe import Parameters, Recipe, Source, value_for
+from mergegate.merge_core.checkpoint import AnyTensor
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import REQUIRED
+from mergegate.merge_core.plan.filters import filtered_conditions
+from mergegate.merge_core.plan.outline import OutputSpec
+from mergegate.merge_core.recipe import Parameters, Recipe, Source, value_for
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
-from merge_core.recipe.adapter_output import AdapterOutput
-from merge_core.recipe.chosen import chosen_models
-from merge_core.recipe.mixture import Expert, GateRows, Mixture
-from merge_core.recipe.overrides import apply_overrides, fit_to_method
-from merge_core.recipe.own_texts import AskedText, MeasuredInputs, ReadingOfTexts
-from merge_core.recipe.parameters import Condition, Parameters, value_for
-from merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
-from merge_core.recipe.reference import (
+from mergegate.merge_core.recipe.adapter_output import AdapterOutput
+from mergegate.merge_core.recipe.chosen import chosen_models
+from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
+from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
+from mergegate.merge_core.recipe.own_texts import AskedText, MeasuredInputs, ReadingOfTexts
+from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
+from mergegate.merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
+from mergegate.merge_core.recipe.reference import (
     CheckpointRef,
     expanded,
     is_foreign_path,
@@ -18,8 +18,8 @@ from merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
-from merge_core.recipe.schema import recipe_schema
-from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
+from mergegate.merge_core.recipe.schema import recipe_schema
+from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
 
 __all__ = [
     "CLIENT_KEYS",

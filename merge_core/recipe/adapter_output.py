@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.methods import Method, merge_methods
-from merge_core.recipe.reference import CheckpointRef
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import Method, merge_methods
+from mergegate.merge_core.recipe.reference import CheckpointRef
 
 _MOST_RANK = 4096
 _NOT_WITH = ("slices", "modules", "tokenizer", "tokenizer_source", "chat_template", "name")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from merge_core.recipe.parameters import Condition, Parameters, Setting
-from merge_core.recipe.recipe import ModelPlace, Recipe, Source
+from mergegate.merge_core.recipe.parameters import Condition, Parameters, Setting
+from mergegate.merge_core.recipe.recipe import ModelPlace, Recipe, Source
 
 _WEIGHT = "weight"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from merge_core.errors import FindingLog, InvalidInput, suggest
-from merge_core.methods import Method
+from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
+from mergegate.merge_core.methods import Method
 
 _READABLE = 60  # characters of a quoted value
 RECIPE_KEYS = (

@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from merge_core.errors import FindingLog, InvalidInput, suggest
-from merge_core.recipe.keys import known_mapping
-from merge_core.recipe.reference import CheckpointRef, parse_reference
+from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
+from mergegate.merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import Method, find_method
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.methods import Method, find_method
 
 _SETTINGS = (
     "merge_method",

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from merge_core.checkpoint import AnyTensor, StoredMoments
-from merge_core.errors import InvalidInput
-from merge_core.methods import Method
-from merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.checkpoint import AnyTensor, StoredMoments
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import Method
+from mergegate.merge_core.recipe.keys import known_mapping
 
 _LARGEST = 1 << 20
 

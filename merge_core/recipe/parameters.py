@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import FindingLog, InvalidInput, suggest
-from merge_core.methods import REQUIRED, Method, Parameter, Scalar
-from merge_core.recipe.keys import RECIPE_KEYS, known_mapping
+from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
+from mergegate.merge_core.methods import REQUIRED, Method, Parameter, Scalar
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint import DType, recipe_dtype
-from merge_core.errors import Finding, FindingLog, InvalidInput
-from merge_core.methods import UPCYCLING, Method, find_method, merge_methods
-from merge_core.parsing import parse_yaml, read_yaml
-from merge_core.recipe.adapter_output import AdapterOutput, parse_output
-from merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping
-from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
-from merge_core.recipe.own_texts import (
+from mergegate.merge_core.checkpoint import DType, recipe_dtype
+from mergegate.merge_core.errors import Finding, FindingLog, InvalidInput
+from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
+from mergegate.merge_core.parsing import parse_yaml, read_yaml
+from mergegate.merge_core.recipe.adapter_output import AdapterOutput, parse_output
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping
+from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
+from mergegate.merge_core.recipe.own_texts import (
     AskedText,
     MeasuredInputs,
     ReadingOfTexts,
@@ -30,9 +30,9 @@ from merge_core.recipe.own_texts import (
     parse_text,
     require_texts,
 )
-from merge_core.recipe.parameters import Parameters, Setting, parse_parameters, value_for
-from merge_core.recipe.reference import CheckpointRef, parse_reference
-from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
+from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters, value_for
+from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
+from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
 # Each is looked for, on the Hub too.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from merge_core.errors import FindingLog, InvalidInput
-from merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.errors import FindingLog, InvalidInput
+from mergegate.merge_core.recipe.keys import known_mapping
 
 _DRIVE = re.compile(r"([A-Za-z]):[\\/]")
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from merge_core.checkpoint import RECIPE_NAMES
-from merge_core.methods import Parameter, merge_methods
-from merge_core.recipe.keys import RECIPE_KEYS
-from merge_core.recipe.mixture import MIXTURE_KEYS
-from merge_core.recipe.recipe import CLIENT_KEYS
+from mergegate.merge_core.checkpoint import RECIPE_NAMES
+from mergegate.merge_core.methods import Parameter, merge_methods
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS
+from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS
+from mergegate.merge_core.recipe.recipe import CLIENT_KEYS
 
 _TYPES: dict[str, dict[str, Any]] = {
     "merge_method": {"enum": None, "description": "What is computed: 'mergegate methods' explains each."},

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from merge_core.checkpoint.vocabulary import STRANGERS, Strangers
-from merge_core.errors import FindingLog, InvalidInput, suggest
-from merge_core.recipe.keys import known_mapping
-from merge_core.recipe.reference import CheckpointRef, parse_reference
+from mergegate.merge_core.checkpoint.vocabulary import STRANGERS, Strangers
+from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
+from mergegate.merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 _KEYS = ("source", "tokens", "pad_to_multiple_of", "strangers")
 _MOST_TOKENS = 100_000

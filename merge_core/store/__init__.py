@@ -3,8 +3,8 @@ journals of unfinished work, what stays and what may go; and what becomes of sta
 are full.
 """
 
-from merge_core.store.arrival import ARRIVING, NotAsListed, receive_directory
-from merge_core.store.collection import (
+from mergegate.merge_core.store.arrival import ARRIVING, NotAsListed, receive_directory
+from mergegate.merge_core.store.collection import (
     CollectedGarbage,
     collect_garbage,
     keeping_reasons,
@@ -12,11 +12,18 @@ from merge_core.store.collection import (
     plan_collection,
     store_bytes,
 )
-from merge_core.store.database import set_sqlite_aside, sqlite_fault
-from merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
-from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import HASHES, FileIdentity, HashMemo, file_identity, require_unchanged, sha256_file
-from merge_core.store.inspection import (
+from mergegate.merge_core.store.database import set_sqlite_aside, sqlite_fault
+from mergegate.merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
+from mergegate.merge_core.store.durable import fsync, fsync_directories
+from mergegate.merge_core.store.hashing import (
+    HASHES,
+    FileIdentity,
+    HashMemo,
+    file_identity,
+    require_unchanged,
+    sha256_file,
+)
+from mergegate.merge_core.store.inspection import (
     StateFinding,
     examine_database,
     examine_store,
@@ -25,10 +32,10 @@ from merge_core.store.inspection import (
     passed_over,
     size_of,
 )
-from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
-from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
-from merge_core.store.manifest import MANIFEST
-from merge_core.store.new_directory import (
+from mergegate.merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
+from mergegate.merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
+from mergegate.merge_core.store.manifest import MANIFEST
+from mergegate.merge_core.store.new_directory import (
     MARK,
     MARK_CONTENT,
     finish_directory,
@@ -36,9 +43,16 @@ from merge_core.store.new_directory import (
     new_directory,
     remove_contents,
 )
-from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
-from merge_core.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
-from merge_core.store.runs import (
+from mergegate.merge_core.store.records import (
+    JOURNAL,
+    JournalPlace,
+    LineChain,
+    RecordJournal,
+    keep_only_journal,
+    open_journal,
+)
+from mergegate.merge_core.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
+from mergegate.merge_core.store.runs import (
     OpenRun,
     forget_profile,
     note_made,
@@ -48,8 +62,8 @@ from merge_core.store.runs import (
     read_run,
     read_runs,
 )
-from merge_core.store.shared import SharedStore, require_shared
-from merge_core.store.state import (
+from mergegate.merge_core.store.shared import SharedStore, require_shared
+from mergegate.merge_core.store.state import (
     ASIDE,
     Damaged,
     make_way,
@@ -60,7 +74,7 @@ from merge_core.store.state import (
     state_directory,
     write_state,
 )
-from merge_core.store.store import VALUE, Artifact, Store, StoredValue, StoreMiss
+from mergegate.merge_core.store.store import VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
     "ARRIVING",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import sha256_file
-from merge_core.store.state import remove_any
+from mergegate.merge_core.store.durable import fsync, fsync_directories
+from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.merge_core.store.state import remove_any
 
 ARRIVING = ".arriving.partial"  # unfinished work, to whoever collects garbage
 

@@ -24,11 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.store.durable import fsync
-from merge_core.store.hashing import HASHES, HashMemo
-from merge_core.store.inspection import size_of
-from merge_core.store.locks import locked, try_open_locked
-from merge_core.store.retention import (
+from mergegate.merge_core.store.durable import fsync
+from mergegate.merge_core.store.hashing import HASHES, HashMemo
+from mergegate.merge_core.store.inspection import size_of
+from mergegate.merge_core.store.locks import locked, try_open_locked
+from mergegate.merge_core.store.retention import (
     EntryKind,
     EntryName,
     RetentionPlan,
@@ -39,9 +39,9 @@ from merge_core.store.retention import (
     plan_retention,
     runs_that_count,
 )
-from merge_core.store.runs import RunReader
-from merge_core.store.state import is_set_aside, is_temporary, regular_files, remove_any, state_directory
-from merge_core.store.store import LOCKS, TRASH
+from mergegate.merge_core.store.runs import RunReader
+from mergegate.merge_core.store.state import is_set_aside, is_temporary, regular_files, remove_any, state_directory
+from mergegate.merge_core.store.store import LOCKS, TRASH
 
 _COLLECTION = "collection"  # the lock of whoever collects
 _KEY = re.compile("[0-9a-f]{32}")

@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from merge_core.store.state import is_misplaced, make_way
+from mergegate.merge_core.store.state import is_misplaced, make_way
 
 _BESIDE = ("", "-journal", "-wal", "-shm")
 # Somebody else holds it, or the disk says no: nothing is wrong with the file.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from merge_core.errors import DiskRefused
+from mergegate.merge_core.errors import DiskRefused
 
 _FULL = ("the disk is full", "room for what is to be written", "free some space, or choose a place on another disk")
 _RIGHTS = ("the right to read and write here", "have the permissions changed, or choose another place")

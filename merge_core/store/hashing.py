@@ -23,10 +23,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from merge_core.errors import ChangedInput
-from merge_core.parsing import plain_file
-from merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
-from merge_core.store.state import state_directory
+from mergegate.merge_core.errors import ChangedInput
+from mergegate.merge_core.parsing import plain_file
+from mergegate.merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
+from mergegate.merge_core.store.state import state_directory
 
 HASHES = "hashes.sqlite"  # what the table of a store is called
 _CHUNK = 1 << 22

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from merge_core.store.database import set_sqlite_aside, sqlite_fault
-from merge_core.store.hashing import HASHES, sha256_file
-from merge_core.store.keys import digest
-from merge_core.store.locks import try_open_locked
-from merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
-from merge_core.store.shared import OUTBOX
-from merge_core.store.state import (
+from mergegate.merge_core.store.database import set_sqlite_aside, sqlite_fault
+from mergegate.merge_core.store.hashing import HASHES, sha256_file
+from mergegate.merge_core.store.keys import digest
+from mergegate.merge_core.store.locks import try_open_locked
+from mergegate.merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
+from mergegate.merge_core.store.shared import OUTBOX
+from mergegate.merge_core.store.state import (
     ASIDE,
     Damaged,
     is_set_aside,
@@ -36,7 +36,7 @@ from merge_core.store.state import (
     regular_files,
     remove_any,
 )
-from merge_core.store.store import LOCKS, TRASH
+from mergegate.merge_core.store.store import LOCKS, TRASH
 
 _KEY = re.compile("[0-9a-f]{32}")
 _STAGE = re.compile("[a-z][a-z_-]*")  # of its directory

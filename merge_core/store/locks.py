@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from merge_core.store.state import is_misplaced, make_way
+from mergegate.merge_core.store.state import is_misplaced, make_way
 
 # What opening says where a directory, a link or a socket stands in place of ours.
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)

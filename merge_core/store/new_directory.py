@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store.locks import try_open_locked
-from merge_core.store.state import remove_any
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store.locks import try_open_locked
+from mergegate.merge_core.store.state import remove_any
 
 MARK = "mergegate.partial"
 MARK_CONTENT = b"Unfinished output of mergegate. Run the same command again to finish it, or delete this directory.\n"

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from merge_core.store.locks import lock_file
-from merge_core.store.state import is_misplaced, make_way, remove_any
-from merge_core.system import flush_data
+from mergegate.merge_core.store.locks import lock_file
+from mergegate.merge_core.store.state import is_misplaced, make_way, remove_any
+from mergegate.merge_core.system import flush_data
 
 JOURNAL = "unfinished.journal"
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from merge_core.store.locks import lock_file, try_open_locked
-from merge_core.store.retention import EntryName, RunUse, runs_that_count
-from merge_core.store.state import Damaged, make_way, read_state, state_directory
+from mergegate.merge_core.store.locks import lock_file, try_open_locked
+from mergegate.merge_core.store.retention import EntryName, RunUse, runs_that_count
+from mergegate.merge_core.store.state import Damaged, make_way, read_state, state_directory
 
 _SUFFIX = ".jsonl"
 _NAMED = 32  # hex digits of a key that name its artifact

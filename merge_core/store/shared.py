@@ -33,10 +33,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from merge_core.errors import InvalidInput
-from merge_core.store.arrival import NotAsListed, receive_directory
-from merge_core.store.manifest import MANIFEST, ArtifactManifest
-from merge_core.store.state import regular_files, state_directory
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.arrival import NotAsListed, receive_directory
+from mergegate.merge_core.store.manifest import MANIFEST, ArtifactManifest
+from mergegate.merge_core.store.state import regular_files, state_directory
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

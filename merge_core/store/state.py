@@ -28,7 +28,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import TypeVar
 
-from merge_core.store.durable import fsync
+from mergegate.merge_core.store.durable import fsync
 
 ASIDE = ".damaged-"
 # A name with the number of the writing process, and perhaps of its thread; a name from ``tempfile``; a key.

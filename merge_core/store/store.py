@@ -27,14 +27,14 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import HASHES, HashMemo
-from merge_core.store.keys import digest
-from merge_core.store.locks import locked
-from merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
-from merge_core.store.records import JOURNAL
-from merge_core.store.shared import SharedStore
-from merge_core.store.state import (
+from mergegate.merge_core.store.durable import fsync, fsync_directories
+from mergegate.merge_core.store.hashing import HASHES, HashMemo
+from mergegate.merge_core.store.keys import digest
+from mergegate.merge_core.store.locks import locked
+from mergegate.merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
+from mergegate.merge_core.store.records import JOURNAL
+from mergegate.merge_core.store.shared import SharedStore
+from mergegate.merge_core.store.state import (
     Damaged,
     read_state,
     regular_files,
@@ -43,7 +43,7 @@ from merge_core.store.state import (
     state_directory,
     write_state,
 )
-from merge_core.wording import detail
+from mergegate.merge_core.wording import detail
 
 log = logging.getLogger(__name__)
 

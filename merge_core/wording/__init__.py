@@ -1,7 +1,7 @@
 """How things are said to people: quantities (``units``), and what happens while something works (``details``)."""
 
-from merge_core.wording.details import detail, heard_by, wants_details, without_secrets
-from merge_core.wording.units import (
+from mergegate.merge_core.wording.details import detail, heard_by, wants_details, without_secrets
+from mergegate.merge_core.wording.units import (
     format_bytes,
     format_duration,
     format_roughly,

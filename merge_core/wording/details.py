@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from merge_core.errors import shown
+from mergegate.merge_core.errors import shown
 
 # Who listens. Not a logger: whoever configures logging (Prefect, a test) would print the lines as well, or lose them.
 _listeners: list[Callable[[str], None]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 _SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _SPAN = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]+)\s*", re.ASCII)

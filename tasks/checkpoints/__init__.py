@@ -4,15 +4,23 @@ Directories and Hub repositories are resolved, looked into by headers, fetched, 
 in the process that holds models.
 """
 
-from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
-from tasks.checkpoints.card import CARD_FILE, NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, parse_card, read_card
-from tasks.checkpoints.fetch import fetch_weights
-from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
-from tasks.checkpoints.lean_imports import import_lean
-from tasks.checkpoints.memory import gpu_memory
-from tasks.checkpoints.model import Model, files_state
-from tasks.checkpoints.model_cache import (
+from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
+from mergegate.tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
+from mergegate.tasks.checkpoints.card import (
+    CARD_FILE,
+    NO_CARD,
+    NO_FRONT_MATTER,
+    ModelCard,
+    card_path,
+    parse_card,
+    read_card,
+)
+from mergegate.tasks.checkpoints.fetch import fetch_weights
+from mergegate.tasks.checkpoints.files import deciding_files, identify_files, require_same_files
+from mergegate.tasks.checkpoints.lean_imports import import_lean
+from mergegate.tasks.checkpoints.memory import gpu_memory
+from mergegate.tasks.checkpoints.model import Model, files_state
+from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     ShortOfMemory,
     also_unload,
@@ -22,8 +30,8 @@ from tasks.checkpoints.model_cache import (
     tokenizer_digest,
     unload,
 )
-from tasks.checkpoints.model_process import TellProgress, ask_child, end_child
-from tasks.checkpoints.pin import (
+from mergegate.tasks.checkpoints.model_process import TellProgress, ask_child, end_child
+from mergegate.tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
     ResolvedCheckpoint,

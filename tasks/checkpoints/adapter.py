@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Checkpoint
-from merge_core.adapters import Adapter, adapter_files, adapter_findings, apply_adapter, open_adapter
-from merge_core.checkpoint import nested_names
-from merge_core.errors import Finding
-from tasks.checkpoints.hub.headers import open_adapter_snapshot
-from tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.merge_core import Checkpoint
+from mergegate.merge_core.adapters import Adapter, adapter_files, adapter_findings, apply_adapter, open_adapter
+from mergegate.merge_core.checkpoint import nested_names
+from mergegate.merge_core.errors import Finding
+from mergegate.tasks.checkpoints.hub.headers import open_adapter_snapshot
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 
 class ResolvedAdapter(BaseModel):

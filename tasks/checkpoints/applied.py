@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from merge_core import load_recipe, merge_weights, plan_merge
-from merge_core.engine import start_or_resume
-from merge_core.methods import PASSTHROUGH
-from merge_core.store import Artifact, NotInKey
-from merge_core.wording import format_bytes
-from tasks.checkpoints.pin import PinnedCheckpoint
-from tasks.stage import StageValue, advance, stage, versions
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
+from mergegate.merge_core.engine import start_or_resume
+from mergegate.merge_core.methods import PASSTHROUGH
+from mergegate.merge_core.store import Artifact, NotInKey
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints.pin import PinnedCheckpoint
+from mergegate.tasks.stage import StageValue, advance, stage, versions
 
 _MODEL = "model"
 

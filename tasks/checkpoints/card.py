@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import StrictLoader, open_plain, parse_yaml
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import StrictLoader, open_plain, parse_yaml
 
 CARD_FILE = "README.md"
 NO_CARD = f"there is no {CARD_FILE}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from merge_core.store import HashMemo
-from merge_core.wording import format_bytes
-from tasks.checkpoints.hub.download import Downloaded, download_snapshots
-from tasks.checkpoints.hub.snapshot import Snapshot
-from tasks.checkpoints.pin import ResolvedCheckpoint
-from tasks.stage import advance, step
+from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.stage import advance, step
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from merge_core.adapters import CONFIG_FILE
-from merge_core.checkpoint import (
+from mergegate.merge_core.adapters import CONFIG_FILE
+from mergegate.merge_core.checkpoint import (
     INDEX_NAME,
     PICKLED_INDEX_NAME,
     PICKLED_SINGLE_NAME,
@@ -21,9 +21,9 @@ from merge_core.checkpoint import (
     nested_names,
     travels,
 )
-from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds, check_entries, read_json
-from merge_core.store import FileIdentity, file_identity, require_unchanged
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import JsonBounds, check_entries, read_json
+from mergegate.merge_core.store import FileIdentity, file_identity, require_unchanged
 
 # Configuration, tokenizer, templates, custom code.
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from merge_core.system import Capacity
+from mergegate.merge_core.system import Capacity
 
 
 def gpu_memory(device: str) -> Capacity | None:

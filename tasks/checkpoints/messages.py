@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.errors import InvalidInput, MergegateError
 
 _LONGEST = 1 << 31  # bytes
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -27,7 +27,7 @@ _PLAIN = {
     ("pathlib", "PosixPath"),
     ("builtins", "set"),
     ("builtins", "frozenset"),
-    ("merge_core.errors", "_rebuild"),  # how our exceptions are pickled: of one of their types, from four texts
+    ("mergegate.merge_core.errors", "_rebuild"),  # Rebuilds one of our exceptions, by type, from its texts.
 }
 
 
@@ -62,7 +62,7 @@ class _Answers(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        if module.partition(".")[0] in ("merge_core", "tasks"):
+        if module.startswith(("mergegate.merge_core.", "mergegate.tasks.")):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and (issubclass(found, _VALUES) or dataclasses.is_dataclass(found)):
                 return found

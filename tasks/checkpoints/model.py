@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import MergegateError
-from merge_core.store import MANIFEST, NotInKey, digest, file_identity
-from tasks.checkpoints.files import deciding_files
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.store import MANIFEST, NotInKey, digest, file_identity
+from mergegate.tasks.checkpoints.files import deciding_files
 
 
 class Model(BaseModel):

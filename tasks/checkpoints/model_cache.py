@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.store import digest
-from merge_core.system import system_memory
-from tasks.checkpoints.lean_imports import import_lean
-from tasks.checkpoints.memory import gpu_memory
-from tasks.checkpoints.model import Model
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import digest
+from mergegate.merge_core.system import system_memory
+from mergegate.tasks.checkpoints.lean_imports import import_lean
+from mergegate.tasks.checkpoints.memory import gpu_memory
+from mergegate.tasks.checkpoints.model import Model
 
 SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
 

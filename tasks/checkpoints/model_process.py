@@ -37,16 +37,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from merge_core.engine import has_cuda_driver
-from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.store import refusing_disk, state_directory
-from merge_core.system import system_memory
-from merge_core.wording import detail
-from tasks.checkpoints.lean_imports import import_lean
-from tasks.checkpoints.messages import receive
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
-from tasks.outside import (
+from mergegate.merge_core.engine import has_cuda_driver
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.store import refusing_disk, state_directory
+from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.wording import detail
+from mergegate.tasks.checkpoints.lean_imports import import_lean
+from mergegate.tasks.checkpoints.messages import receive
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
+from mergegate.tasks.outside import (
     Confinement,
     GivenUp,
     Slot,
@@ -57,7 +57,7 @@ from tasks.outside import (
     environment_of_child,
     take_gpus,
 )
-from tasks.stage import also_forget, home, memory_of_child, store
+from mergegate.tasks.stage import also_forget, home, memory_of_child, store
 
 # As Python, torch and C++ say it where a limit, not the system, is in the way.
 _NO_MEMORY = re.compile(
@@ -69,7 +69,7 @@ _NO_MEMORY = re.compile(
 )
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
-_START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
+_START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
 _IMPORTED = (
     "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
@@ -360,7 +360,7 @@ def compile_libraries() -> None:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     return {**_PATIENT, **environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
 
 

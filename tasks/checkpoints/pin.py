@@ -17,18 +17,18 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from merge_core.adapters import CombinedSize, combined_size, is_own_text, require_products
-from merge_core.errors import Finding, InvalidInput, MergegateError
-from merge_core.recipe import expanded, parse_reference
-from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
-from merge_core.store import digest as canonical_digest
-from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from tasks.checkpoints.files import deciding_files, identify_files, without_model
-from tasks.checkpoints.hub.errors import all_at_once
-from tasks.checkpoints.hub.headers import open_snapshot
-from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
-from tasks.checkpoints.model import Model
+from mergegate.merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
+from mergegate.merge_core.adapters import CombinedSize, combined_size, is_own_text, require_products
+from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
+from mergegate.merge_core.recipe import expanded, parse_reference
+from mergegate.merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
+from mergegate.merge_core.store import digest as canonical_digest
+from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
+from mergegate.tasks.checkpoints.files import deciding_files, identify_files, without_model
+from mergegate.tasks.checkpoints.hub.errors import all_at_once
+from mergegate.tasks.checkpoints.hub.headers import open_snapshot
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
+from mergegate.tasks.checkpoints.model import Model
 
 # Where a reference leads, with its adapter; or why nowhere.
 Located = tuple[Path, Snapshot | None, ResolvedAdapter | None] | MergegateError

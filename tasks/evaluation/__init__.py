@@ -4,13 +4,13 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
-from tasks.evaluation.allowed_code import allow_code, require_evaluated
-from tasks.evaluation.asked_data import AskedDataset
-from tasks.evaluation.asking import AskedHow, Asking, asking_of
-from tasks.evaluation.backends import Backend, find_backend
-from tasks.evaluation.choice_probability import AnsweredChoice
-from tasks.evaluation.division import Division, DocumentSet, SetName, divide
-from tasks.evaluation.document_scores import (
+from mergegate.tasks.evaluation.allowed_code import allow_code, require_evaluated
+from mergegate.tasks.evaluation.asked_data import AskedDataset
+from mergegate.tasks.evaluation.asking import AskedHow, Asking, asking_of
+from mergegate.tasks.evaluation.backends import Backend, find_backend
+from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
+from mergegate.tasks.evaluation.division import Division, DocumentSet, SetName, divide
+from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
     Paired,
@@ -19,9 +19,9 @@ from tasks.evaluation.document_scores import (
     score_of_sample,
     write_document_scores,
 )
-from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
-from tasks.evaluation.group_mean import MeanOver, require_own_mean
-from tasks.evaluation.lm_eval_results import (
+from mergegate.tasks.evaluation.fetching import FetchedDataset, fetch_datasets
+from mergegate.tasks.evaluation.group_mean import MeanOver, require_own_mean
+from mergegate.tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
     check_alike,
@@ -29,14 +29,20 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
-from tasks.evaluation.pace import AskedDocument, asked_of_document, document_seconds, measured_seconds
-from tasks.evaluation.posed import PosedDocument, PosedTask, pose
-from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
-from tasks.evaluation.process import clusters_in_child
-from tasks.evaluation.read_before import DocumentsRead, TextsRead, documents_read
-from tasks.evaluation.scoring import Scoring, looks
-from tasks.evaluation.stage import (
+from mergegate.tasks.evaluation.metrics import (
+    JudgedMetrics,
+    MetricSetting,
+    choose_known_metrics,
+    choose_metrics,
+    default_metric,
+)
+from mergegate.tasks.evaluation.pace import AskedDocument, asked_of_document, document_seconds, measured_seconds
+from mergegate.tasks.evaluation.posed import PosedDocument, PosedTask, pose
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
+from mergegate.tasks.evaluation.process import clusters_in_child
+from mergegate.tasks.evaluation.read_before import DocumentsRead, TextsRead, documents_read
+from mergegate.tasks.evaluation.scoring import Scoring, looks
+from mergegate.tasks.evaluation.stage import (
     CountLimit,
     Scores,
     TaskScore,
@@ -53,10 +59,10 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
-from tasks.evaluation.support import pin_sound_tasks, require_effect, require_examples, require_supported
-from tasks.evaluation.task_data import DataSource, TaskData
-from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
-from tasks.evaluation.task_texts import document_texts
+from mergegate.tasks.evaluation.support import pin_sound_tasks, require_effect, require_examples, require_supported
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
+from mergegate.tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
-from tasks.evaluation.shipped import shipped_leaves
-from tasks.evaluation.task_definition import EvalTask, read_definition
-from tasks.evaluation.task_file import Definition, Function, texts_in
-from tasks.outside import ProgramLimits
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
+from mergegate.tasks.evaluation.shipped import shipped_leaves
+from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
+from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
+from mergegate.tasks.outside import ProgramLimits
 
 
 def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTask:

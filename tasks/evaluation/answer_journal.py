@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from merge_core.store import RecordJournal
-from tasks.evaluation.backends import AnswerEnd
+from mergegate.merge_core.store import RecordJournal
+from mergegate.tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:

@@ -14,13 +14,13 @@ from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.evaluation.asking import Asking
-from tasks.evaluation.backends import find_backend
-from tasks.evaluation.scoring import Scoring
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.asking import Asking
+from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.scoring import Scoring
 
 if TYPE_CHECKING:
-    from tasks.evaluation.harness import LoadedTask
+    from mergegate.tasks.evaluation.harness import LoadedTask
 
 # Names that lm-eval has for the largest number of tokens of an answer; of several that are set it takes the first.
 BUDGET_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -15,7 +15,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
-from tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.scoring import Scoring
 
 # What a setting of generation can be: a number, a switch, a text, or texts (``until``).
 GenerationValue = (

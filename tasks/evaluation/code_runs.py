@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from merge_core.parsing import MAX_CODE_BYTES, read_plain
+from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
 
 EVERY = "*"  # function of a module
 _CHECK = "check_correctness"

@@ -13,8 +13,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from tasks.checkpoints import import_lean
-from tasks.evaluation.task_file import Function
+from mergegate.tasks.checkpoints import import_lean
+from mergegate.tasks.evaluation.task_file import Function
 
 _DEFAULTS = {  # lm-eval's, where a task lists none
     "multiple_choice": ("acc", "acc_norm"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 SCORES_FILE = "outcomes.parquet"
 

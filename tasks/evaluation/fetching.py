@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_json, read_plain
-from merge_core.store import write_state
-from tasks.checkpoints.hub import HubAccess, describe, hub_access
-from tasks.evaluation.asked_data import AskedDataset
-from tasks.evaluation.mirror import find_dataset, find_datasets
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import parse_json, read_plain
+from mergegate.merge_core.store import write_state
+from mergegate.tasks.checkpoints.hub import HubAccess, describe, hub_access
+from mergegate.tasks.evaluation.asked_data import AskedDataset
+from mergegate.tasks.evaluation.mirror import find_dataset, find_datasets
 
 REVISIONS = "datasets.json"  # in the directory: the commit of each dataset by name
 _ARRIVING = ".arriving"  # in the directory: datasets of which not all is there

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.shipped import shipped_group
-from tasks.evaluation.task_definition import is_file_name, read_definition
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.shipped import shipped_group
+from mergegate.tasks.evaluation.task_definition import is_file_name, read_definition
 
 MeanOver = Literal["documents"]
 

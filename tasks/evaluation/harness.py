@@ -26,23 +26,23 @@ from typing import Any
 
 import yaml
 
-from merge_core.errors import InvalidInput, MergegateError, suggest
-from merge_core.store import JournalPlace, open_journal
-from tasks.checkpoints import Model
-from tasks.evaluation.answer_journal import is_answer_record, journalled
-from tasks.evaluation.arranging import arrange
-from tasks.evaluation.asking import asking_of
-from tasks.evaluation.backends import AnswerEnd, find_backend
-from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
-from tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
-from tasks.evaluation.division import DocumentSet
-from tasks.evaluation.document_scores import DocumentScore, score_of_sample
-from tasks.evaluation.metrics import check_all_scored, checked_score
-from tasks.evaluation.mirror import FoundDataset, find_datasets
-from tasks.evaluation.mirror_loading import datasets_from
-from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
-from tasks.evaluation.shipped import LeafConfig, shipped_leaves
-from tasks.evaluation.task_data import (
+from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
+from mergegate.merge_core.store import JournalPlace, open_journal
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
+from mergegate.tasks.evaluation.arranging import arrange
+from mergegate.tasks.evaluation.asking import asking_of
+from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
+from mergegate.tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
+from mergegate.tasks.evaluation.division import DocumentSet
+from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
+from mergegate.tasks.evaluation.mirror_loading import datasets_from
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
+from mergegate.tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from mergegate.tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
     TaskData,
@@ -50,10 +50,10 @@ from tasks.evaluation.task_data import (
     revision_now,
     sources_noted,
 )
-from tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
-from tasks.evaluation.task_file import Definition, function_dumper
-from tasks.evaluation.task_texts import asked_of
-from tasks.outside import ProgramLimits
+from mergegate.tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
+from mergegate.tasks.evaluation.task_file import Definition, function_dumper
+from mergegate.tasks.evaluation.task_texts import asked_of
+from mergegate.tasks.outside import ProgramLimits
 
 _READABLE = 64  # characters of a cluster's name
 _TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each

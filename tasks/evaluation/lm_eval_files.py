@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import (
     JsonBounds,
     as_written,
     expectation,

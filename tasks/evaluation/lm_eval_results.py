@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import as_written, line_place, read_lines
-from tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, answered_then, probabilities
-from tasks.evaluation.declared_metrics import is_registered_mean
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.lm_eval_files import (
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import as_written, line_place, read_lines
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, answered_then, probabilities
+from mergegate.tasks.evaluation.declared_metrics import is_registered_mean
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.lm_eval_files import (
     MAX_SAMPLE_BYTES,
     MAX_SAMPLES,
     WrittenResults,
     parse_sample,
     read_results_file,
 )
-from tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 
 _DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _ALTERED = "one of the two files was altered: copy both again, or run lm-eval again"

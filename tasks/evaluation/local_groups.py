@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.evaluation.task_file import Definition, as_list, modules_of, one_definition, read_task_file
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.task_file import Definition, as_list, modules_of, one_definition, read_task_file
 
 
 @dataclass(frozen=True)

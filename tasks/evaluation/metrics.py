@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.evaluation.choice_probability import PROBABILITY
-from tasks.evaluation.document_scores import DocumentScore
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 
 # What a guard may say: nothing, one metric for all leaves that have it, or one by leaf (or pattern of leaves).
 MetricSetting = str | Mapping[str, str] | None

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.asked_data import AskedDataset
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.asked_data import AskedDataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them

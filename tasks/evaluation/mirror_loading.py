@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import read_card
-from tasks.evaluation.mirror import FORMATS, FoundDataset, split_named
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import read_card
+from mergegate.tasks.evaluation.mirror import FORMATS, FoundDataset, split_named
 
 
 @contextmanager

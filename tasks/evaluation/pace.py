@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from merge_core.store import Artifact
-from tasks.evaluation.shipped import shipped_leaves
-from tasks.evaluation.stage import Scores
-from tasks.evaluation.task_definition import EvalTask, read_definition
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.evaluation.shipped import shipped_leaves
+from mergegate.tasks.evaluation.stage import Scores
+from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 
 _CHOICES = 4.0  # answers of a document that does not say how many it has
 _MOST_WRITTEN = 256  # tokens that lm-eval lets a model write where a task says nothing

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import LoadedModel
-from tasks.evaluation.arranging import arrange
-from tasks.evaluation.asking import Asking, asking_of
-from tasks.evaluation.backends.hf import BACKEND, wrapped
-from tasks.evaluation.choice_probability import choices_of
-from tasks.evaluation.harness import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import LoadedModel
+from mergegate.tasks.evaluation.arranging import arrange
+from mergegate.tasks.evaluation.asking import Asking, asking_of
+from mergegate.tasks.evaluation.backends.hf import BACKEND, wrapped
+from mergegate.tasks.evaluation.choice_probability import choices_of
+from mergegate.tasks.evaluation.harness import (
     LoadedTask,
     ask_documents,
     counted_documents,
@@ -32,9 +32,9 @@ from tasks.evaluation.harness import (
     progress_to,
     quiet,
 )
-from tasks.evaluation.metrics import choose_metrics
-from tasks.evaluation.scoring import Scoring, ordered
-from tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.scoring import Scoring, ordered
+from mergegate.tasks.evaluation.task_definition import EvalTask
 
 
 class TokenPair(NamedTuple):

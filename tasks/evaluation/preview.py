@@ -18,15 +18,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput, MergegateError
-from merge_core.store import NotInKey
-from tasks.checkpoints import TellProgress
-from tasks.evaluation.asking import asking_of
-from tasks.evaluation.process import ask_about_task
-from tasks.evaluation.scoring import Scoring, ordered
-from tasks.evaluation.stage import CountLimit
-from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import StageValue, value_stage
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.asking import asking_of
+from mergegate.tasks.evaluation.process import ask_about_task
+from mergegate.tasks.evaluation.scoring import Scoring, ordered
+from mergegate.tasks.evaluation.stage import CountLimit
+from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.stage import StageValue, value_stage
 
 _LONGEST = 20_000  # characters of a prompt that are kept
 
@@ -72,9 +72,9 @@ def _preview_there(
     """In the process that holds models."""
     from lm_eval.models.huggingface import HFLM
 
-    from tasks.evaluation.arranging import arrange, require_known_generation, room_for_prompt
-    from tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
-    from tasks.evaluation.task_texts import text_of
+    from mergegate.tasks.evaluation.arranging import arrange, require_known_generation, room_for_prompt
+    from mergegate.tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
+    from mergegate.tasks.evaluation.task_texts import text_of
 
     with quiet():
         loaded_tokenizer = _tokenizer_of(tokenizer)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from merge_core.store import JournalPlace
-from tasks.checkpoints import Model, TellProgress, ask_child, end_child
-from tasks.evaluation.backends import find_backend
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.task_data import LoadedData
-from tasks.evaluation.task_definition import EvalTask
+from mergegate.merge_core.store import JournalPlace
+from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, end_child
+from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.task_data import LoadedData
+from mergegate.tasks.evaluation.task_definition import EvalTask
 
 if TYPE_CHECKING:
-    from tasks.evaluation.harness import ScoredDocuments
+    from mergegate.tasks.evaluation.harness import ScoredDocuments
 
 A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
@@ -97,18 +97,18 @@ def _score(
     journal: JournalPlace | None,
     on_progress: TellProgress,
 ) -> ScoredDocuments:
-    from tasks.evaluation import harness
+    from mergegate.tasks.evaluation import harness
 
     return harness.score_documents(model, task, scoring, part, device, on_progress, journal)
 
 
 def _look(task: EvalTask, on_progress: TellProgress) -> LoadedData:
-    from tasks.evaluation import harness
+    from mergegate.tasks.evaluation import harness
 
     return harness.look_at_data(task)
 
 
 def _clusters(task: EvalTask, field: str, seed: int, on_progress: TellProgress) -> tuple[str, ...]:
-    from tasks.evaluation import harness
+    from mergegate.tasks.evaluation import harness
 
     return harness.clusters_in_order(task, field, seed)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.store import NotInKey
-from tasks.checkpoints import TellProgress
-from tasks.evaluation.process import ask_about_task
-from tasks.evaluation.stage import CountLimit
-from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import StageValue, value_stage
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.process import ask_about_task
+from mergegate.tasks.evaluation.stage import CountLimit
+from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.stage import StageValue, value_stage
 
 # Between texts, so that nothing is found across two of them.
 _APART = "\0"
@@ -50,8 +50,8 @@ def documents_read(task: EvalTask, texts: TextsRead, limit: CountLimit) -> Docum
 
 def _documents_read_there(task: EvalTask, texts: TextsRead, on_progress: TellProgress) -> DocumentsRead:
     """In the process that holds models."""
-    from tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
-    from tasks.evaluation.task_texts import text_of
+    from mergegate.tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
+    from mergegate.tasks.evaluation.task_texts import text_of
 
     whole = _APART.join(_plain(text) for text in texts.texts)
     found, documents, first = 0, 0, ""

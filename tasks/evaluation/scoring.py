@@ -15,11 +15,11 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from merge_core.errors import InvalidInput
-from merge_core.store import NotInKey
-from tasks.evaluation.backends import find_backend
-from tasks.evaluation.backends.served import ServerSettings
-from tasks.evaluation.backends.vllm import VllmSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.backends.served import ServerSettings
+from mergegate.tasks.evaluation.backends.vllm import VllmSettings
 
 CHUNK_SIZE = 500  # documents of one part at most
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that are one backend's own

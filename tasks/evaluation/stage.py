@@ -24,17 +24,28 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
-from tasks.checkpoints import Model, files_state
-from tasks.evaluation.backends import CUT_OFF, find_backend
-from tasks.evaluation.choice_probability import PROBABILITY
-from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
-from tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
-from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
-from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
+from mergegate.tasks.checkpoints import Model, files_state
+from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY
+from mergegate.tasks.evaluation.document_scores import (
+    SCORES_FILE,
+    DocumentScore,
+    read_document_scores,
+    write_document_scores,
+)
+from mergegate.tasks.evaluation.metrics import (
+    JudgedMetrics,
+    MetricSetting,
+    choose_metrics,
+    documents_of,
+    metrics_by_leaf,
+)
+from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
+from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
+from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
 
 class TaskScore(BaseModel):
@@ -145,7 +156,7 @@ def evaluate(
             process that scores died.
         Refused: when it takes longer than ``scoring.time_limit``.
     """
-    from tasks.evaluation.process import score_in_child
+    from mergegate.tasks.evaluation.process import score_in_child
 
     keep_only_journal(out)
     asked = scoring.server.at(model.name) if scoring.server else None
@@ -273,7 +284,7 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
         InvalidInput: when the data cannot be loaded.
         Refused: when the time is over.
     """
-    from tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import look_in_child
 
     found = look_in_child(task, limit.seconds).data.sources
     return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in found))
@@ -290,7 +301,7 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
         InvalidInput: when the data cannot be loaded.
         Refused: when the time is over.
     """
-    from tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import look_in_child
 
     found = look_in_child(task, limit.seconds)
     metrics = {leaf: dict(labels) for leaf, labels in found.metrics.items()}

@@ -19,17 +19,17 @@ from importlib.metadata import metadata, requires
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_CODE_BYTES, read_plain
-from merge_core.store import HashMemo
-from tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
-from tasks.evaluation.asking import AskedHow
-from tasks.evaluation.declared_metrics import declared_metrics
-from tasks.evaluation.mirror import check_examples, find_dataset
-from tasks.evaluation.shipped import LeafConfig, shipped_leaves
-from tasks.evaluation.task_code import imported_beside
-from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
-from tasks.evaluation.task_file import Definition, Function, texts_in
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
+from mergegate.tasks.evaluation.asking import AskedHow
+from mergegate.tasks.evaluation.declared_metrics import declared_metrics
+from mergegate.tasks.evaluation.mirror import check_examples, find_dataset
+from mergegate.tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from mergegate.tasks.evaluation.task_code import imported_beside
+from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
+from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
 
 _SHIPPED = "lm_eval.tasks."
 

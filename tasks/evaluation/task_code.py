@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from merge_core.parsing import edge, read_plain
+from mergegate.merge_core.parsing import edge, read_plain
 
 _MOST = 1 << 20
 

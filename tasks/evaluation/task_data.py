@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.store import digest, sha256_file
+from mergegate.merge_core.store import digest, sha256_file
 
 _COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
 # Of a configuration: where things lie on this machine, and what only names it.
@@ -153,7 +153,7 @@ def _commit_now(repo: str) -> str | None:
     """The commit that the Hub would serve; None where it cannot be asked, and the cache is used by whoever loads."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    from tasks.checkpoints.hub import hub_access, is_offline
+    from mergegate.tasks.checkpoints.hub import hub_access, is_offline
 
     if is_offline():
         return None

@@ -15,17 +15,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo, NotInKey, digest, sha256_file
-from tasks.evaluation.asked_data import AskedDataset, asked_dataset
-from tasks.evaluation.asking import AskedHow
-from tasks.evaluation.division import DocumentSet
-from tasks.evaluation.local_groups import group_members
-from tasks.evaluation.mirror import files_of_all, find_datasets
-from tasks.evaluation.shipped import shipped_leaves, shipped_names
-from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
-from tasks.evaluation.task_file import Definition, one_definition, read_task_file
-from tasks.outside import ProgramLimits
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from mergegate.tasks.evaluation.asked_data import AskedDataset, asked_dataset
+from mergegate.tasks.evaluation.asking import AskedHow
+from mergegate.tasks.evaluation.division import DocumentSet
+from mergegate.tasks.evaluation.local_groups import group_members
+from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
+from mergegate.tasks.evaluation.shipped import shipped_leaves, shipped_names
+from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
+from mergegate.tasks.evaluation.task_file import Definition, one_definition, read_task_file
+from mergegate.tasks.outside import ProgramLimits
 
 
 class EvalTask(BaseModel):

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
-from tasks.evaluation.task_code import imported_beside
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
+from mergegate.tasks.evaluation.task_code import imported_beside
 
 _MAX_INCLUDES = 32
 _MAX_FILES = 1000

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.task_definition import EvalTask
 
 
 class DocumentText(NamedTuple):
@@ -23,7 +23,7 @@ def document_texts(task: EvalTask, wanted: Mapping[str, Sequence[int]]) -> dict[
     Raises:
         InvalidInput: when the task's data cannot be loaded.
     """
-    from tasks.evaluation.harness import open_tasks
+    from mergegate.tasks.evaluation.harness import open_tasks
 
     with open_tasks(task) as leaves:
         return {

@@ -1,7 +1,7 @@
 """Explaining a merge: how its parents' weights interfere, which documents were lost, which remedy to try."""
 
-from tasks.explain.remedies import CHANCE, Remedy, by_content, movement, untried
-from tasks.explain.stage import Explanation, explain_merge
+from mergegate.tasks.explain.remedies import CHANCE, Remedy, by_content, movement, untried
+from mergegate.tasks.explain.stage import Explanation, explain_merge
 
 __all__ = [
     "CHANCE",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.preflight.licenses import CardSource, declared
+from mergegate.tasks.preflight.licenses import CardSource, declared
 
 
 def named_base(models: Iterable[Path], directory: Path) -> str | None:

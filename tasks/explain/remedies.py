@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.analysis import Tally
-from merge_core.methods import Method, merge_methods
-from merge_core.parsing import flow_yaml
-from merge_core.recipe import apply_overrides
-from tasks.gate import GateVerdict
+from mergegate.merge_core.analysis import Tally
+from mergegate.merge_core.methods import Method, merge_methods
+from mergegate.merge_core.parsing import flow_yaml
+from mergegate.merge_core.recipe import apply_overrides
+from mergegate.tasks.gate import GateVerdict
 
 # Task vectors that have nothing to do with each other oppose each other in half of the weights that both move.
 CHANCE = 0.5

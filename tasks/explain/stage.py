@@ -16,16 +16,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import open_checkpoint
-from merge_core.analysis import Interference, measure_interference
-from merge_core.errors import ChangedInput, InvalidInput, MergegateError
-from merge_core.store import Artifact
-from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
-from tasks.explain.named_base import named_base
-from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
-from tasks.gate import GateVerdict, GuardVerdict
-from tasks.stage import StageValue, advance, stage
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.analysis import Interference, measure_interference
+from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateError
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
+from mergegate.tasks.explain.named_base import named_base
+from mergegate.tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from mergegate.tasks.gate import GateVerdict, GuardVerdict
+from mergegate.tasks.stage import StageValue, advance, stage
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
-from tasks.gate.bounded import graded_difference, graded_documents_needed
-from tasks.gate.clusters import check_clusters, clustered_difference
-from tasks.gate.discordance import Discordance, PastGuard, known_discordance, past_discordance
-from tasks.gate.drift import DriftVerdict
-from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
-from tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
-from tasks.gate.ratchet import anchor_confidence, anchor_faults, anchor_refused, note_refusal, refused_by
-from tasks.gate.references import (
+from mergegate.tasks.gate.bounded import graded_difference, graded_documents_needed
+from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
+from mergegate.tasks.gate.discordance import Discordance, PastGuard, known_discordance, past_discordance
+from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
+from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
+from mergegate.tasks.gate.ratchet import anchor_confidence, anchor_faults, anchor_refused, note_refusal, refused_by
+from mergegate.tasks.gate.references import (
     check_guards,
     comparable_parents,
     distinct_guards,
@@ -15,11 +15,19 @@ from tasks.gate.references import (
     reference_models,
     with_anchor,
 )
-from tasks.gate.regression import GuardVerdict, decide_guard
-from tasks.gate.settings import EvaluateSettings, pin_tasks
-from tasks.gate.stage import GateVerdict, NotRun, OnInconclusive, gate, lost_for_good, perplexity_drift, undecided_tasks
-from tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
-from tasks.gate.suite import SuiteVerdict
+from mergegate.tasks.gate.regression import GuardVerdict, decide_guard
+from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.gate.stage import (
+    GateVerdict,
+    NotRun,
+    OnInconclusive,
+    gate,
+    lost_for_good,
+    perplexity_drift,
+    undecided_tasks,
+)
+from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
+from mergegate.tasks.gate.suite import SuiteVerdict
 
 __all__ = [
     "ANCHOR",

@@ -36,8 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.gate.sequential import plan_looks
-from tasks.gate.statistics import Difference, documents_needed, normal_quantile
+from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.gate.statistics import Difference, documents_needed, normal_quantile
 
 _BEYOND = 1.1  # the target is this many times 1 / alpha: a copy in steps stops a little short of what it aims at
 _MOST = 0.95  # of the largest bet: no single document may take everything

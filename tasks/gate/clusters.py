@@ -29,8 +29,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from merge_core.errors import InvalidInput
-from tasks.gate.statistics import Difference
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.statistics import Difference
 
 FALLING = (0.2, 0.25, 0.3, 0.4)  # shares of the clusters that fall
 FEWEST_CLUSTERS = 14.0  # of equal size: the fewest of which one among a fifth is nearly always met

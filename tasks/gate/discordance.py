@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from merge_core.store import Artifact
-from tasks.evaluation import SCORES_FILE, DocumentScore, Scores, choose_metrics, read_document_scores
-from tasks.gate.guards import BEST_PARENT, Guard
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.evaluation import SCORES_FILE, DocumentScore, Scores, choose_metrics, read_document_scores
+from mergegate.tasks.gate.guards import BEST_PARENT, Guard
 
 FEWEST = 20  # documents from which a share of them is told
 _NIGHTS = 5  # that count, the last ones

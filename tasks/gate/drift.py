@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from tasks.gate.statistics import likelihood_ratio
-from tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
-from tasks.stage import Outcome, word_for
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.statistics import likelihood_ratio
+from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
+from mergegate.tasks.stage import Outcome, word_for
 
 BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
 

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tasks.evaluation import AskedHow, MeanOver
+from mergegate.tasks.evaluation import AskedHow, MeanOver
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import Finding
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.regression import is_within
-from tasks.gate.sequential import look_levels
-from tasks.gate.statistics import POWER, binary_bounds, normal_quantile
-from tasks.gate.suite import TaskDrop, information_shares, mean_drop, task_weights
+from mergegate.merge_core.errors import Finding
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.regression import is_within
+from mergegate.tasks.gate.sequential import look_levels
+from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantile
+from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, task_weights
 
 UNLIKELY = 0.5  # chance that an equal merge is published below which a night is hardly worth it
 _RUNS = 2000  # simulated merges: a chance is known to a point

@@ -16,10 +16,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from merge_core.store import Damaged, locked, make_way, read_state, state_directory, write_state
-from tasks.gate.guards import ANCHOR
-from tasks.gate.stage import GateVerdict
-from tasks.stage import home
+from mergegate.merge_core.store import Damaged, locked, make_way, read_state, state_directory, write_state
+from mergegate.tasks.gate.guards import ANCHOR
+from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.stage import home
 
 
 def anchor_confidence(confidence: float, refusals: int) -> float:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.gate.guards import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.gate.guards import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:

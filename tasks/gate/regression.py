@@ -32,20 +32,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation import Paired, TaskData
-from tasks.gate.bounded import graded_difference
-from tasks.gate.clusters import check_clusters, clustered_difference
-from tasks.gate.guards import Guard
-from tasks.gate.sequential import Look, chance_to_decide, look_at, plan_looks
-from tasks.gate.statistics import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import Paired, TaskData
+from mergegate.tasks.gate.bounded import graded_difference
+from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.sequential import Look, chance_to_decide, look_at, plan_looks
+from mergegate.tasks.gate.statistics import (
     Difference,
     binary_difference,
     detectable_difference,
     documents_needed,
     normal_quantile,
 )
-from tasks.stage import Outcome, word_for
+from mergegate.tasks.stage import Outcome, word_for
 
 
 class GuardVerdict(BaseModel):

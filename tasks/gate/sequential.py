@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 EXPONENT = 2.0  # of the spending function
 FUTILE = 0.02  # chance to decide below which no more documents are asked for

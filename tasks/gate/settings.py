@@ -8,11 +8,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import LocalPath
-from merge_core.store import HashMemo
-from tasks.evaluation import EvalTask, Scoring, asking_of, pin_sound_tasks, require_evaluated
-from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.evaluation import EvalTask, Scoring, asking_of, pin_sound_tasks, require_evaluated
+from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
 class EvaluateSettings(Scoring, GateRule):

@@ -14,18 +14,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from merge_core.store import Artifact
-from tasks.evaluation import Scores, TaskScores, by_task, pair_documents
-from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
-from tasks.gate.references import best_model, check_guards, reference_models
-from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
-from tasks.gate.sequential import FUTILE
-from tasks.gate.statistics import selection_bias
-from tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
-from tasks.perplexity import DriftLimits, Likelihoods, read_documents
-from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
+from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.references import best_model, check_guards, reference_models
+from mergegate.tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
+from mergegate.tasks.gate.sequential import FUTILE
+from mergegate.tasks.gate.statistics import selection_bias
+from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
+from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
+from mergegate.tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
 
 OnInconclusive = Literal["block", "warn", "pass"]
 

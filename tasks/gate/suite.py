@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from tasks.gate.guards import Guard
-from tasks.gate.regression import GuardEvidence, Points, decide_guard
-from tasks.gate.sequential import Look, chance_to_decide, look_levels
-from tasks.gate.statistics import POWER, normal_quantile
-from tasks.stage import Outcome, word_for
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard
+from mergegate.tasks.gate.sequential import Look, chance_to_decide, look_levels
+from mergegate.tasks.gate.statistics import POWER, normal_quantile
+from mergegate.tasks.stage import Outcome, word_for
 
 
 class PooledDrop(BaseModel):

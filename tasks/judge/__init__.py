@@ -11,11 +11,11 @@ Optional, and off by default. Practice and limits of judging by a model: Zheng e
 al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair is shown in both orders.
 """
 
-from tasks.judge.comparison import ORDERS, Judgement, JudgeVerdict, Order
-from tasks.judge.given import GivenPair, PairScore, judge_given, same_judge, score_of
-from tasks.judge.prompts import JudgePrompts, pin_prompts
-from tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, Judging
-from tasks.judge.stage import judge_models
+from mergegate.tasks.judge.comparison import ORDERS, Judgement, JudgeVerdict, Order
+from mergegate.tasks.judge.given import GivenPair, PairScore, judge_given, same_judge, score_of
+from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
+from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, Judging
+from mergegate.tasks.judge.stage import judge_models
 
 __all__ = [
     "ORDERS",

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from merge_core.errors import InvalidInput
-from merge_core.store import NotInKey
-from tasks.checkpoints import LoadedModel, Model, TellProgress, ask_child, load_model
-from tasks.judge.prompts import Prompt, Prompts, read_prompts
-from tasks.judge.settings import Generation
-from tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, ask_child, load_model
+from mergegate.tasks.judge.prompts import Prompt, Prompts, read_prompts
+from mergegate.tasks.judge.settings import Generation
+from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 
 FILE = "answers.jsonl"
 

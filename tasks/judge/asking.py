@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
-from tasks.judge.comparison import ORDERS, Judgement, Order, Winner
-from tasks.judge.prompts import Prompt
-from tasks.judge.rubric import Choice, Exchange, messages, parse, response_format
-from tasks.judge.server import ChatServer
-from tasks.judge.settings import JudgeServer, Judging
+from mergegate.tasks.judge.comparison import ORDERS, Judgement, Order, Winner
+from mergegate.tasks.judge.prompts import Prompt
+from mergegate.tasks.judge.rubric import Choice, Exchange, messages, parse, response_format
+from mergegate.tasks.judge.server import ChatServer
+from mergegate.tasks.judge.settings import JudgeServer, Judging
 
 
 class Question(NamedTuple):

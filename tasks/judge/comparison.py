@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from tasks.gate import Difference, OnInconclusive, decide_guard, graded_difference, graded_documents_needed
-from tasks.judge.settings import JudgeRule
-from tasks.stage import Outcome, Section, Verdict
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate import Difference, OnInconclusive, decide_guard, graded_difference, graded_documents_needed
+from mergegate.tasks.judge.settings import JudgeRule
+from mergegate.tasks.stage import Outcome, Section, Verdict
 
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from merge_core.store import digest
-from tasks.judge.asking import ask_judge, both_orders
-from tasks.judge.comparison import SCORES, Judgement, Order, settle
-from tasks.judge.prompts import Prompt
-from tasks.judge.rubric import INSTRUCTIONS
-from tasks.judge.settings import JudgeServer, Judging
+from mergegate.merge_core.store import digest
+from mergegate.tasks.judge.asking import ask_judge, both_orders
+from mergegate.tasks.judge.comparison import SCORES, Judgement, Order, settle
+from mergegate.tasks.judge.prompts import Prompt
+from mergegate.tasks.judge.rubric import INSTRUCTIONS
+from mergegate.tasks.judge.settings import JudgeServer, Judging
 
 
 class GivenPair(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, plain_file, read_plain
-from merge_core.store import HashMemo, NotInKey
-from tasks.judge.settings import JudgeSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, plain_file, read_plain
+from mergegate.merge_core.store import HashMemo, NotInKey
+from mergegate.tasks.judge.settings import JudgeSettings
 
 
 class Prompts(BaseModel):

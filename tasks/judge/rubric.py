@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from tasks.judge.prompts import Prompt
+from mergegate.tasks.judge.prompts import Prompt
 
 Choice = Literal["A", "B", "tie"]
 CHOICES: tuple[Choice, ...] = ("A", "B", "tie")

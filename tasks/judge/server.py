@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from merge_core.errors import InvalidInput
-from tasks.judge.settings import JudgeServer
-from tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retrying
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.judge.settings import JudgeServer
+from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retrying
 
 # 409, because a server of completions has nothing to be in conflict about: another request holds what this one needs.
 _ASKED_AGAIN = TRANSIENT_STATUSES | {409}

@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from merge_core.parsing import LocalPath
-from merge_core.store import NotInKey
-from tasks.gate import MARGIN_ABOVE_MAX_DROP
-from tasks.outside import plain_address
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.gate import MARGIN_ABOVE_MAX_DROP
+from mergegate.tasks.outside import plain_address
 
 DIMENSIONS: Mapping[str, str] = {
     "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from merge_core.store import Artifact
-from tasks.checkpoints import Model
-from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
-from tasks.judge.asking import Question, ask_judge, both_orders
-from tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, answers_verdict, settle
-from tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
-from tasks.judge.rubric import INSTRUCTIONS
-from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
-from tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
+from mergegate.tasks.judge.asking import Question, ask_judge, both_orders
+from mergegate.tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, answers_verdict, settle
+from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
+from mergegate.tasks.judge.rubric import INSTRUCTIONS
+from mergegate.tasks.judge.settings import JudgeServer, JudgeSettings, Judging
+from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 
 PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
 

@@ -7,9 +7,9 @@ shows on a text of its own (``reading_inputs.py`` and ``reading_gradients.py``, 
 keeps of a merge for the next one.
 """
 
-from tasks.merge.optimizer import OptimizerState, kept_names, kept_place, kept_places, optimizer_state
-from tasks.merge.preparation import prepared, prepared_before, still_named
-from tasks.merge.stage import (
+from mergegate.tasks.merge.optimizer import OptimizerState, kept_names, kept_place, kept_places, optimizer_state
+from mergegate.tasks.merge.preparation import prepared, prepared_before, still_named
+from mergegate.tasks.merge.stage import (
     MERGED,
     Merged,
     MergeSettings,
@@ -20,8 +20,8 @@ from tasks.merge.stage import (
     merged_model,
     numerics,
 )
-from tasks.merge.statistics import pinned_texts, stage_of_texts
-from tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
+from mergegate.tasks.merge.statistics import pinned_texts, stage_of_texts
+from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
 
 __all__ = [
     "MERGED",

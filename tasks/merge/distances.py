@@ -13,15 +13,21 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from merge_core import Recipe
-from merge_core.analysis import NOT_FINITE, geometric_median, lengths_and_distances, measure_interference, outliers
-from merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
-from merge_core.engine import count_non_finite
-from merge_core.errors import InvalidInput
-from merge_core.recipe import ModelPlace, chosen_models
-from merge_core.store import NotInKey, StoredValue
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.stage import StageValue, advance, value_stage
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.analysis import (
+    NOT_FINITE,
+    geometric_median,
+    lengths_and_distances,
+    measure_interference,
+    outliers,
+)
+from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
+from mergegate.merge_core.engine import count_non_finite
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import ModelPlace, chosen_models
+from mergegate.merge_core.store import NotInKey, StoredValue
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.stage import StageValue, advance, value_stage
 
 _PIECE = 16 << 20
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Recipe
-from merge_core.architecture import is_embedding
-from merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
-from merge_core.errors import InvalidInput
-from merge_core.recipe import GateRows, Mixture
-from merge_core.store import StoredValue
-from tasks.checkpoints import Model, TellProgress, ask_child, load_model
-from tasks.stage import Runtime, StageValue, advance, runtime, value_stage
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.architecture import is_embedding
+from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import GateRows, Mixture
+from mergegate.merge_core.store import StoredValue
+from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, load_model
+from mergegate.tasks.stage import Runtime, StageValue, advance, runtime, value_stage
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from merge_core.store import Artifact, NotInKey
-from merge_core.wording import format_bytes
-from tasks.checkpoints import PinnedRecipe
-from tasks.merge.stage import Numerics, merge
-from tasks.stage import StageValue, note_stage, stage, store
+from mergegate.merge_core.store import Artifact, NotInKey
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import PinnedRecipe
+from mergegate.tasks.merge.stage import Numerics, merge
+from mergegate.tasks.stage import StageValue, note_stage, stage, store
 
 _NAME = "optimizer"
 _PLACE = re.compile(rf"{_NAME}/([0-9a-f]{{32}})/([A-Za-z0-9_-]+)")

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from merge_core import Recipe
-from tasks.checkpoints import PinnedCheckpoint, loadable, loadable_alone, loadable_before
-from tasks.merge.distances import model_distances, with_distances
-from tasks.merge.gates import router_rows, with_gates
-from tasks.merge.statistics import with_statistics
+from mergegate.merge_core import Recipe
+from mergegate.tasks.checkpoints import PinnedCheckpoint, loadable, loadable_alone, loadable_before
+from mergegate.tasks.merge.distances import model_distances, with_distances
+from mergegate.tasks.merge.gates import router_rows, with_gates
+from mergegate.tasks.merge.statistics import with_statistics
 
 
 def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from merge_core.adapters import ExpertPlace, StoredNames
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import file_of_importance, open_checkpoint, write_importance
-from merge_core.errors import InvalidInput
-from merge_core.recipe import ReadingOfTexts
-from merge_core.store import JournalPlace, NotInKey, open_journal
-from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from tasks.merge.reading_runs import (
+from mergegate.merge_core.adapters import ExpertPlace, StoredNames
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import file_of_importance, open_checkpoint, write_importance
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import ReadingOfTexts
+from mergegate.merge_core.store import JournalPlace, NotInKey, open_journal
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
+from mergegate.tasks.merge.reading_runs import (
     ReadWindow,
     entry_of_run,
     in_runs,
@@ -36,8 +36,8 @@ from tasks.merge.reading_runs import (
     unseen_experts,
     windows_of,
 )
-from tasks.perplexity import HeldOutText, read_own_documents
-from tasks.stage import StageValue
+from mergegate.tasks.perplexity import HeldOutText, read_own_documents
+from mergegate.tasks.stage import StageValue
 
 if TYPE_CHECKING:
     import torch

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from merge_core.adapters import ExpertPlace, StoredNames
-from merge_core.architecture import input_width, is_inputs_first, is_projection, layer_place
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import (
+from mergegate.merge_core.adapters import ExpertPlace, StoredNames
+from mergegate.merge_core.architecture import input_width, is_inputs_first, is_projection, layer_place
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import (
     file_of_moments,
     no_moments,
     open_checkpoint,
@@ -33,11 +33,11 @@ from merge_core.checkpoint import (
     packed_moments,
     write_inputs,
 )
-from merge_core.errors import InvalidInput
-from merge_core.recipe import ReadingOfTexts
-from merge_core.store import JournalPlace, NotInKey, open_journal
-from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from tasks.merge.reading_runs import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import ReadingOfTexts
+from mergegate.merge_core.store import JournalPlace, NotInKey, open_journal
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
+from mergegate.tasks.merge.reading_runs import (
     ReadWindow,
     entry_of_run,
     in_runs,
@@ -47,13 +47,13 @@ from tasks.merge.reading_runs import (
     unseen_experts,
     windows_of,
 )
-from tasks.perplexity import HeldOutText, read_own_documents
-from tasks.stage import StageValue
+from mergegate.tasks.perplexity import HeldOutText, read_own_documents
+from mergegate.tasks.stage import StageValue
 
 if TYPE_CHECKING:
     import torch
 
-    from tasks.merge.expert_products import ExpertProduct
+    from mergegate.tasks.merge.expert_products import ExpertProduct
 
 
 class InputStatistics(StageValue):
@@ -166,7 +166,7 @@ class _Sums:
         ]
         self._around = ExitStack()
         if self._parameters:
-            from tasks.merge.expert_products import ExpertProducts, experts_one_by_one
+            from mergegate.tasks.merge.expert_products import ExpertProducts, experts_one_by_one
 
             modules = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._parameters}
             for name, module in modules.items():

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from merge_core.architecture import is_projection, is_routed_expert
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import InvalidInput
-from merge_core.store import sha256_file
-from merge_core.system import system_memory
-from tasks.checkpoints import LoadedModel, Model
-from tasks.perplexity import ChatMessage, OwnDocument, encode_text
+from mergegate.merge_core.architecture import is_projection, is_routed_expert
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import sha256_file
+from mergegate.merge_core.system import system_memory
+from mergegate.tasks.checkpoints import LoadedModel, Model
+from mergegate.tasks.perplexity import ChatMessage, OwnDocument, encode_text
 
 if TYPE_CHECKING:
     import torch

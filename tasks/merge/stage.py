@@ -11,17 +11,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
-from merge_core.architecture.experts import MatchedLayer, match_experts
-from merge_core.checkpoint import Companions
-from merge_core.engine import start_or_resume
-from merge_core.errors import Refused
-from merge_core.store import Artifact, NotInKey, state_directory
-from merge_core.wording import format_bytes
-from tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
-from tasks.outside import hold_gpus
-from tasks.stage import StageValue, advance, device_kind, stage, versions
+from mergegate.merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
+from mergegate.merge_core.architecture.experts import MatchedLayer, match_experts
+from mergegate.merge_core.checkpoint import Companions
+from mergegate.merge_core.engine import start_or_resume
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import Artifact, NotInKey, state_directory
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
+from mergegate.tasks.outside import hold_gpus
+from mergegate.tasks.stage import StageValue, advance, device_kind, stage, versions
 
 MERGED = "merge"  # what the merged model is called beside its parents
 

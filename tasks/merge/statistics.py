@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from merge_core import Recipe
-from merge_core.architecture import dtype_in
-from merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
-from merge_core.errors import MergegateError
-from merge_core.parsing import read_json
-from merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
-from merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, keep_only_journal
-from tasks.checkpoints import Model, ask_child, files_state
-from tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
-from tasks.merge.reading_inputs import InputStatistics, read_inputs
-from tasks.perplexity import HeldOutText, pin_text
-from tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.architecture import dtype_in
+from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
+from mergegate.merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, keep_only_journal
+from mergegate.tasks.checkpoints import Model, ask_child, files_state
+from mergegate.tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
+from mergegate.tasks.merge.reading_inputs import InputStatistics, read_inputs
+from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 
 Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[Any]]
 

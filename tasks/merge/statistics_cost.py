@@ -12,14 +12,14 @@ import math
 import re
 from dataclasses import dataclass
 
-from merge_core import MergePlan
-from merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
-from merge_core.checkpoint import config_parts
-from merge_core.engine.forecast import Rates
-from merge_core.parsing import open_buffered
-from merge_core.store import HashMemo
-from tasks.merge.statistics import pinned_texts
-from tasks.perplexity import HeldOutText
+from mergegate.merge_core import MergePlan
+from mergegate.merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
+from mergegate.merge_core.checkpoint import config_parts
+from mergegate.merge_core.engine.forecast import Rates
+from mergegate.merge_core.parsing import open_buffered
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.merge.statistics import pinned_texts
+from mergegate.tasks.perplexity import HeldOutText
 
 # Kinds that are multiplied with one input.
 _INPUT: dict[TensorKind, str] = {

@@ -10,12 +10,12 @@ model wrote (``programs``). ``hold_gpus`` keeps other jobs off the GPUs of this 
 says what needs it (``linux``).
 """
 
-from tasks.outside.bytecode import compile_imports
-from tasks.outside.confinement import Confinement, environment_of_child
-from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
-from tasks.outside.linux import require_linux
-from tasks.outside.programs import ProgramEnd, ProgramLimits, run_program
-from tasks.outside.remote import (
+from mergegate.tasks.outside.bytecode import compile_imports
+from mergegate.tasks.outside.confinement import Confinement, environment_of_child
+from mergegate.tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
+from mergegate.tasks.outside.linux import require_linux
+from mergegate.tasks.outside.programs import ProgramEnd, ProgramLimits, run_program
+from mergegate.tasks.outside.remote import (
     TRANSIENT_STATUSES,
     Answer,
     JsonClient,
@@ -26,9 +26,9 @@ from tasks.outside.remote import (
     retrying,
     status_of,
 )
-from tasks.outside.runner import Runner, RunnerSettings, here, open_runner
-from tasks.outside.slots import GivenUp, Slot, also_end, at_slot, current_slot, end_slot, slots_for
-from tasks.outside.supervised import Gpus, NotStarted, ProcessEnd, SupervisedProcess
+from mergegate.tasks.outside.runner import Runner, RunnerSettings, here, open_runner
+from mergegate.tasks.outside.slots import GivenUp, Slot, also_end, at_slot, current_slot, end_slot, slots_for
+from mergegate.tasks.outside.supervised import Gpus, NotStarted, ProcessEnd, SupervisedProcess
 
 __all__ = [
     "TRANSIENT_STATUSES",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from merge_core.store import locked
+from mergegate.merge_core.store import locked
 
 _PATIENCE = 600.0  # seconds for an import that hangs: whoever asks goes on without
 

@@ -28,11 +28,11 @@ from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from merge_core.engine import usable_cores
-from merge_core.errors import InvalidInput
-from merge_core.store import state_directory
-from tasks.outside.slots import Slot, at_slot, gpu_of_worker, threads_of_worker, visible_gpus
-from tasks.stage import HeldProgress, StageEnd, home, retell, watched_by
+from mergegate.merge_core.engine import usable_cores
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import state_directory
+from mergegate.tasks.outside.slots import Slot, at_slot, gpu_of_worker, threads_of_worker, visible_gpus
+from mergegate.tasks.stage import HeldProgress, StageEnd, home, retell, watched_by
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 I = TypeVar("I")  # noqa: E741  # an item; R its result
 R = TypeVar("R")
 
-ROOT = Path(__file__).resolve().parents[2]  # where this project is imported from
+# The directory that workers import mergegate from: the checkout, or site-packages.
+ROOT = Path(__file__).parents[3]
 # What a worker of ours sees of a setting only if it says so in its environment: it has no other way to us.
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0")
 _TRIES = 2  # of an item, where workers of ours die
@@ -168,13 +169,13 @@ class ClusterRunner:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         if self._kind == "dask":
-            from tasks.outside.dask_cluster import DaskCluster
+            from mergegate.tasks.outside.dask_cluster import DaskCluster
 
             return DaskCluster.at(self._address) if self._address else DaskCluster.here(workers, _TRIES, environment)
         if "ray" not in sys.modules:  # else it has made up its mind
             for name, value in ray_environment(ours=self._address is None).items():
                 os.environ.setdefault(name, value)
-        from tasks.outside.ray_cluster import RayCluster
+        from mergegate.tasks.outside.ray_cluster import RayCluster
 
         return RayCluster.at(self._address) if self._address else RayCluster.here(workers, _TRIES, environment)
 

@@ -17,9 +17,9 @@ import dask
 from distributed import KilledWorker, LocalCluster
 from prefect_dask.task_runners import DaskTaskRunner
 
-from merge_core.errors import InvalidInput
-from tasks.outside.cluster import WorkerLost
-from tasks.outside.slots import end_slot
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.outside.cluster import WorkerLost
+from mergegate.tasks.outside.slots import end_slot
 
 if TYPE_CHECKING:
     from prefect import Task

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tasks.outside.slots import current_slot, visible_gpus
+from mergegate.tasks.outside.slots import current_slot, visible_gpus
 
 LOCKS = "MERGEGATE_GPU_LOCKS"
 _DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from merge_core.errors import Refused
+from mergegate.merge_core.errors import Refused
 
 
 def require_linux(system: str = sys.platform) -> None:

@@ -28,9 +28,9 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import Refused
-from tasks.outside.confinement import Confinement
-from tasks.outside.supervised import NotStarted, SupervisedProcess
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.outside.confinement import Confinement
+from mergegate.tasks.outside.supervised import NotStarted, SupervisedProcess
 
 _CHILD = Path(__file__).with_name("program_child.py")
 _START = 20.0  # seconds for the interpreter beyond the program's own, on a machine that is busy

@@ -22,8 +22,8 @@ import ray
 from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
-from merge_core.errors import InvalidInput
-from tasks.outside.cluster import WorkerLost
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.outside.cluster import WorkerLost
 
 if TYPE_CHECKING:
     from prefect import Task

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from merge_core.wording import detail
+from mergegate.merge_core.wording import detail
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying

@@ -27,9 +27,9 @@ from typing import Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from merge_core.engine import usable_cores
-from merge_core.errors import InvalidInput
-from tasks.outside.slots import Slot, at_slot, end_slot, slots_for, visible_gpus
+from mergegate.merge_core.engine import usable_cores
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.outside.slots import Slot, at_slot, end_slot, slots_for, visible_gpus
 
 I = TypeVar("I")  # noqa: E741  # an item; R its result
 R = TypeVar("R")
@@ -112,7 +112,7 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
             found=f"{package} is not installed",
             remedy=f"pip install 'mergegate[{settings.kind}]', here and wherever its workers are",
         )
-    from tasks.outside.cluster import ClusterRunner
+    from mergegate.tasks.outside.cluster import ClusterRunner
 
     workers = settings.workers or (None if settings.address else len(visible_gpus()) or usable_cores())
     cluster = ClusterRunner(settings.kind, workers, settings.address)

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tasks.outside.confinement import Confinement
+    from mergegate.tasks.outside.confinement import Confinement
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent
@@ -124,8 +124,8 @@ class SupervisedProcess:
         inherited: Sequence[int] = (),
     ) -> None:
         # Not at the top: the supervisor runs this file by itself.
-        from merge_core.wording import detail
-        from tasks.outside.linux import require_linux
+        from mergegate.merge_core.wording import detail
+        from mergegate.tasks.outside.linux import require_linux
 
         require_linux()
         order = {
@@ -182,7 +182,7 @@ class SupervisedProcess:
         """End it and everything it started; harmless, and the same answer, if that is over already."""
         with self._ending:
             if self._end is None:
-                from merge_core.wording import detail
+                from mergegate.merge_core.wording import detail
 
                 self._end = self._ended()
                 detail("process %d: %s", self.pid, self._end)

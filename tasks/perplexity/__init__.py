@@ -1,14 +1,14 @@
 """Likelihood of held-out text, document by document: of one model, and of all parents together."""
 
-from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from tasks.perplexity.measuring import (
+from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
+from mergegate.tasks.perplexity.measuring import (
     DocumentLikelihood,
     HeldOutReading,
     WindowSettings,
     encode_text,
     read_held_out,
 )
-from tasks.perplexity.stage import (
+from mergegate.tasks.perplexity.stage import (
     DriftLimits,
     Likelihoods,
     PerplexitySettings,
@@ -16,7 +16,14 @@ from tasks.perplexity.stage import (
     pin_documents,
     read_documents,
 )
-from tasks.perplexity.text import ChatMessage, HeldOutText, OwnDocument, pin_text, read_own_documents, read_texts
+from mergegate.tasks.perplexity.text import (
+    ChatMessage,
+    HeldOutText,
+    OwnDocument,
+    pin_text,
+    read_own_documents,
+    read_texts,
+)
 
 __all__ = [
     "ChatMessage",

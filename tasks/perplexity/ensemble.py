@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.errors import InvalidInput
-from merge_core.store import JOURNAL, JournalPlace, keep_only_journal, open_journal
-from tasks.checkpoints import Model, TellProgress, ask_child, files_state, load_model, tokenizer_digest
-from tasks.perplexity.measuring import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import JOURNAL, JournalPlace, keep_only_journal, open_journal
+from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, files_state, load_model, tokenizer_digest
+from mergegate.tasks.perplexity.measuring import (
     Measured,
     TextWindow,
     WindowSettings,
@@ -28,9 +28,9 @@ from tasks.perplexity.measuring import (
     read_batch,
     read_by,
 )
-from tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
-from tasks.perplexity.text import HeldOutText, read_texts
-from tasks.stage import Runtime, advance, stage
+from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
+from mergegate.tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.tasks.stage import Runtime, advance, stage
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from merge_core.store import JournalPlace, open_journal
-from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, tokenizer_digest
-from tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import JournalPlace, open_journal
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, tokenizer_digest
+from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from merge_core.parsing import LocalPath
-from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
-from tasks.checkpoints import Model, ask_child, files_state
-from tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
-from tasks.perplexity.text import HeldOutText, pin_text
-from tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
+from mergegate.tasks.checkpoints import Model, ask_child, files_state
+from mergegate.tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
+from mergegate.tasks.perplexity.text import HeldOutText, pin_text
+from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 
 FILE = "documents.parquet"
 

@@ -10,10 +10,18 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import MAX_DATA_BYTES, kind_of, line_place, open_buffered, parse_line, plain_file, read_plain
-from merge_core.store import HashMemo, NotInKey
-from tasks.evaluation import DocumentSet
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import (
+    MAX_DATA_BYTES,
+    kind_of,
+    line_place,
+    open_buffered,
+    parse_line,
+    plain_file,
+    read_plain,
+)
+from mergegate.merge_core.store import HashMemo, NotInKey
+from mergegate.tasks.evaluation import DocumentSet
 
 _MOST_LOOKED_AT = 2000  # lines that are looked at before anything is measured
 _NAMED = "perplexity.field"

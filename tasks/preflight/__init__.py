@@ -3,7 +3,7 @@
 And what can be known of a night before it: how much its documents can tell.
 """
 
-from tasks.preflight.compat import (
+from mergegate.tasks.preflight.compat import (
     Compatibility,
     HeaderDigest,
     check_compatibility,
@@ -11,9 +11,16 @@ from tasks.preflight.compat import (
     open_and_plan,
     plan_once,
 )
-from tasks.preflight.custom_code import CodeSettings, custom_code_findings
-from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
-from tasks.preflight.evidence import (
+from mergegate.tasks.preflight.custom_code import CodeSettings, custom_code_findings
+from mergegate.tasks.preflight.duration import (
+    AROUND,
+    STARTING,
+    AskedTexts,
+    NetworkSize,
+    asking_seconds,
+    merging_seconds,
+)
+from mergegate.tasks.preflight.evidence import (
     Evidence,
     JudgeQuestions,
     check_references,
@@ -21,12 +28,12 @@ from tasks.preflight.evidence import (
     pin_evidence,
     stored_dtypes,
 )
-from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
-from tasks.preflight.machine import machine_findings, this_machine
-from tasks.preflight.own_texts import overlap_findings, texts_read
-from tasks.preflight.sample_text import SAMPLE
-from tasks.preflight.segmentation import cut_shares, with_shares
-from tasks.preflight.tokenizers import TokenizerSettings
+from mergegate.tasks.preflight.foresight import night_power, planned_looks, planned_tasks
+from mergegate.tasks.preflight.machine import machine_findings, this_machine
+from mergegate.tasks.preflight.own_texts import overlap_findings, texts_read
+from mergegate.tasks.preflight.sample_text import SAMPLE
+from mergegate.tasks.preflight.segmentation import cut_shares, with_shares
+from mergegate.tasks.preflight.tokenizers import TokenizerSettings
 
 __all__ = [
     "AROUND",

@@ -11,12 +11,20 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint import is_head, is_module_file, list_others, ties_embeddings
-from merge_core.errors import InvalidInput, MergegateError, summed_up, worst_first
-from merge_core.parsing import open_plain, read_json, read_plain
-from merge_core.store import digest
-from tasks.checkpoints import (
+from mergegate.merge_core import (
+    Checkpoint,
+    Finding,
+    MergePlan,
+    PlannedMerge,
+    Recipe,
+    open_checkpoint,
+    plan_with_findings,
+)
+from mergegate.merge_core.checkpoint import is_head, is_module_file, list_others, ties_embeddings
+from mergegate.merge_core.errors import InvalidInput, MergegateError, summed_up, worst_first
+from mergegate.merge_core.parsing import open_plain, read_json, read_plain
+from mergegate.merge_core.store import digest
+from mergegate.tasks.checkpoints import (
     ResolvedAdapter,
     ResolvedCheckpoint,
     adapter_remarks,
@@ -24,9 +32,9 @@ from tasks.checkpoints import (
     require_combinable,
     size_of_adapter,
 )
-from tasks.preflight.custom_code import custom_code_findings
-from tasks.preflight.segmentation import with_shares
-from tasks.stage import StageValue, value_stage
+from mergegate.tasks.preflight.custom_code import custom_code_findings
+from mergegate.tasks.preflight.segmentation import with_shares
+from mergegate.tasks.stage import StageValue, value_stage
 
 _WEIGHTS = (".safetensors", ".bin")
 _MOST_BESIDE = 256 << 20
@@ -179,8 +187,8 @@ def _compatibility(
             largest_bytes=0,
             largest_parameters=0,
         )
-    from merge_core.engine import EngineSettings
-    from merge_core.engine.forecast import needs_of
+    from mergegate.merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine.forecast import needs_of
 
     # Neither disk nor blocks depend on the cores or the kind of device.
     needs = needs_of(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import Finding, MergePlan
-from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
+from mergegate.merge_core import Finding, MergePlan
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 
 # Where transformers looks for classes that lie beside the weights, or in another repository.
 _MAP = "auto_map"

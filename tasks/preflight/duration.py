@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merge_core.engine.forecast import Rates
+from mergegate.merge_core.engine.forecast import Rates
 
 # Of what a large product alone reaches, with all that lies between the products of a network.
 _REACHED = 0.6

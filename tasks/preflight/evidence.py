@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merge_core.architecture import dtype_in
-from merge_core.errors import InvalidInput, MergegateError, suggest
-from merge_core.parsing import read_json
-from merge_core.store import HashMemo
-from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import (
+from mergegate.merge_core.architecture import dtype_in
+from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
+from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.evaluation import (
     EvalTask,
     Scoring,
     asking_of,
@@ -21,9 +21,17 @@ from tasks.evaluation import (
     require_examples,
     require_own_mean,
 )
-from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, comparable_parents, pin_tasks, with_anchor
-from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
-from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
+from mergegate.tasks.gate import (
+    EvaluateSettings,
+    GateRule,
+    Guard,
+    check_guards,
+    comparable_parents,
+    pin_tasks,
+    with_anchor,
+)
+from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
+from mergegate.tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
 
 
 class JudgeQuestions(NamedTuple):

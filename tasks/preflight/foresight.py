@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.checkpoints import Model, ResolvedCheckpoint, loadable_before, pinned_before
-from tasks.evaluation import EvalTask, known_scores, looks
-from tasks.gate import ANCHOR, GatePower, PastGuard, PlannedTask, gate_power, known_discordance, past_discordance
-from tasks.preflight.evidence import Evidence
-from tasks.stage import runtime, store
+from mergegate.tasks.checkpoints import Model, ResolvedCheckpoint, loadable_before, pinned_before
+from mergegate.tasks.evaluation import EvalTask, known_scores, looks
+from mergegate.tasks.gate import (
+    ANCHOR,
+    GatePower,
+    PastGuard,
+    PlannedTask,
+    gate_power,
+    known_discordance,
+    past_discordance,
+)
+from mergegate.tasks.preflight.evidence import Evidence
+from mergegate.tasks.stage import runtime, store
 
 
 def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.errors import Finding
-from merge_core.system import Capacity, system_memory
-from merge_core.wording import format_bytes
-from tasks.checkpoints import ResolvedCheckpoint, gpu_memory
-from tasks.preflight.compat import Compatibility
-from tasks.stage import home, nearest
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.system import Capacity, system_memory
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, gpu_memory
+from mergegate.tasks.preflight.compat import Compatibility
+from mergegate.tasks.stage import home, nearest
 
 _SPARE = 1.1  # of what is known to be needed; file systems keep some for themselves
 # Weights in memory are not all: activations, the logits of a batch, the libraries.
@@ -58,7 +58,7 @@ class Machine:
 
 def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
     """The machine that we are on, for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
-    from merge_core.engine import usable_cores
+    from mergegate.merge_core.engine import usable_cores
 
     return Machine(
         cores=usable_cores(),
@@ -99,8 +99,8 @@ def _disk_findings(machine: Machine) -> Iterator[Finding]:
 def _memory_findings(
     compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
 ) -> Iterator[Finding]:
-    from merge_core.engine import EngineSettings
-    from merge_core.engine.forecast import peak_memory
+    from mergegate.merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine.forecast import peak_memory
 
     threads = EngineSettings().workers_on(machine.cores)
     merging = peak_memory(compatibility.block, threads=threads, device=device, held=compatibility.held)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from merge_core import Recipe
-from merge_core.errors import Finding
-from merge_core.store import HashMemo, digest
-from tasks.evaluation import DocumentsRead, EvalTask, TextsRead
-from tasks.merge import pinned_texts
-from tasks.perplexity import HeldOutText, read_texts
-from tasks.preflight.evidence import Evidence
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.store import HashMemo, digest
+from mergegate.tasks.evaluation import DocumentsRead, EvalTask, TextsRead
+from mergegate.tasks.merge import pinned_texts
+from mergegate.tasks.perplexity import HeldOutText, read_texts
+from mergegate.tasks.preflight.evidence import Evidence
 
 
 def texts_read(recipe: Recipe, hashes: HashMemo) -> TextsRead | None:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from merge_core import Finding, PlannedMerge
-from merge_core.errors import MergegateError, worst_first
-from tasks.checkpoints import TellProgress, ask_child
-from tasks.preflight.sample_text import SAMPLE
+from mergegate.merge_core import Finding, PlannedMerge
+from mergegate.merge_core.errors import MergegateError, worst_first
+from mergegate.tasks.checkpoints import TellProgress, ask_child
+from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each is built twice, which takes seconds for the largest.
 _MOST_PAIRS = 16

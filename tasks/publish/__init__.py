@@ -1,9 +1,9 @@
 """Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
 
-from tasks.publish.approval import ApprovalSettings, PendingRelease
-from tasks.publish.beside_state import beside_state
-from tasks.publish.card_scores import escaped
-from tasks.publish.content import (
+from mergegate.tasks.publish.approval import ApprovalSettings, PendingRelease
+from mergegate.tasks.publish.beside_state import beside_state
+from mergegate.tasks.publish.card_scores import escaped
+from mergegate.tasks.publish.content import (
     ABOUT,
     BOM,
     CARD,
@@ -15,11 +15,11 @@ from tasks.publish.content import (
     stored_files,
     version_of,
 )
-from tasks.publish.public_names import PublicNames, recipe_paths
-from tasks.publish.signature import public_key, read_signature
-from tasks.publish.step import ReleaseParts, pending_release, publish
-from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
-from tasks.publish.targets import Release
+from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
+from mergegate.tasks.publish.signature import public_key, read_signature
+from mergegate.tasks.publish.step import ReleaseParts, pending_release, publish
+from mergegate.tasks.publish.sums import checksums_text, parse_checksums, sha256_of
+from mergegate.tasks.publish.targets import Release
 
 __all__ = [
     "ABOUT",

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import yaml
 
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.preflight.licenses import LicenseVerdict
-from tasks.publish.content import CARD
-from tasks.publish.license_files import license_files
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.preflight.licenses import LicenseVerdict
+from mergegate.tasks.publish.content import CARD
+from mergegate.tasks.publish.license_files import license_files
 
 _TEXT = """# No model
 

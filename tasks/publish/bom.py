@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.publish.content import ReleaseFile
-from tasks.report import ReportContent
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.report import ReportContent
 
 
 def bill_of_materials(

@@ -8,11 +8,11 @@ from urllib.parse import quote
 
 import yaml
 
-from tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
-from tasks.publish.card_metadata import CardMetadata
-from tasks.publish.card_scores import escaped, markdown_table, quality_section
-from tasks.report import ReportContent
-from tasks.serve import SERVED_AS_LORA
+from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
+from mergegate.tasks.publish.card_metadata import CardMetadata
+from mergegate.tasks.publish.card_scores import escaped, markdown_table, quality_section
+from mergegate.tasks.report import ReportContent
+from mergegate.tasks.serve import SERVED_AS_LORA
 
 # By kind of obligation: what this release does about it, and what is left for whoever passes the model on.
 _DONE: dict[ObligationKind, str] = {

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import yaml
 
-from merge_core.errors import Refused
-from tasks.checkpoints import PinnedCheckpoint, read_card
-from tasks.evaluation import TaskScore
-from tasks.preflight.licenses import Combination
-from tasks.publish.eval_results import BENCHMARKS
-from tasks.publish.provenance import hub_id
-from tasks.report import ReportContent
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints import PinnedCheckpoint, read_card
+from mergegate.tasks.evaluation import TaskScore
+from mergegate.tasks.preflight.licenses import Combination
+from mergegate.tasks.publish.eval_results import BENCHMARKS
+from mergegate.tasks.publish.provenance import hub_id
+from mergegate.tasks.report import ReportContent
 
 CardMetadata = Mapping[str, object]
 

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
-from tasks.evaluation import TaskScore
-from tasks.gate import normal_quantile
-from tasks.report import ReportContent, ReportedModel, evaluated, likelihood, uses_bytes, wording
+from mergegate.tasks.evaluation import TaskScore
+from mergegate.tasks.gate import normal_quantile
+from mergegate.tasks.report import ReportContent, ReportedModel, evaluated, likelihood, uses_bytes, wording
 
 _CONFIDENCE = 0.95  # two-sided, of the intervals of single scores
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import Refused
-from merge_core.store import MANIFEST, VALUE, Artifact, merkle
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import MANIFEST, VALUE, Artifact, merkle
 
 CARD = "README.md"
 RECIPE = "recipe.yaml"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from tasks.evaluation import TaskScore
-from tasks.report import ReportContent
+from mergegate.tasks.evaluation import TaskScore
+from mergegate.tasks.report import ReportContent
 
 
 @dataclass(frozen=True)

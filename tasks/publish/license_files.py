@@ -13,10 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.parsing import read_plain
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.preflight.licenses import LICENSE_FILE, LicenseVerdict, Obligation, license_texts, load_table, recognised
-from tasks.publish.content import ReleaseFile, written_file
+from mergegate.merge_core.parsing import read_plain
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.preflight.licenses import (
+    LICENSE_FILE,
+    LicenseVerdict,
+    Obligation,
+    license_texts,
+    load_table,
+    recognised,
+)
+from mergegate.tasks.publish.content import ReleaseFile, written_file
 
 LICENSE = "LICENSE"
 NOTICE = "NOTICE"

@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from merge_core.recipe import parse_reference
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.gate import GateVerdict
-from tasks.merge import Numerics
-from tasks.preflight.licenses import LicenseVerdict
-from tasks.publish.content import ReleaseFile
+from mergegate.merge_core.recipe import parse_reference
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.merge import Numerics
+from mergegate.tasks.preflight.licenses import LicenseVerdict
+from mergegate.tasks.publish.content import ReleaseFile
 
 _BUILD_TYPE = "urn:mergegate:merge:v1"
 # A parent's sha256 is that of the canonical JSON {name: [size, sha256]} of the files that were read.

@@ -23,11 +23,11 @@ from urllib.parse import quote
 import yaml
 from pydantic import BaseModel
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.parsing import parse_yaml
-from merge_core.recipe import Recipe, expanded, parse_reference
-from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint
-from tasks.publish.content import ReleaseFile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import parse_yaml
+from mergegate.merge_core.recipe import Recipe, expanded, parse_reference
+from mergegate.tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint
+from mergegate.tasks.publish.content import ReleaseFile
 
 V = TypeVar("V")
 _WEIGHTS = ".safetensors"

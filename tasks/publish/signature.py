@@ -30,9 +30,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import read_plain
-from tasks.publish.content import SIGNATURE
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_plain
+from mergegate.tasks.publish.content import SIGNATURE
 
 _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from merge_core.errors import Refused
-from merge_core.parsing import parse_yaml
-from merge_core.store import Artifact, StoredValue
-from tasks.checkpoints import PinnedRecipe, checkpoint_digest
-from tasks.merge import Merged, Numerics, OptimizerState, kept_places
-from tasks.preflight.licenses import LicenseVerdict
-from tasks.publish.approval import PendingRelease, release_digest, stands_in
-from tasks.publish.bom import bill_of_materials
-from tasks.publish.card import Publication, model_card
-from tasks.publish.card_metadata import card_metadata, check_card
-from tasks.publish.content import (
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.parsing import parse_yaml
+from mergegate.merge_core.store import Artifact, StoredValue
+from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
+from mergegate.tasks.merge import Merged, Numerics, OptimizerState, kept_places
+from mergegate.tasks.preflight.licenses import LicenseVerdict
+from mergegate.tasks.publish.approval import PendingRelease, release_digest, stands_in
+from mergegate.tasks.publish.bom import bill_of_materials
+from mergegate.tasks.publish.card import Publication, model_card
+from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.content import (
     BOM,
     CARD,
     PROVENANCE,
@@ -27,15 +27,15 @@ from tasks.publish.content import (
     stored_files,
     written_file,
 )
-from tasks.publish.eval_results import eval_results
-from tasks.publish.license_files import license_files, open_obligations
-from tasks.publish.provenance import provenance
-from tasks.publish.public_names import PublicNames, require_no_private_paths
-from tasks.publish.signature import sign
-from tasks.publish.sums import checksums
-from tasks.publish.targets.contract import PublishTarget, Release
-from tasks.report import Report, ReportContent
-from tasks.stage import advance, home, step, store
+from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.license_files import license_files, open_obligations
+from mergegate.tasks.publish.provenance import provenance
+from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
+from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.sums import checksums
+from mergegate.tasks.publish.targets.contract import PublishTarget, Release
+from mergegate.tasks.report import Report, ReportContent
+from mergegate.tasks.stage import advance, home, step, store
 
 _UNCHANGED = PublicNames({})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.content import ReleaseFile
 
 
 def checksums(files: Iterable[ReleaseFile]) -> str:

@@ -11,8 +11,8 @@
     keep_run(reports, record, html)                 # each page under its own name, in the history of all runs
 """
 
-from tasks.report import wording
-from tasks.report.content import (
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.content import (
     Library,
     MergedFile,
     ReportContent,
@@ -24,8 +24,8 @@ from tasks.report.content import (
     ReportedServing,
     StoredArtifact,
 )
-from tasks.report.ending import EndedRun, EndedStage, render_ending
-from tasks.report.history import (
+from mergegate.tasks.report.ending import EndedRun, EndedStage, render_ending
+from mergegate.tasks.report.history import (
     HISTORY,
     History,
     KeptPage,
@@ -46,9 +46,9 @@ from tasks.report.history import (
     tell_tracker,
     worst_drop,
 )
-from tasks.report.page import render
-from tasks.report.serving import CostTable, costs
-from tasks.report.shadow import (
+from mergegate.tasks.report.page import render
+from mergegate.tasks.report.serving import CostTable, costs
+from mergegate.tasks.report.shadow import (
     ARM_COLUMNS,
     LostExample,
     ReportedArm,
@@ -60,8 +60,8 @@ from tasks.report.shadow import (
     shadow_rows,
     shadow_sentence,
 )
-from tasks.report.stage import Report, write_report
-from tasks.report.sweep import (
+from mergegate.tasks.report.stage import Report, write_report
+from mergegate.tasks.report.sweep import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,
@@ -81,8 +81,8 @@ from tasks.report.sweep import (
     sweep_title,
     what_it_took,
 )
-from tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
-from tasks.report.wording import cut_off_answers
+from mergegate.tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
+from mergegate.tasks.report.wording import cut_off_answers
 
 __all__ = [
     "ARM_COLUMNS",

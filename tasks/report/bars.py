@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.report import wording
-from tasks.report.content import ReportedModel
-from tasks.report.table import TaskRow
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.content import ReportedModel
+from mergegate.tasks.report.table import TaskRow
 
 _MOST_APART = 10  # tasks that are drawn without groups
 

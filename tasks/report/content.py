@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.store import NotInKey
-from tasks.evaluation import Scores, Scoring
-from tasks.explain import Explanation
-from tasks.gate import GateVerdict
-from tasks.merge import RouterDistance
-from tasks.perplexity import Likelihoods, WindowSettings
-from tasks.serve import ServingCost
-from tasks.stage import Outcome, Section
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.evaluation import Scores, Scoring
+from mergegate.tasks.explain import Explanation
+from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.merge import RouterDistance
+from mergegate.tasks.perplexity import Likelihoods, WindowSettings
+from mergegate.tasks.serve import ServingCost
+from mergegate.tasks.stage import Outcome, Section
 
 
 class _Part(BaseModel):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merge_core.analysis import Tally
-from tasks.explain import CHANCE, Explanation, movement
-from tasks.perplexity import gain_kept
-from tasks.report.content import ReportContent, ReportedJudge
-from tasks.report.wording import NONE, interval, number, plain
+from mergegate.merge_core.analysis import Tally
+from mergegate.tasks.explain import CHANCE, Explanation, movement
+from mergegate.tasks.perplexity import gain_kept
+from mergegate.tasks.report.content import ReportContent, ReportedJudge
+from mergegate.tasks.report.wording import NONE, interval, number, plain
 
 # Layers whose sign conflict differs by less are alike.
 _ALIKE = 0.03

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merge_core.analysis import Interference, Spot
-from merge_core.architecture import KINDS, TensorKind
-from tasks.explain import Explanation
-from tasks.report.content import ReportContent
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.wording import NONE
+from mergegate.merge_core.analysis import Interference, Spot
+from mergegate.merge_core.architecture import KINDS, TensorKind
+from mergegate.tasks.explain import Explanation
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.wording import NONE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.wording import format_bytes
-from tasks.evaluation import Scoring
-from tasks.perplexity import WindowSettings
-from tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording
-from tasks.report.content import ReportContent
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.evaluation import Scoring
+from mergegate.tasks.perplexity import WindowSettings
+from mergegate.tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording
+from mergegate.tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

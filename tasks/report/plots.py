@@ -6,11 +6,11 @@ shows the one that fits.
 
 from __future__ import annotations
 
-from tasks.gate import GuardVerdict, SuiteVerdict
-from tasks.report import wording
-from tasks.report.content import ReportContent
-from tasks.report.rows import NARROW, WIDE, Dot, Line, draw_dots, draw_intervals
-from tasks.report.table import likelihood, uses_bytes
+from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.report.rows import NARROW, WIDE, Dot, Line, draw_dots, draw_intervals
+from mergegate.tasks.report.table import likelihood, uses_bytes
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:

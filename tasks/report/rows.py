@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tasks.report import wording
-from tasks.report.svg import Ink, drawing, inline
-from tasks.stage import Outcome
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.stage import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tasks.report.content import ReportContent
-from tasks.serve import ServingCost
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.serve import ServingCost
 
 _COLUMNS: tuple[tuple[str, Callable[[ServingCost], str]], ...] = (
     ("Ready after", lambda measured: measured.ready),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from merge_core.store import canonical
-from tasks.report.content import (
+from mergegate.merge_core.store import canonical
+from mergegate.tasks.report.content import (
     ReportContent,
 )
-from tasks.report.page import render
-from tasks.report.wording import sentence, title
-from tasks.stage import StageValue, stage
+from mergegate.tasks.report.page import render
+from mergegate.tasks.report.wording import sentence, title
+from mergegate.tasks.stage import StageValue, stage
 
 PAGE, DATA = "report.html", "report.json"
 

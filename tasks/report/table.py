@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tasks.evaluation import TaskScore
-from tasks.gate import DriftVerdict, GuardVerdict
-from tasks.perplexity import Likelihoods
-from tasks.report import wording
-from tasks.report.content import ReportContent, ReportedModel
-from tasks.stage import Outcome
+from mergegate.tasks.evaluation import TaskScore
+from mergegate.tasks.gate import DriftVerdict, GuardVerdict
+from mergegate.tasks.perplexity import Likelihoods
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.content import ReportContent, ReportedModel
+from mergegate.tasks.stage import Outcome
 
 _MERGE = object()  # apart from every name of a model
 

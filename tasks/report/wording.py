@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
-from tasks.report.content import ReportContent, ReportedModel
-from tasks.stage import Outcome
+from mergegate.tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
+from mergegate.tasks.report.content import ReportContent, ReportedModel
+from mergegate.tasks.stage import Outcome
 
 MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 NOT_FINITE = "not finite"

@@ -5,12 +5,12 @@ A checkpoint that loads is not a model that answers. ``static_checks`` finds wha
 ``smoke`` puts them in order; ``stage`` makes that a cached stage of the release.
 """
 
-from tasks.serve.launch import find_server
-from tasks.serve.measured import ServingCost
-from tasks.serve.settings import ServeSettings
-from tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
-from tasks.serve.stage import check_server, serve_models
-from tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
+from mergegate.tasks.serve.launch import find_server
+from mergegate.tasks.serve.measured import ServingCost
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
+from mergegate.tasks.serve.stage import check_server, serve_models
+from mergegate.tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
 
 __all__ = [
     "SERVED_AS_LORA",

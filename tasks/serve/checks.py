@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tasks.outside import Answer
-from tasks.serve.client import Client, Completion, chat_logprobs_of, chat_text_of, completion_of
-from tasks.serve.reference import Reference
-from tasks.serve.settings import ServeSettings
-from tasks.serve.verdict import Check
+from mergegate.tasks.outside import Answer
+from mergegate.tasks.serve.client import Client, Completion, chat_logprobs_of, chat_text_of, completion_of
+from mergegate.tasks.serve.reference import Reference
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.verdict import Check
 
 _NOT_OFFERED = (404, 405, 501)  # what a server says to a path that it does not have
 _NO_NUMBER = re.compile(r"JSON compliant|\bnan\b|\binf(?:inity)?\b", re.IGNORECASE)

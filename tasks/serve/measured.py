@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.engine import usable_cores
-from merge_core.system import kernel_lines
-from merge_core.wording import format_bytes, format_short_time
+from mergegate.merge_core.engine import usable_cores
+from mergegate.merge_core.system import kernel_lines
+from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):

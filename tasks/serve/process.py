@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasks.outside import (
+from mergegate.tasks.outside import (
     Confinement,
     HeldGpus,
     NotStarted,
@@ -27,11 +27,11 @@ from tasks.outside import (
     Unreachable,
     take_gpus,
 )
-from tasks.serve.client import Client
-from tasks.serve.launch import Launch
-from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
-from tasks.serve.settings import ServeSettings
-from tasks.stage import home, memory_of_child
+from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.launch import Launch
+from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.stage import home, memory_of_child
 
 GRACE = 20.0  # seconds that a server has to end by itself
 _TRIES = 3  # with another port each, should somebody have been quicker

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
-from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload
 
 _ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from merge_core.parsing import LocalPath
-from merge_core.store import NotInKey
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.merge_core.store import NotInKey
 
 PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
 

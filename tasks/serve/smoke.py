@@ -7,22 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from merge_core.checkpoint import Checkpoint, open_checkpoint
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, PinnedCheckpoint, ask_child
-from tasks.outside import Unreachable
-from tasks.serve import checks
-from tasks.serve.checks import ServedSubject, ServerQuestion
-from tasks.serve.client import Client, models_of
-from tasks.serve.launch import ServerKind, compile_server, context_of, dtype_of, launch
-from tasks.serve.lora import ServedAdapter, as_lora, base_name
-from tasks.serve.measured import ServingCost, machine_name, today
-from tasks.serve.process import ServerEnded, ServerProcess
-from tasks.serve.reference import Reference, make_reference
-from tasks.serve.settings import ServeSettings
-from tasks.serve.speed import Speed, measure_speed
-from tasks.serve.static_checks import static_checks
-from tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
+from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, ask_child
+from mergegate.tasks.outside import Unreachable
+from mergegate.tasks.serve import checks
+from mergegate.tasks.serve.checks import ServedSubject, ServerQuestion
+from mergegate.tasks.serve.client import Client, models_of
+from mergegate.tasks.serve.launch import ServerKind, compile_server, context_of, dtype_of, launch
+from mergegate.tasks.serve.lora import ServedAdapter, as_lora, base_name
+from mergegate.tasks.serve.measured import ServingCost, machine_name, today
+from mergegate.tasks.serve.process import ServerEnded, ServerProcess
+from mergegate.tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.speed import Speed, measure_speed
+from mergegate.tasks.serve.static_checks import static_checks
+from mergegate.tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
 
 LOG = "server.log"
 _KNOWS_NO_LORA = re.compile(r"(\w+) does not support LoRA")  # vLLM, of an architecture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tasks.outside import Answer
-from tasks.serve.checks import ServedSubject
-from tasks.serve.client import completion_of
-from tasks.serve.measured import token_rate
-from tasks.serve.verdict import Check
+from mergegate.tasks.outside import Answer
+from mergegate.tasks.serve.checks import ServedSubject
+from mergegate.tasks.serve.client import completion_of
+from mergegate.tasks.serve.measured import token_rate
+from mergegate.tasks.serve.verdict import Check
 
 _TRIES = 3  # the quickest counts: what else the machine does is not the model's fault
 _ENOUGH = 15.0  # seconds of trying after which what there is must do

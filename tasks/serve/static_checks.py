@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into
-from merge_core.checkpoint.vocabulary import read_vocabulary
-from merge_core.engine import count_non_finite
-from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
-from merge_core.wording import format_bytes
-from tasks.checkpoints import TellProgress, ask_child
-from tasks.serve.verdict import Check
+from mergegate.merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
+from mergegate.merge_core.engine import count_non_finite
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import TellProgress, ask_child
+from mergegate.tasks.serve.verdict import Check
 
 _BLOCK = 1 << 24  # bytes of weights looked at at once
 _RESAVE = "merge again, or copy what is missing from a parent"

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import Refused
-from merge_core.store import NotInKey
-from tasks.serve.measured import NOTHING, ServingCost
-from tasks.serve.server_log import Blame
-from tasks.stage import Section, StageValue, Verdict
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.serve.measured import NOTHING, ServingCost
+from mergegate.tasks.serve.server_log import Blame
+from mergegate.tasks.stage import Section, StageValue, Verdict
 
 SERVED_AS_LORA = "served as LoRA"  # how the way begins in which an adapter was served that was not merged
 

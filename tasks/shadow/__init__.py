@@ -6,8 +6,8 @@ and latency, ``switch`` of what cannot wait for either. The two packages bring w
 needs them imports them himself.
 """
 
-from tasks.shadow.arms import ArmRow
-from tasks.shadow.evidence import (
+from mergegate.tasks.shadow.arms import ArmRow
+from mergegate.tasks.shadow.evidence import (
     ShadowDecision,
     ShadowEvidence,
     ShadowRule,
@@ -15,16 +15,16 @@ from tasks.shadow.evidence import (
     evidence_of,
     path,
 )
-from tasks.shadow.judged import JudgedPair, JudgedPairs, open_judged, read_judged
-from tasks.shadow.losses import LostPair, keep_lost, lost_pair, read_lost
-from tasks.shadow.pairs import Sample, SampledPair, sample_pairs
-from tasks.shadow.places import records_url, routing_file
-from tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
-from tasks.shadow.routing import FollowedRouting, Routing, Serving, read_routing, write_routing
-from tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
-from tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
-from tasks.shadow.switch import SwitchRule, kill_reason
-from tasks.shadow.verdict import ShadowOutcome, ShadowVerdict, shadow_verdict
+from mergegate.tasks.shadow.judged import JudgedPair, JudgedPairs, open_judged, read_judged
+from mergegate.tasks.shadow.losses import LostPair, keep_lost, lost_pair, read_lost
+from mergegate.tasks.shadow.pairs import Sample, SampledPair, sample_pairs
+from mergegate.tasks.shadow.places import records_url, routing_file
+from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.tasks.shadow.routing import FollowedRouting, Routing, Serving, read_routing, write_routing
+from mergegate.tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
+from mergegate.tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
+from mergegate.tasks.shadow.switch import SwitchRule, kill_reason
+from mergegate.tasks.shadow.verdict import ShadowOutcome, ShadowVerdict, shadow_verdict
 
 __all__ = [
     "ArmComparison",

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
 
-from merge_core.store import JournalPlace, RecordJournal, digest, locked, open_journal, state_directory
-from tasks.judge import ORDERS, Judgement, JudgeServer, Judging, Order, judge_given, same_judge, score_of
-from tasks.shadow.pairs import SampledPair
+from mergegate.merge_core.store import JournalPlace, RecordJournal, digest, locked, open_journal, state_directory
+from mergegate.tasks.judge import ORDERS, Judgement, JudgeServer, Judging, Order, judge_given, same_judge, score_of
+from mergegate.tasks.shadow.pairs import SampledPair
 
 _FORMAT = 1
 _NAME = 16  # hex digits that name the file

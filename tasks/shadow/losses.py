@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from merge_core.errors import shown
-from merge_core.store import Damaged, make_way, read_state, state_directory, write_state
-from tasks.judge import Judgement
-from tasks.shadow.pairs import SampledPair
+from mergegate.merge_core.errors import shown
+from mergegate.merge_core.store import Damaged, make_way, read_state, state_directory, write_state
+from mergegate.tasks.judge import Judgement
+from mergegate.tasks.shadow.pairs import SampledPair
 
 KEPT = 20
 _SAID = 2000  # characters

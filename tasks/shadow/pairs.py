@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from tasks.judge import GivenPair
-from tasks.shadow.bodies import Unreadable, answer_in, question_in
-from tasks.shadow.recorded import RecordedAnswer, RecordedPair
+from mergegate.tasks.judge import GivenPair
+from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
+from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair
 
 SAME_SESSION = "another request of a session that has its pair"
 FAILED = "not answered well by both"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.shadow.settings import ShadowSettings
-from tasks.stage import home
+from mergegate.tasks.shadow.settings import ShadowSettings
+from mergegate.tasks.stage import home
 
 
 def routing_file(profile: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from tasks.shadow.arms import ArmRow
+from mergegate.tasks.shadow.arms import ArmRow
 
 
 class ShadowRecord(NamedTuple):

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from merge_core.store import NotInKey
-from tasks.judge import JudgeServer, Judging
-from tasks.outside import plain_address
-from tasks.publish import ApprovalSettings
-from tasks.shadow.evidence import ShadowRule
-from tasks.shadow.switch import SwitchRule
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.judge import JudgeServer, Judging
+from mergegate.tasks.outside import plain_address
+from mergegate.tasks.publish import ApprovalSettings
+from mergegate.tasks.shadow.evidence import ShadowRule
+from mergegate.tasks.shadow.switch import SwitchRule
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

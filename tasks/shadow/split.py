@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
+from mergegate.tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
 
 _HALVINGS = 60
 _LEVELS = (0.5, 0.95, 0.99)

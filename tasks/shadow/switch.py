@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
+from mergegate.tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
 
 _SLOW = 0.95  # the quantile that users notice
 

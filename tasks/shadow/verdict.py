@@ -11,12 +11,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.judge import JudgeRule
-from tasks.shadow.arms import ArmRow
-from tasks.shadow.evidence import ShadowEvidence, ShadowRule, decide_shadow, evidence_of
-from tasks.shadow.split import ArmComparison, compare_arms
-from tasks.shadow.switch import SwitchRule, kill_reason
-from tasks.stage import Outcome, Section, Verdict
+from mergegate.tasks.judge import JudgeRule
+from mergegate.tasks.shadow.arms import ArmRow
+from mergegate.tasks.shadow.evidence import ShadowEvidence, ShadowRule, decide_shadow, evidence_of
+from mergegate.tasks.shadow.split import ArmComparison, compare_arms
+from mergegate.tasks.shadow.switch import SwitchRule, kill_reason
+from mergegate.tasks.stage import Outcome, Section, Verdict
 
 # As of a judge that decides about a release: one that contradicts itself calls everything a tie, and ties promote.
 MIN_CONSISTENCY = JudgeRule().min_consistency

@@ -3,12 +3,12 @@
 Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement returns a ``Verdict``.
 """
 
-from tasks.stage.combined import report_together
-from tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
-from tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
-from tasks.stage.logs import logged_for_machines
-from tasks.stage.looking import WorkToDo, about_to, looking
-from tasks.stage.progress import (
+from mergegate.tasks.stage.combined import report_together
+from mergegate.tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
+from mergegate.tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
+from mergegate.tasks.stage.logs import logged_for_machines
+from mergegate.tasks.stage.looking import WorkToDo, about_to, looking
+from mergegate.tasks.stage.progress import (
     HeldProgress,
     NotedProgress,
     ProgressLog,
@@ -25,11 +25,11 @@ from tasks.stage.progress import (
     say_progress,
     watched_by,
 )
-from tasks.stage.project import home, nearest
-from tasks.stage.pulse import Pace, Pulse
-from tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
-from tasks.stage.sharing import said_what_arrived
-from tasks.stage.stages import (
+from mergegate.tasks.stage.project import home, nearest
+from mergegate.tasks.stage.pulse import Pace, Pulse
+from mergegate.tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
+from mergegate.tasks.stage.sharing import said_what_arrived
+from mergegate.tasks.stage.stages import (
     DeclaredStage,
     Stage,
     StageFuture,
@@ -40,8 +40,16 @@ from tasks.stage.stages import (
     store,
     value_stage,
 )
-from tasks.stage.usage import QUOTA, bytes_made, keep_quota, note_stage, noted_run, runs_directory, store_quota
-from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
+from mergegate.tasks.stage.usage import (
+    QUOTA,
+    bytes_made,
+    keep_quota,
+    note_stage,
+    noted_run,
+    runs_directory,
+    store_quota,
+)
+from mergegate.tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
 
 __all__ = [
     "QUOTA",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 
-from tasks.stage.progress import StageReport, StageStatus, advance, report_stage, watched_by
+from mergegate.tasks.stage.progress import StageReport, StageStatus, advance, report_stage, watched_by
 
 
 @contextmanager

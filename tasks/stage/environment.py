@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.engine import has_cuda_driver
-from merge_core.system import kernel_lines
+from mergegate.merge_core.engine import has_cuda_driver
+from mergegate.merge_core.system import kernel_lines
 
 # The units of x86 and of Arm with which a product in a half format is quicker than in float32, or nearly as quick, as
 # Linux names them. In AVX-512 oneDNN widens bfloat16 on the way (measured: docs/performance.md).

@@ -29,8 +29,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput, MergegateError, OutOfTime, suggest
-from merge_core.wording import format_duration, parse_bytes, parse_duration
+from mergegate.merge_core.errors import InvalidInput, MergegateError, OutOfTime, suggest
+from mergegate.merge_core.wording import format_duration, parse_bytes, parse_duration
 
 _GIVEN_UP_AFTER = 300.0  # seconds beyond the limit of a run in which the main thread may still end by itself
 _EXIT_CODE = 1

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tasks.stage.progress import RelayedProgress, StageStatus, Watcher, running_stage, watched_by, watcher_or
+from mergegate.tasks.stage.progress import RelayedProgress, StageStatus, Watcher, running_stage, watched_by, watcher_or
 
 LOG = "MERGEGATE_LOG"
 _LONGEST = 8000  # characters of a message

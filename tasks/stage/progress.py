@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from merge_core.errors import MergegateError, Refused
-from merge_core.wording import format_duration
-from tasks.stage.pulse import Pulse
+from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.stage.pulse import Pulse
 
 StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]
 _SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from merge_core.wording import format_bytes, format_duration
+from mergegate.merge_core.wording import format_bytes, format_duration
 
 EVERY = 30.0  # seconds between two lines of a log about one stage
 _WIDE = 160  # characters of a line that no terminal bounds

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
-from merge_core.errors import ChangedInput, MergegateError
-from merge_core.store import Artifact, FileIdentity, HashMemo, file_identity
-from merge_core.wording import detail, wants_details
-from tasks.stage.project import home
+from mergegate.merge_core.errors import ChangedInput, MergegateError
+from mergegate.merge_core.store import Artifact, FileIdentity, HashMemo, file_identity
+from mergegate.merge_core.wording import detail, wants_details
+from mergegate.tasks.stage.project import home
 
 log = logging.getLogger(__name__)
 

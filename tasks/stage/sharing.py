@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from merge_core.store import SharedStore, require_shared
-from merge_core.wording import parse_bytes
-from tasks.stage.progress import announce
-from tasks.stage.project import home
+from mergegate.merge_core.store import SharedStore, require_shared
+from mergegate.merge_core.wording import parse_bytes
+from mergegate.tasks.stage.progress import announce
+from mergegate.tasks.stage.project import home
 
 SHARED_STORE, SHARE_UP_TO = "MERGEGATE_STORE", "MERGEGATE_SHARE_UP_TO"
 _DEFAULT_SIZE = "1GB"

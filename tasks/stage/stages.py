@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import MergegateError, state_name
-from merge_core.store import (
+from mergegate.merge_core.errors import MergegateError, state_name
+from mergegate.merge_core.store import (
     Artifact,
     Store,
     StoredValue,
@@ -50,14 +50,14 @@ from merge_core.store import (
     size_of,
     stage_key,
 )
-from merge_core.wording import detail, wants_details
-from tasks.stage.limits import declare_stage, within_limit
-from tasks.stage.looking import WorkToDo, about_to, is_looking
-from tasks.stage.progress import StageStatus, report_stage
-from tasks.stage.project import home
-from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
-from tasks.stage.sharing import shared_store
-from tasks.stage.usage import note_artifact, note_stage
+from mergegate.merge_core.wording import detail, wants_details
+from mergegate.tasks.stage.limits import declare_stage, within_limit
+from mergegate.tasks.stage.looking import WorkToDo, about_to, is_looking
+from mergegate.tasks.stage.progress import StageStatus, report_stage
+from mergegate.tasks.stage.project import home
+from mergegate.tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
+from mergegate.tasks.stage.sharing import shared_store
+from mergegate.tasks.stage.usage import note_artifact, note_stage
 
 if TYPE_CHECKING:
     from prefect import Task

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from merge_core.store import (
+from mergegate.merge_core.store import (
     OpenRun,
     RetentionRule,
     collect_garbage,
@@ -29,9 +29,9 @@ from merge_core.store import (
     read_run,
     store_bytes,
 )
-from merge_core.wording import format_bytes, parse_bytes
-from tasks.stage.progress import announce
-from tasks.stage.project import home
+from mergegate.merge_core.wording import format_bytes, parse_bytes
+from mergegate.tasks.stage.progress import announce
+from mergegate.tasks.stage.project import home
 
 QUOTA = "MERGEGATE_QUOTA"
 log = logging.getLogger(__name__)

@@ -2,22 +2,22 @@
 saw, or nothing is.
 """
 
-from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
-from tasks.sweep.confirmation_power import ConfirmationPower
-from tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
-from tasks.sweep.evolve import profile_of_evolve
-from tasks.sweep.ledger import Ledger, open_ledger, study_key
-from tasks.sweep.objective import Term, objective_of
-from tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
-from tasks.sweep.racing import doubling_looks, shares_after_looks
-from tasks.sweep.recipes import base_of, layers_among, named_by, recipe_text, relocated
-from tasks.sweep.search import hand_written_recipes, search
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import at_start, make_space, recipe_key
-from tasks.sweep.study import HandWritten, SearchProgress, Study
-from tasks.sweep.trial import TrialSetting
-from tasks.sweep.trials import TEXT, Asked, Trial, TrialRequest, TrialScores
-from tasks.sweep.workshop import PreparedSearch, Workshop
+from mergegate.tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
+from mergegate.tasks.sweep.confirmation_power import ConfirmationPower
+from mergegate.tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
+from mergegate.tasks.sweep.evolve import profile_of_evolve
+from mergegate.tasks.sweep.ledger import Ledger, open_ledger, study_key
+from mergegate.tasks.sweep.objective import Term, objective_of
+from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
+from mergegate.tasks.sweep.racing import doubling_looks, shares_after_looks
+from mergegate.tasks.sweep.recipes import base_of, layers_among, named_by, recipe_text, relocated
+from mergegate.tasks.sweep.search import hand_written_recipes, search
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import at_start, make_space, recipe_key
+from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study
+from mergegate.tasks.sweep.trial import TrialSetting
+from mergegate.tasks.sweep.trials import TEXT, Asked, Trial, TrialRequest, TrialScores
+from mergegate.tasks.sweep.workshop import PreparedSearch, Workshop
 
 __all__ = [
     "TEXT",

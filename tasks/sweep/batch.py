@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
-from tasks.sweep.ledger import Ledger, request_key
-from tasks.sweep.trials import TrialRequest, TrialScores
+from mergegate.merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
+from mergegate.tasks.sweep.ledger import Ledger, request_key
+from mergegate.tasks.sweep.trials import TrialRequest, TrialScores
 
 ScoreAll = Callable[[Sequence[TrialRequest]], Iterator[tuple[int, TrialScores | Exception]]]
 _ENDING = (DiskRefused, ChangedInput)

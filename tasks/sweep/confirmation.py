@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from tasks.gate import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate import (
     Difference,
     binary_difference,
     check_clusters,
@@ -31,10 +31,10 @@ from tasks.gate import (
     graded_difference,
     student_quantile,
 )
-from tasks.stage import Section, Verdict
-from tasks.sweep.objective import Objective, Term
-from tasks.sweep.study import Study
-from tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.stage import Section, Verdict
+from mergegate.tasks.sweep.objective import Objective, Term
+from mergegate.tasks.sweep.study import Study
+from mergegate.tasks.sweep.trials import Asked, Sheet
 
 LEAST_P = 1e-6  # below which no p-value is told: no bound is known to hold so far out
 _NAME = "sweep"

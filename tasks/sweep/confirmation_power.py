@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from tasks.gate import POWER, normal_quantile
-from tasks.sweep.objective import Objective
-from tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.gate import POWER, normal_quantile
+from mergegate.tasks.sweep.objective import Objective
+from mergegate.tasks.sweep.trials import Asked, Sheet
 
 CORRELATION = 0.6  # of two recipes of one family, on the same documents
 _POINTS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains that are spoken of, where numbers are shares

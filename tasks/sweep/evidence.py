@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo
-from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
-from tasks.perplexity import HeldOutText, WindowSettings, read_texts
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.trial import TrialSet
-from tasks.sweep.trials import AskedSet
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
+from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_texts
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.trial import TrialSet
+from mergegate.tasks.sweep.trials import AskedSet
 
 
 class SweepEvidence(NamedTuple):

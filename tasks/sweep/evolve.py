@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import Method, merge_methods
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.methods import Method, merge_methods
 
 _TOP = (
     "genome",

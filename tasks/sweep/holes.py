@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 _HOLE = re.compile(r"\$([A-Za-z_]\w*)")
 _PARAMETERS = "parameters"

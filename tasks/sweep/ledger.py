@@ -19,11 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.store import JournalPlace, RecordJournal, digest, locked, open_journal, refusing_disk, state_directory
-from tasks.stage import home
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space
-from tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
+from mergegate.merge_core.store import (
+    JournalPlace,
+    RecordJournal,
+    digest,
+    locked,
+    open_journal,
+    refusing_disk,
+    state_directory,
+)
+from mergegate.tasks.stage import home
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space
+from mergegate.tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
 
 _NAME = 32  # hex digits of a key that name its directory
 

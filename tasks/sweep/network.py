@@ -19,10 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core import Checkpoint, EngineSettings, MergePlan, load_recipe, merge_tensors, merge_weights, plan_merge
-from merge_core.methods import PASSTHROUGH
-from merge_core.store import digest, sha256_file
-from tasks.checkpoints import LoadedModel, Model, load_apart
+from mergegate.merge_core import (
+    Checkpoint,
+    EngineSettings,
+    MergePlan,
+    load_recipe,
+    merge_tensors,
+    merge_weights,
+    plan_merge,
+)
+from mergegate.merge_core.methods import PASSTHROUGH
+from mergegate.merge_core.store import digest, sha256_file
+from mergegate.tasks.checkpoints import LoadedModel, Model, load_apart
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from merge_core.errors import InvalidInput
-from tasks.sweep.settings import Constraint, ObjectiveTerm, SweepSettings
-from tasks.sweep.trials import TEXT, Asked, Sheet, Trial
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sweep.settings import Constraint, ObjectiveTerm, SweepSettings
+from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet, Trial
 
 HAND_WRITTEN = ""  # among references: the hand-written recipe
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.errors import InvalidInput, MergegateError
-from merge_core.store import refusing_disk
-from tasks.sweep.objective import Objective
-from tasks.sweep.samplers import hushed, installed
-from tasks.sweep.settings import Value
-from tasks.sweep.space import Coordinate
-from tasks.sweep.study import Study
-from tasks.sweep.trials import Trial
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.store import refusing_disk
+from mergegate.tasks.sweep.objective import Objective
+from mergegate.tasks.sweep.samplers import hushed, installed
+from mergegate.tasks.sweep.settings import Value
+from mergegate.tasks.sweep.space import Coordinate
+from mergegate.tasks.sweep.study import Study
+from mergegate.tasks.sweep.trials import Trial
 
 Evaluator = Literal["ped_anova", "fanova"]
 _CONSTRAINTS = "constraints"

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation import AnsweredChoice, PosedDocument, PosedTask
-from tasks.perplexity import HeldOutReading
-from tasks.sweep.trials import TEXT, Asked, Sheet
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import AnsweredChoice, PosedDocument, PosedTask
+from mergegate.tasks.perplexity import HeldOutReading
+from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet
 
 if TYPE_CHECKING:
     import torch
 
-    from tasks.checkpoints import LoadedModel
+    from mergegate.tasks.checkpoints import LoadedModel
 
 _TOKENS = 1 << 13  # of one batch, padding included
 _LOGITS = 1 << 25  # elements of one batch's logits: 128 MB in float32

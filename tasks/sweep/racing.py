@@ -27,8 +27,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.sweep.settings import Racing
-from tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.sweep.settings import Racing
+from mergegate.tasks.sweep.trials import Asked, Sheet
 
 KEPT = 3  # halving: one of so many goes on, to so many times the documents
 _FEWEST = 8  # documents of all tasks together before anything is decided

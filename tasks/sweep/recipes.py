@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from merge_core.architecture import stacks
-from tasks.checkpoints import PinnedCheckpoint
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import make_space
+from mergegate.merge_core.architecture import stacks
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import make_space
 
 _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
 

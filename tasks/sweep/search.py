@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import Refused
-from tasks.sweep.batch import ScoreAll, score_once
-from tasks.sweep.ledger import Ledger, request_key
-from tasks.sweep.objective import HAND_WRITTEN, Objective, best_of, front, rank
-from tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats
-from tasks.sweep.samplers import Told, generation_size, make_baseline, make_sampler
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space, recipe_key
-from tasks.sweep.study import HandWritten, SearchEnd, SearchProgress, Study
-from tasks.sweep.trials import Asked, Point, Sheet, Trial, TrialRequest, TrialScores
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.sweep.batch import ScoreAll, score_once
+from mergegate.tasks.sweep.ledger import Ledger, request_key
+from mergegate.tasks.sweep.objective import HAND_WRITTEN, Objective, best_of, front, rank
+from mergegate.tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats
+from mergegate.tasks.sweep.samplers import Told, generation_size, make_baseline, make_sampler
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space, recipe_key
+from mergegate.tasks.sweep.study import HandWritten, SearchEnd, SearchProgress, Study
+from mergegate.tasks.sweep.trials import Asked, Point, Sheet, Trial, TrialRequest, TrialScores
 
 _BASELINE = 3  # one trial of random search beside so many of the sampler, where a profile does not say
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.recipe import fit_to_method
-from merge_core.store import digest
-from tasks.sweep.holes import Hole, fill, holes_in
-from tasks.sweep.settings import FreeParameter, SweepSettings, Value
-from tasks.sweep.trials import Point
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.recipe import fit_to_method
+from mergegate.merge_core.store import digest
+from mergegate.tasks.sweep.holes import Hole, fill, holes_in
+from mergegate.tasks.sweep.settings import FreeParameter, SweepSettings, Value
+from mergegate.tasks.sweep.trials import Point
 
 DIGITS = 4  # after the point; of narrow ranges as many that there are thousands of values; of logarithms all digits
 _OTHERS = "*"  # in place of a filter: tensors that no filter matches

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.sweep.objective import Objective, best_of
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Coordinate
-from tasks.sweep.trials import Asked, Sheet, Trial
+from mergegate.tasks.sweep.objective import Objective, best_of
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Coordinate
+from mergegate.tasks.sweep.trials import Asked, Sheet, Trial
 
 SearchEnd = Literal["trials", "hours", "cost"]
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
-from merge_core.architecture.experts import match_experts
-from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
-from merge_core.methods import PASSTHROUGH
-from merge_core.recipe import AskedText, MeasuredInputs
-from merge_core.store import digest
-from tasks.checkpoints import (
+from mergegate.merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
+from mergegate.merge_core.architecture.experts import match_experts
+from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
+from mergegate.merge_core.methods import PASSTHROUGH
+from mergegate.merge_core.recipe import AskedText, MeasuredInputs
+from mergegate.merge_core.store import digest
+from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ShortOfMemory,
     TellProgress,
@@ -37,15 +37,15 @@ from tasks.checkpoints import (
     files_state,
     tokenizer_digest,
 )
-from tasks.evaluation import EvalTask, Scoring, pose
-from tasks.perplexity import HeldOutText, WindowSettings, read_held_out
-from tasks.stage import versions
-from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
-from tasks.sweep.questions import Questions
-from tasks.sweep.trials import TEXT, Asked, AskedSet, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.evaluation import EvalTask, Scoring, pose
+from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_held_out
+from mergegate.tasks.stage import versions
+from mergegate.tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
+from mergegate.tasks.sweep.questions import Questions
+from mergegate.tasks.sweep.trials import TEXT, Asked, AskedSet, Sheet, TrialRequest, TrialScores
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import Model
+    from mergegate.tasks.checkpoints import Model
 
 _VERSION = 1  # to be raised when a trial means something else than before
 _KEPT_QUESTIONS = 4  # sets of documents that are kept as tokens, for one tokenizer each

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.sweep.settings import Measure, Value
+from mergegate.tasks.sweep.settings import Measure, Value
 
 if TYPE_CHECKING:
-    from tasks.sweep.racing import Race
+    from mergegate.tasks.sweep.racing import Race
 
 TEXT = ""  # in place of a task: the held-out text of ``perplexity``
 

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from merge_core.errors import Refused
-from tasks.checkpoints import files_state
-from tasks.evaluation import clusters_in_child
-from tasks.outside import Runner
-from tasks.stage import require_pinned, store
-from tasks.sweep.batch import score_once
-from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
-from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
-from tasks.sweep.ledger import Ledger
-from tasks.sweep.objective import Objective
-from tasks.sweep.search import score_hand_written, search
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space
-from tasks.sweep.study import HandWritten, SearchProgress, Study
-from tasks.sweep.trial import TrialSetting, score_trial
-from tasks.sweep.trials import TEXT, Asked, Sheet, Trial, TrialRequest, TrialScores
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints import files_state
+from mergegate.tasks.evaluation import clusters_in_child
+from mergegate.tasks.outside import Runner
+from mergegate.tasks.stage import require_pinned, store
+from mergegate.tasks.sweep.batch import score_once
+from mergegate.tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
+from mergegate.tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
+from mergegate.tasks.sweep.ledger import Ledger
+from mergegate.tasks.sweep.objective import Objective
+from mergegate.tasks.sweep.search import score_hand_written, search
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space
+from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study
+from mergegate.tasks.sweep.trial import TrialSetting, score_trial
+from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet, Trial, TrialRequest, TrialScores
 
 
 @dataclass(frozen=True)

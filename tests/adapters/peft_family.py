@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import apply_adapter, open_adapter
-from merge_core.engine import EngineSettings
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.engine import EngineSettings
 
 SMALL = {
     "vocab_size": 96,
@@ -118,7 +118,7 @@ def make_base(place: Path, family: str, dtype: torch.dtype, **more: Any) -> Path
 def load_base(place: Path, dtype: torch.dtype) -> Any:
     import transformers
 
-    from merge_core.parsing import read_json
+    from mergegate.merge_core.parsing import read_json
 
     kind = getattr(transformers, read_json(place / "config.json")["architectures"][0])
     return kind.from_pretrained(place, dtype=dtype)

@@ -10,9 +10,9 @@ import torch
 from peft_family import applied_by_us, differences, make_adapter, make_base, read_all, unloaded_by_peft
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import apply_adapter, arithmetic, open_adapter
-from merge_core.adapters.arithmetic import Grid, Product
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.adapters import apply_adapter, arithmetic, open_adapter
+from mergegate.merge_core.adapters.arithmetic import Grid, Product
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -12,9 +12,16 @@ import torch
 from peft_family import differences, load_base, make_adapter, make_base, read_all, unloaded_by_peft
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import Combined, apply_adapter, combine_adapters, combined_size, open_adapter, write_adapter
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.adapters import (
+    Combined,
+    apply_adapter,
+    combine_adapters,
+    combined_size,
+    open_adapter,
+    write_adapter,
+)
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = ["q_proj", "up_proj"]
 OTHERS = ["q_proj", "down_proj"]

@@ -13,9 +13,9 @@ import torch
 from peft_family import applied_by_us, load_base, make_adapter, make_base
 from safetensors.torch import load_file, save_file
 
-from merge_core import open_checkpoint
-from merge_core.adapters import adapter_findings, apply_adapter, open_adapter
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.adapters import adapter_findings, apply_adapter, open_adapter
+from mergegate.merge_core.errors import InvalidInput
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from merge_core.system import Capacity
-from tasks.checkpoints import model_cache
-from tasks.checkpoints.model import Model
+from mergegate.merge_core.system import Capacity
+from mergegate.tasks.checkpoints import model_cache
+from mergegate.tasks.checkpoints.model import Model
 
 _loads: list[str] = []
 _load = model_cache._load

@@ -14,7 +14,7 @@ import torch
 from loopback import answering
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model import Model
 
 # What servers are known to do instead of scoring the prompt.
 Habit = Literal[

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from merge_core.store.store import Artifact
-from tasks.evaluation import document_scores
-from tasks.evaluation.document_scores import DocumentScore, Paired
-from tasks.evaluation.stage import Scores, TaskScore
-from tasks.gate.drift import ModelLikelihoods
-from tasks.gate.guards import Guard
-from tasks.gate.regression import GuardVerdict, judge_guard
-from tasks.perplexity.measuring import DocumentLikelihood
-from tasks.perplexity.stage import FILE, Likelihoods, write_documents
+from mergegate.merge_core.store.store import Artifact
+from mergegate.tasks.evaluation import document_scores
+from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.gate.drift import ModelLikelihoods
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import GuardVerdict, judge_guard
+from mergegate.tasks.perplexity.measuring import DocumentLikelihood
+from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 

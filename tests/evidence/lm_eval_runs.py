@@ -10,7 +10,7 @@ from unittest import mock
 
 import yaml
 
-from tasks.evaluation.task_definition import read_definition
+from mergegate.tasks.evaluation.task_definition import read_definition
 
 
 def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Path, **options: Any) -> Path:

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from tiny_models import LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_core.store.hashing import HashMemo
-from merge_core.store.records import JournalPlace, open_journal
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.answer_journal import journalled
-from tasks.evaluation.backends import AnswerEnd, find_backend, vllm
-from tasks.evaluation.backends.served import _ends_in
-from tasks.evaluation.backends.shared_prefix import answer_end
-from tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.harness import score_documents
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import AnswerEnds, Scores, answer_ends
-from tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.records import JournalPlace, open_journal
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
+from mergegate.tasks.evaluation.backends.served import _ends_in
+from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
+from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
+from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 
 WHOLE = DocumentRange(first=0, last=40)
 EOS = 2

@@ -12,16 +12,16 @@ from samples import sampled
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_core.store.hashing import HashMemo
-from merge_core.store.records import JournalPlace, open_journal
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation import harness
-from tasks.evaluation.answer_journal import journalled
-from tasks.evaluation.backends import find_backend
-from tasks.evaluation.backends.shared_prefix import shared_prefix_type
-from tasks.evaluation.backends.token_rows import SharedRow
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.task_definition import pin_task
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.records import JournalPlace, open_journal
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation import harness
+from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.evaluation.backends.token_rows import SharedRow
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
 
 HF = find_backend("hf").computes_in
 

@@ -18,24 +18,24 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
-from flows.cli.check import _print_examples
-from flows.preflight import TaskExample
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from merge_core.store.keys import digest
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.arranging import BUDGET_NAMES, require_known_generation, room_for_prompt
-from tasks.evaluation.asking import AskedHow, asking_of
-from tasks.evaluation.division import Division
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.preview import TaskPreview, TokenizerPlace, _preview_there
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.support import require_effect
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.gate.guards import Guard
-from tasks.gate.settings import EvaluateSettings, pin_tasks
-from tasks.sweep.evidence import SweepEvidence
+from mergegate.flows.cli.check import _print_examples
+from mergegate.flows.preflight import TaskExample
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.keys import digest
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.arranging import BUDGET_NAMES, require_known_generation, room_for_prompt
+from mergegate.tasks.evaluation.asking import AskedHow, asking_of
+from mergegate.tasks.evaluation.division import Division
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _preview_there
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.support import require_effect
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.sweep.evidence import SweepEvidence
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

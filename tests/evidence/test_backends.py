@@ -13,18 +13,18 @@ from completions_server import Habit, serving
 from pydantic import ValidationError
 from tiny_models import Prefix, make_model, write_choices
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from merge_core.store.keys import digest
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation import process
-from tasks.evaluation.backends import vllm
-from tasks.evaluation.backends.served import ModelEndpoint, ServerSettings
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.harness import ScoredDocuments, score_documents
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.keys import digest
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.backends import vllm
+from mergegate.tasks.evaluation.backends.served import ModelEndpoint, ServerSettings
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoredDocuments, score_documents
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 
 WHOLE = DocumentRange(first=0, last=40)
 

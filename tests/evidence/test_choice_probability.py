@@ -19,20 +19,20 @@ from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.cli.gate import gate_results
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.choice_probability import AnsweredChoice, answered_then, probabilities
-from tasks.evaluation.document_scores import DocumentScore, pair_documents
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.lm_eval_results import find_results, read_task
-from tasks.evaluation.metrics import choose_metrics
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.task_definition import pin_task
-from tasks.gate.guards import Guard
-from tasks.gate.regression import judge_guard, measure_guard
+from mergegate.flows.cli.gate import gate_results
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, answered_then, probabilities
+from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
+from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guard, measure_guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
 WAYS = {

@@ -18,17 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints import Model
-from tasks.evaluation import EvalTask, Scoring, allow_code, pin_task
-from tasks.evaluation.backends.registry import added_backends
-from tasks.evaluation.code_metric import CodeEval, pass_at
-from tasks.evaluation.process import end_child, look_in_child, score_in_child
-from tasks.evaluation.scoring import DocumentRange
-from tasks.evaluation.support import Unsuited, refusal_of_leaf, require_supported, shipped_leaves
-from tasks.gate import EvaluateSettings, Guard, pin_tasks
-from tasks.outside import ProgramLimits
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation import EvalTask, Scoring, allow_code, pin_task
+from mergegate.tasks.evaluation.backends.registry import added_backends
+from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
+from mergegate.tasks.evaluation.process import end_child, look_in_child, score_in_child
+from mergegate.tasks.evaluation.scoring import DocumentRange
+from mergegate.tasks.evaluation.support import Unsuited, refusal_of_leaf, require_supported, shipped_leaves
+from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
+from mergegate.tasks.outside import ProgramLimits
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 
@@ -50,7 +50,7 @@ WHOLE = {"whole": ("def whole(): return 1\n", 1.0), "half": ("def half(): return
 CODER = '''
 import json
 from contextlib import contextmanager
-from tasks.evaluation import Backend
+from mergegate.tasks.evaluation import Backend
 ANSWERS = json.loads({answers!r})
 
 @contextmanager

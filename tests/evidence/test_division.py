@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo, sha256_file
-from tasks.evaluation import Division, EvalTask, Scoring, divide, pin_task
-from tasks.evaluation.harness import look_at_data
-from tasks.evaluation.scoring import DocumentRange, documents_in
-from tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo, sha256_file
+from mergegate.tasks.evaluation import Division, EvalTask, Scoring, divide, pin_task
+from mergegate.tasks.evaluation.harness import look_at_data
+from mergegate.tasks.evaluation.scoring import DocumentRange, documents_in
+from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
 NAMES = ("search", "confirmation", "gate")
 
@@ -81,7 +81,7 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     assert look_at_data(task).documents == 100
     assert len({look_at_data(part).data.digest for part in parts.values()}) == 1  # the data are the same
 
-    from tasks.evaluation import harness
+    from mergegate.tasks.evaluation import harness
 
     loaded = harness.load_task(task)
     seen = {}

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from tasks.perplexity.measuring import WindowSettings
-from tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
-from tasks.perplexity.text import HeldOutText
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
+from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
+from mergegate.tasks.perplexity.text import HeldOutText
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(6)] + ["a", "ab " * 40]
 

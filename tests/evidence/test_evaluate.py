@@ -16,19 +16,19 @@ from pydantic import ValidationError
 from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation import document_scores
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.metrics import default_metric
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import score_table
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.gate.guards import Guard
-from tasks.gate.settings import EvaluateSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation import document_scores
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.metrics import default_metric
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.stage import score_table
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import EvaluateSettings
 
 
 @pytest.fixture(autouse=True)

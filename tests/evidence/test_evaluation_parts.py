@@ -18,15 +18,15 @@ from prefect import flow
 from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from merge_core.store.store import Artifact
-from tasks.checkpoints.model import Model
-from tasks.evaluation import document_scores, process
-from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
-from tasks.evaluation.harness import ScoredDocuments
-from tasks.evaluation.scoring import DocumentRange, Scoring, cover, document_ranges, looks, ordered
-from tasks.evaluation.stage import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.store import Artifact
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import document_scores, process
+from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
+from mergegate.tasks.evaluation.harness import ScoredDocuments
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, cover, document_ranges, looks, ordered
+from mergegate.tasks.evaluation.stage import (
     Scores,
     TaskScores,
     document_count,
@@ -35,11 +35,11 @@ from tasks.evaluation.stage import (
     join_parts,
     pin_data,
 )
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.gate.guards import Guard
-from tasks.gate.settings import pin_tasks
-from tasks.stage.progress import StageStatus, watched_by
-from tasks.stage.stages import Stage, store
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import pin_tasks
+from mergegate.tasks.stage.progress import StageStatus, watched_by
+from mergegate.tasks.stage.stages import Stage, store
 
 FIRST_TEN = Scoring(documents=10)  # of the 40 documents: 10, 10 more, 20 more
 
@@ -325,14 +325,14 @@ def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
 RUN = """
 import os
 from pathlib import Path
-from flows.prefect_api import configure, local_api
+from mergegate.flows.prefect_api import configure, local_api
 configure(Path(os.environ["PREFECT_HOME"]))
 from prefect import flow
-from tasks.evaluation.stage import evaluate_to
-from tasks.checkpoints import Model
-from tasks.stage import Runtime
-from tasks.evaluation.scoring import Scoring
-from tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.stage import evaluate_to
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.stage import Runtime
+from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask
 
 @flow
 def run():

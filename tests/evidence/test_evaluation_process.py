@@ -16,14 +16,14 @@ from patience import HANG_S, LONGER_THAN_HANG_S
 from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints import model_cache, model_process
-from tasks.checkpoints.model import Model
-from tasks.evaluation import harness, process
-from tasks.evaluation.metrics import documents_of
-from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
-from tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints import model_cache, model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import harness, process
+from mergegate.tasks.evaluation.metrics import documents_of
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, ordered
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 
 SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
 
@@ -245,11 +245,11 @@ def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path
 
 FLOW = """
 from pathlib import Path
-from tasks.evaluation import process as evaluation_process
-from tasks.checkpoints import Model
-from tasks.evaluation.metrics import documents_of
-from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
-from tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation import process as evaluation_process
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation.metrics import documents_of
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, ordered
+from mergegate.tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 quiet = lambda *_: None
@@ -343,7 +343,8 @@ note("watched")
 def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
     """Prefect takes as long to import as everything else together."""
     script = (
-        "import sys; from tasks.evaluation import harness, process; from tasks.checkpoints import Model, model_cache; "
+        "import sys; from mergegate.tasks.evaluation import harness, process; "
+        "from mergegate.tasks.checkpoints import Model, model_cache; "
         "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)

@@ -15,19 +15,19 @@ from lm_eval_runs import simple_evaluate
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, write_choices
 
-from merge_core import load_recipe
-from merge_core.store.hashing import HashMemo
-from merge_core.store.store import Artifact
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from tasks.evaluation import document_scores
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.stage import Scores, TaskScore
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.evaluation.task_texts import document_texts
-from tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
-from tasks.gate.regression import GuardVerdict
-from tasks.gate.stage import GateVerdict
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.store import Artifact
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.evaluation import document_scores
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_texts import document_texts
+from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
+from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.stage import GateVerdict
 
 METRIC = "acc,none"
 Scored = Callable[..., Artifact[Scores]]

@@ -9,14 +9,14 @@ import pytest
 from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, scores, verdict_of, worse
 from prefect import flow
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.stage import join_parts
-from tasks.gate.drift import judge_drift
-from tasks.gate.guards import GateRule
-from tasks.gate.settings import EvaluateSettings
-from tasks.gate.stage import GateVerdict, gate, gate_verdict
-from tasks.perplexity.stage import DriftLimits
-from tasks.stage import Section, Verdict, combined
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.stage import join_parts
+from mergegate.tasks.gate.drift import judge_drift
+from mergegate.tasks.gate.guards import GateRule
+from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.gate.stage import GateVerdict, gate, gate_verdict
+from mergegate.tasks.perplexity.stage import DriftLimits
+from mergegate.tasks.stage import Section, Verdict, combined
 
 LIMITS = DriftLimits()
 

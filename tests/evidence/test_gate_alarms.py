@@ -11,7 +11,7 @@ from samples import sampled
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from tasks.gate.regression import GuardEvidence, alarm_confidences, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import GuardEvidence, alarm_confidences, judge_guards, measure_guard
 
 
 def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> GuardEvidence:

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation import by_task
-from tasks.evaluation.document_scores import Paired
-from tasks.evaluation.scoring import DocumentRange
-from tasks.gate import bounded
-from tasks.gate.bounded import graded_difference, graded_documents_needed, refuted
-from tasks.gate.guards import Guard
-from tasks.gate.regression import judge_guard, judge_guards, measure_guard
-from tasks.gate.sequential import plan_looks
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import by_task
+from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.evaluation.scoring import DocumentRange
+from mergegate.tasks.gate import bounded
+from mergegate.tasks.gate.bounded import graded_difference, graded_documents_needed, refuted
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.sequential import plan_looks
 
 
 @pytest.fixture(scope="module")

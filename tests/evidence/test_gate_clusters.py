@@ -13,14 +13,20 @@ from benchmark_scripts import load_benchmark
 from gate_samples import GUARD, table_in_the_document
 from scipy import stats
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.document_scores import Paired
-from tasks.gate import clusters
-from tasks.gate.bounded import graded_difference
-from tasks.gate.clusters import check_clusters, cluster_errors, clustered_difference, critical_value, effective_clusters
-from tasks.gate.guards import Guard
-from tasks.gate.regression import judge_guard
-from tasks.gate.statistics import Difference, binary_bounds
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.gate import clusters
+from mergegate.tasks.gate.bounded import graded_difference
+from mergegate.tasks.gate.clusters import (
+    check_clusters,
+    cluster_errors,
+    clustered_difference,
+    critical_value,
+    effective_clusters,
+)
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guard
+from mergegate.tasks.gate.statistics import Difference, binary_bounds
 
 UNEQUAL = (20, 30, 30, 50, 80, 120)
 

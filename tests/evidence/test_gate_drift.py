@@ -7,9 +7,9 @@ import math
 import pytest
 from gate_samples import PARENT, likelihoods, worse
 
-from merge_core.errors import InvalidInput
-from tasks.gate.drift import judge_drift
-from tasks.perplexity.stage import DriftLimits
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.drift import judge_drift
+from mergegate.tasks.perplexity.stage import DriftLimits
 
 LIMITS = DriftLimits()
 

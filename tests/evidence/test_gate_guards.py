@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from gate_samples import GUARD, outcome, paired, verdict_of
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation import document_scores
-from tasks.evaluation.document_scores import DocumentScore, Paired, pair_documents
-from tasks.gate.regression import judge_guard
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import document_scores
+from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired, pair_documents
+from mergegate.tasks.gate.regression import judge_guard
 
 
 def test_a_lost_skill_fails_and_says_so() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from gate_samples import GUARD, paired, part, right_on, verdict_of
 
-from merge_core.errors import InvalidInput
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.regression import GuardVerdict, decide_guard, judge_guards, measure_guard
-from tasks.gate.sequential import plan_looks
-from tasks.gate.stage import gate, gate_verdict, undecided_tasks
-from tasks.gate.statistics import binary_difference
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.regression import GuardVerdict, decide_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.gate.stage import gate, gate_verdict, undecided_tasks
+from mergegate.tasks.gate.statistics import binary_difference
 
 PLAN = (500, 1000, 1319)
 

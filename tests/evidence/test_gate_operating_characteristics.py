@@ -12,9 +12,9 @@ import pytest
 from benchmark_scripts import load_benchmark
 from gate_samples import paired
 
-from tasks.evaluation.scoring import looks
-from tasks.gate.guards import Guard
-from tasks.gate.regression import judge_guards, measure_guard
+from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guards, measure_guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS = 2000

@@ -8,15 +8,15 @@ import gate_samples as samples
 import numpy as np
 import pytest
 
-from merge_core.store import Artifact
-from tasks.evaluation.document_scores import DocumentScore, Paired
-from tasks.evaluation.stage import Scores
-from tasks.gate.discordance import PastGuard, known_discordance, past_discordance
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
-from tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
-from tasks.gate.sequential import chance_to_decide
-from tasks.gate.suite import judge_suite
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired
+from mergegate.tasks.evaluation.stage import Scores
+from mergegate.tasks.gate.discordance import PastGuard, known_discordance, past_discordance
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
+from mergegate.tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
+from mergegate.tasks.gate.sequential import chance_to_decide
+from mergegate.tasks.gate.suite import judge_suite
 
 
 def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:

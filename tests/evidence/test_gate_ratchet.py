@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.gate.ratchet import anchor_confidence, note_refusal, refused_by
-from tasks.stage import home as home_of
+from mergegate.tasks.gate.ratchet import anchor_confidence, note_refusal, refused_by
+from mergegate.tasks.stage import home as home_of
 
 ANCHOR, OTHER = "a" * 64, "b" * 64
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from gate_samples import GUARD, part, right_on, scores
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.evaluation.document_scores import Paired
-from tasks.gate.guards import BEST_PARENT, CHAMPION, GateRule, Guard
-from tasks.gate.references import check_guards, needs_champion
-from tasks.gate.regression import judge_guards, measure_guard
-from tasks.gate.stage import gate
-from tasks.gate.statistics import selection_bias
-from tasks.publish.releases.champion import find_champion
-from tasks.publish.targets.directory import DirectoryTarget
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.gate.guards import BEST_PARENT, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.references import check_guards, needs_champion
+from mergegate.tasks.gate.regression import judge_guards, measure_guard
+from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate.statistics import selection_bias
+from mergegate.tasks.publish.releases.champion import find_champion
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
 REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from samples import sampled
 
-from merge_core.store import Artifact
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.stage import Scores
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.power import PlannedTask, soonest_decided
-from tasks.gate.stage import gate, lost_for_good
+from mergegate.merge_core.store import Artifact
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.stage import Scores
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.power import PlannedTask, soonest_decided
+from mergegate.tasks.gate.stage import gate, lost_for_good
 
 N = 300
 TASKS = ("a", "b", "c")

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
-from tasks.gate.references import comparable_parents, with_anchor
-from tasks.gate.regression import GuardEvidence, decide_task, judge_guards, measure_guard
-from tasks.gate.sequential import look_levels
-from tasks.gate.settings import EvaluateSettings
-from tasks.gate.stage import gate, undecided_tasks
-from tasks.gate.statistics import binary_difference
-from tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, suite_look
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.references import comparable_parents, with_anchor
+from mergegate.tasks.gate.regression import GuardEvidence, decide_task, judge_guards, measure_guard
+from mergegate.tasks.gate.sequential import look_levels
+from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.gate.stage import gate, undecided_tasks
+from mergegate.tasks.gate.statistics import binary_difference
+from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, suite_look
 
 
 def evidence(

@@ -12,17 +12,17 @@ from group_shapes import DEFAULTS, SIZES, write_leaderboard
 from lm_eval_runs import prepare, run_lm_eval, simple_evaluate
 from tiny_models import CPU, make_model, write_choices, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.lm_eval_results import find_results, read_task
-from tasks.evaluation.metrics import choose_metrics
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import score_table
-from tasks.evaluation.task_definition import pin_task
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
+from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.stage import score_table
+from mergegate.tasks.evaluation.task_definition import pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEMO = PROJECT / "profiles" / "demo" / "models" / "reverser"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.checkpoints import import_lean, lean_imports
+from mergegate.tasks.checkpoints import import_lean, lean_imports
 
 # As transformers does: looked for once, remembered, and imported much later.
 PACKAGE = "from importlib.util import find_spec\nSEEN = find_spec('unasked') is not None\n"

@@ -18,16 +18,22 @@ from lm_eval_runs import prepare, run_lm_eval
 from samples import sampled
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.lm_eval_results import TaskResults, check_alike, find_results, precision_differences, read_task
-from tasks.evaluation.metrics import metrics_by_leaf
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.task_definition import pin_task
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import (
+    TaskResults,
+    check_alike,
+    find_results,
+    precision_differences,
+    read_task,
+)
+from mergegate.tasks.evaluation.metrics import metrics_by_leaf
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
 
 UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}  # what is not read of lm-eval's files
 

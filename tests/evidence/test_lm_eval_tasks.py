@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 from benchmark_scripts import load_benchmark
 
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.asked_data import AskedDataset
-from tasks.evaluation.mirror import find_dataset
-from tasks.evaluation.shipped import shipped_leaves, shipped_names
-from tasks.evaluation.support import Unsuited, refusal_of, refusal_of_leaf, require_examples, require_supported
-from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.asked_data import AskedDataset
+from mergegate.tasks.evaluation.mirror import find_dataset
+from mergegate.tasks.evaluation.shipped import shipped_leaves, shipped_names
+from mergegate.tasks.evaluation.support import (
+    Unsuited,
+    refusal_of,
+    refusal_of_leaf,
+    require_examples,
+    require_supported,
+)
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]

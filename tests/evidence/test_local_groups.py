@@ -10,14 +10,14 @@ import yaml
 from samples import sampled
 from tiny_models import CPU, make_model, write_choices, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.group_mean import require_own_mean
-from tasks.evaluation.harness import open_tasks, score_documents
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.support import require_supported
-from tasks.evaluation.task_definition import pin_task, read_definition
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.evaluation.group_mean import require_own_mean
+from mergegate.tasks.evaluation.harness import open_tasks, score_documents
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.support import require_supported
+from mergegate.tasks.evaluation.task_definition import pin_task, read_definition
 
 LISTED = """task_list:
   - {task: short, dataset_kwargs: {data_files: {test: data/other.jsonl}}}

@@ -9,9 +9,9 @@ from gate_samples import GUARD, part
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.document_scores import DocumentScore, pair_documents
-from tasks.evaluation.metrics import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.evaluation.metrics import (
     check_all_scored,
     checked_score,
     choose_known_metrics,
@@ -19,9 +19,9 @@ from tasks.evaluation.metrics import (
     default_metric,
     metrics_by_leaf,
 )
-from tasks.evaluation.stage import score_table
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.stage import gate
+from mergegate.tasks.evaluation.stage import score_table
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.stage import gate
 
 METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
 

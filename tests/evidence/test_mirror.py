@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.evaluation.asked_data import asked_dataset
-from tasks.evaluation.harness import look_at_data, open_tasks
-from tasks.evaluation.support import pin_sound_tasks, require_examples
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.preflight import Evidence
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.evaluation.asked_data import asked_dataset
+from mergegate.tasks.evaluation.harness import look_at_data, open_tasks
+from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.preflight import Evidence
 
 LETTERS: dict[str, Any] = {
     "dataset_path": "acme/letters",

@@ -14,22 +14,22 @@ import torch
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from traps import parent_of
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from merge_core.store.records import JOURNAL, JournalPlace, open_journal
-from merge_core.system import Capacity
-from tasks.checkpoints import model_cache, model_process
-from tasks.checkpoints.model import Model, files_state
-from tasks.checkpoints.model_process import ask_child, end_child
-from tasks.evaluation import process
-from tasks.evaluation.process import score_in_child
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import evaluate
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.perplexity.ensemble import ensemble_likelihoods
-from tasks.perplexity.measuring import WindowSettings
-from tasks.perplexity.stage import PerplexitySettings, perplexity, pin_documents, read_documents
-from tasks.perplexity.text import HeldOutText
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.store.records import JOURNAL, JournalPlace, open_journal
+from mergegate.merge_core.system import Capacity
+from mergegate.tasks.checkpoints import model_cache, model_process
+from mergegate.tasks.checkpoints.model import Model, files_state
+from mergegate.tasks.checkpoints.model_process import ask_child, end_child
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.process import score_in_child
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.stage import evaluate
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
+from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.stage import PerplexitySettings, perplexity, pin_documents, read_documents
+from mergegate.tasks.perplexity.text import HeldOutText
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
 
@@ -140,7 +140,7 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
         assert parent_of(parent_of(child)) == os.getpid()  # behind its supervisor: ours
         os.kill(child, signal.SIGKILL)
 
-    monkeypatch.setattr("tasks.perplexity.stage.advance", die)
+    monkeypatch.setattr("mergegate.tasks.perplexity.stage.advance", die)
     settings = WindowSettings(batch_size=1)
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
         perplexity.work(tmp_path / "out", model, documents, settings, CPU)
@@ -156,7 +156,7 @@ class Killed(BaseException):
 def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.perplexity import ensemble, measuring
+    from mergegate.tasks.perplexity import ensemble, measuring
 
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
     windows = WindowSettings(batch_size=5, max_length=9)

@@ -8,11 +8,11 @@ from pathlib import Path
 import gate_samples as samples
 from tiny_models import write_choices
 
-from merge_core.store import Artifact, HashMemo
-from tasks.evaluation import EvalTask, pin_task
-from tasks.evaluation.pace import GENERATED, document_seconds
-from tasks.evaluation.scoring import DocumentRange
-from tasks.evaluation.stage import Scores
+from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.tasks.evaluation import EvalTask, pin_task
+from mergegate.tasks.evaluation.pace import GENERATED, document_seconds
+from mergegate.tasks.evaluation.scoring import DocumentRange
+from mergegate.tasks.evaluation.stage import Scores
 
 
 def pinned(place: Path, name: str, kind: str) -> EvalTask:

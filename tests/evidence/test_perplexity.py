@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CPU, Prefix, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.perplexity.measuring import WindowSettings
-from tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
-from tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
+from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)] + ["a", "ab " * 40]
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"

@@ -12,14 +12,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core import load_recipe
-from merge_core.analysis.tally import Tally
-from merge_core.recipe.overrides import apply_overrides
-from tasks.explain.named_base import named_base
-from tasks.explain.remedies import Diagnosis, Remedy, by_content, movement, suggest_remedies, untried
-from tasks.gate.drift import DriftVerdict
-from tasks.gate.regression import GuardVerdict
-from tasks.gate.stage import GateVerdict
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.analysis.tally import Tally
+from mergegate.merge_core.recipe.overrides import apply_overrides
+from mergegate.tasks.explain.named_base import named_base
+from mergegate.tasks.explain.remedies import Diagnosis, Remedy, by_content, movement, suggest_remedies, untried
+from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.stage import GateVerdict
 
 
 def tally(

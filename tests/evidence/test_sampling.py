@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tasks.evaluation.scoring import CHUNK_SIZE, DocumentRange, document_ranges, documents_in, looks, ordered
+from mergegate.tasks.evaluation.scoring import CHUNK_SIZE, DocumentRange, document_ranges, documents_in, looks, ordered
 
 totals = st.integers(1, 20_000)
 firsts = st.none() | st.integers(1, 30_000)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from samples import sampled
 from scipy import stats
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.scoring import looks
-from tasks.gate.sequential import Look, look_at, plan_looks
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.gate.sequential import Look, look_at, plan_looks
 
 SCHEDULES = [(500, 1000), (500, 1000, 1319), (500, 1000, 2000, 4000, 8000, 14042), (100, 1000, 1001)]
 

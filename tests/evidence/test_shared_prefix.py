@@ -13,10 +13,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tasks.evaluation.backends import common_start as reading
-from tasks.evaluation.backends import growing_cache, stretches
-from tasks.evaluation.backends.common_start import common_start, read_apart, read_once
-from tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
+from mergegate.tasks.evaluation.backends import common_start as reading
+from mergegate.tasks.evaluation.backends import growing_cache, stretches
+from mergegate.tasks.evaluation.backends.common_start import common_start, read_apart, read_once
+from mergegate.tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from tasks.gate.regression import decide_guard
-from tasks.gate.statistics import (
+from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
     detectable_difference,

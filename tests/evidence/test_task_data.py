@@ -19,17 +19,17 @@ from jinja2 import Environment, StrictUndefined
 from loopback import answering
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.evaluation import process
-from tasks.evaluation.harness import look_at_data, open_tasks, score_documents
-from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import CountLimit, TaskScores, count_task, data_revisions, evaluate_to, pin_data
-from tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
-from tasks.evaluation.task_definition import EvalTask, pin_task
-from tasks.gate.guards import GateRule, Guard
-from tasks.gate.stage import gate
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.harness import look_at_data, open_tasks, score_documents
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.stage import CountLimit, TaskScores, count_task, data_revisions, evaluate_to, pin_data
+from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.stage import gate
 
 REPO = "acme/letters"
 COMMITS = ("a" * 40, "b" * 40)

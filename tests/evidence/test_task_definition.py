@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_models import write_choices, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.evaluation import task_definition
-from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
-from tasks.gate.guards import Guard
-from tasks.gate.settings import pin_tasks
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.evaluation import task_definition
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import pin_tasks
 
 
 def pin(root: Path, task: str = "letters.yaml") -> EvalTask:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.evaluation.backends.token_rows import shared_beginning, token_rows
+from mergegate.tasks.evaluation.backends.token_rows import shared_beginning, token_rows
 
 # Of few different tokens, so that they share beginnings.
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=14)

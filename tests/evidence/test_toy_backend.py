@@ -14,17 +14,17 @@ from prefect import flow
 from pydantic import ValidationError
 from tiny_models import CPU, write_choices
 
-from merge_core.errors import InvalidInput
-from merge_core.store import Artifact, HashMemo
-from tasks.checkpoints import Model
-from tasks.evaluation import Scores, Scoring, evaluate_to, pin_task
-from tasks.evaluation.backends import backend_names, find_backend
-from tasks.evaluation.backends.registry import added_backends
-from tasks.evaluation.process import end_child
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation import Scores, Scoring, evaluate_to, pin_task
+from mergegate.tasks.evaluation.backends import backend_names, find_backend
+from mergegate.tasks.evaluation.backends.registry import added_backends
+from mergegate.tasks.evaluation.process import end_child
 
 TOY = '''
 from contextlib import contextmanager
-from tasks.evaluation import Backend
+from mergegate.tasks.evaluation import Backend
 
 @contextmanager
 def opened(model, scoring, device):

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tasks.checkpoints.model import Model
-from tasks.stage.environment import Runtime
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.stage.environment import Runtime
 
 # Kernels of microseconds: a second thread only waits, and long where the cores are shared.
 torch.set_num_threads(1)

@@ -13,9 +13,9 @@ from pathlib import Path
 from patience import HANG_S
 from tiny_models import words, write_choices
 
-from merge_core.store.hashing import HashMemo
-from tasks.evaluation.scoring import ordered
-from tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.evaluation.scoring import ordered
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]
 

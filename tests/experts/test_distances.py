@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
-from merge_core.adapters import apply_adapter, open_adapter
-from merge_core.analysis import geometric_median, outliers
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo
-from tasks.checkpoints import pin_checkpoints, resolve_parents
-from tasks.merge import prepared, still_named
+from mergegate.merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.analysis import geometric_median, outliers
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
+from mergegate.tasks.merge import prepared, still_named
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 Points = list[list[float]]

@@ -22,13 +22,13 @@ from test_importance import text_of
 from test_matching import permuted
 from test_own_texts import DEMO, SENTENCES, pinned, read
 
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.architecture.experts import by_expert, match_experts
-from merge_core.checkpoint import open_importance, open_moments
-from merge_core.recipe import MeasuredInputs
-from merge_core.store import HashMemo
-from tasks.merge import reading_runs
-from tasks.merge.statistics_cost import statistics_needs
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.architecture.experts import by_expert, match_experts
+from mergegate.merge_core.checkpoint import open_importance, open_moments
+from mergegate.merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.merge import reading_runs
+from mergegate.tasks.merge.statistics_cost import statistics_needs
 
 Array = np.ndarray
 FAMILIES = tuple(mixtures.FAMILIES)
@@ -214,7 +214,7 @@ def test_the_layout_on_disk_changes_nothing_that_is_measured(
 
 
 def test_the_way_of_computing_experts_is_chosen_only_meanwhile(built: Callable[[str], Any]) -> None:
-    from tasks.merge.expert_products import experts_one_by_one
+    from mergegate.tasks.merge.expert_products import experts_one_by_one
 
     network = built("mixtral")
     before = network.config._experts_implementation

@@ -20,12 +20,19 @@ from mixtures import FAMILIES, build, logits, related, save
 from safetensors.torch import load_file, save_file
 from samples import sampled_rows
 
-from merge_core import load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.architecture.experts import by_expert, disk_name
-from merge_core.checkpoint import DerivedTensor, StoredTensor
-from merge_core.engine import EngineSettings
-from merge_core.errors import InvalidInput
-from merge_core.recipe import MeasuredInputs
+from mergegate.merge_core import (
+    load_recipe,
+    merge_methods,
+    merge_weights,
+    open_checkpoint,
+    plan_merge,
+    plan_with_findings,
+)
+from mergegate.merge_core.architecture.experts import by_expert, disk_name
+from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor
+from mergegate.merge_core.engine import EngineSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import MeasuredInputs
 
 # What has per-expert and fused names; the others write fused experts in both.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
@@ -276,7 +283,7 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
 )  # fmt: skip
 def test_shapes_alone_tell_the_two_forms_apart(experts: int, hidden: int, wide: int, transposed: bool) -> None:
     """For any sizes, also where the hidden size is that of both projections together."""
-    from merge_core.checkpoint import BY_CODE, Checkpoint
+    from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint
 
     up, down = (experts, 2 * wide, hidden), (experts, hidden, wide)
     if transposed:

@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.errors import InvalidInput
-from tasks.checkpoints.model import Model
-from tasks.merge.gates import GateQuestion, PromptPair, compute_rows, with_gates
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.merge.gates import GateQuestion, PromptPair, compute_rows, with_gates
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 POSITIVE, NEGATIVE = ("rev: abcd>", "rev: the old "), ("shift: abc",)

@@ -15,16 +15,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
-from merge_core.errors import InvalidInput
-from merge_core.recipe import ReadingOfTexts
-from merge_core.store import HashMemo, JournalPlace
-from tasks.checkpoints.model import Model
-from tasks.merge import reading_runs
-from tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
-from tasks.merge.reading_inputs import read_inputs
-from tasks.perplexity import HeldOutText, pin_text
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import ReadingOfTexts
+from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.merge import reading_runs
+from mergegate.tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
+from mergegate.tasks.merge.reading_inputs import read_inputs
+from mergegate.tasks.perplexity import HeldOutText, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 REVERSER = DEMO / "models/reverser"

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from mixtures import EXPERTS, build, logits, related, save
 from safetensors.torch import load_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.architecture.experts import MatchedExperts, assign, match_experts
-from merge_core.engine import EngineSettings
-from merge_core.errors import InvalidInput
-from tasks.merge.stage import router_distances
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.architecture.experts import MatchedExperts, assign, match_experts
+from mergegate.merge_core.engine import EngineSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.merge.stage import router_distances
 
 FAMILIES = tuple(mixtures.FAMILIES)
 # Per-expert, in groups, transposed with biases; the others are tried beside the fast suite.

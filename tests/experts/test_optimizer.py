@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe
-from merge_core.store import Artifact, HashMemo
-from tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
-from tasks.merge import (
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
+from mergegate.tasks.merge import (
     MergeSettings,
     OptimizerState,
     kept_names,

@@ -14,18 +14,18 @@ import pytest
 import torch
 import transformers
 
-from merge_core import load_recipe, open_checkpoint, plan_merge
-from merge_core.checkpoint import INPUTS, open_moments
-from merge_core.errors import InvalidInput
-from merge_core.recipe import ReadingOfTexts
-from merge_core.store import HashMemo, JournalPlace
-from tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
-from tasks.checkpoints.model import Model
-from tasks.merge import reading_runs
-from tasks.merge.preparation import prepared
-from tasks.merge.reading_inputs import InputStatistics, read_inputs
-from tasks.merge.statistics import pinned_texts
-from tasks.perplexity import HeldOutText, pin_text
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import INPUTS, open_moments
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import ReadingOfTexts
+from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.merge import reading_runs
+from mergegate.tasks.merge.preparation import prepared
+from mergegate.tasks.merge.reading_inputs import InputStatistics, read_inputs
+from mergegate.tasks.merge.statistics import pinned_texts
+from mergegate.tasks.perplexity import HeldOutText, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.checkpoint import render_header
+from mergegate.merge_core.checkpoint import render_header
 
 pytestmark = pytest.mark.long
 
@@ -17,7 +17,7 @@ EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # bfloat16: 8.6 GB of gate and up proje
 MERGE = r"""
 import re
 from pathlib import Path
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 recipe = load_recipe({"merge_method": "linear", "models": [{"model": n, "parameters": {"weight": 1}} for n in "ab"]})
 plan = plan_merge(recipe, {name: open_checkpoint(Path(name)) for name in "ab"})
 assert len(plan.jobs) == 128, len(plan.jobs)

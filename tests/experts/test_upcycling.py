@@ -17,9 +17,9 @@ import transformers
 from mixtures import logits, related
 from safetensors.torch import load_file
 
-from merge_core import MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.engine import EngineSettings
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core.engine import EngineSettings
+from mergegate.merge_core.errors import InvalidInput
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,8 +9,8 @@ import torch
 from demo_project import PROFILES
 from safetensors.torch import load_file, save_file
 
-from merge_core import open_checkpoint
-from merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 
 MODELS = PROFILES / "demo/models"
 STEP = 0.35  # of a fine-tune's way

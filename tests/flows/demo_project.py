@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli.app import app
+from mergegate.flows.cli.app import app
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 # What a release of the demo hangs on: where one of these has changed, a kept one is made anew.

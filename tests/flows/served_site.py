@@ -18,11 +18,11 @@ from loopback import answering
 from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
 
-from flows.prefect_api import Site, site_client
+from mergegate.flows.prefect_api import Site, site_client
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-MERGEGATE = [sys.executable, "-c", "from flows.cli import main; main()"]
+MERGEGATE = [sys.executable, "-c", "from mergegate.flows.cli import main; main()"]
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ import yaml
 from demo_project import Project, make_project
 from numpy.typing import NDArray
 
-from tasks.sweep import workshop
+from mergegate.tasks.sweep import workshop
 
 NAME = "small-sweep"
 TASKS = ("reverse", "shift")

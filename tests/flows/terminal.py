@@ -86,7 +86,7 @@ def terminal(root: Path, *arguments: str) -> Iterator[Terminal]:
     # Plain text and long lines, so that what is shown is what is looked for.
     environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "250"}
     environment["MERGEGATE_HOME"] = str(root / ".mergegate")
-    command = [sys.executable, "-c", "from flows.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from mergegate.flows.cli import main; main()", *arguments]
     process = subprocess.Popen(
         command,
         cwd=root,

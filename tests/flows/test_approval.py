@@ -12,11 +12,11 @@ import pytest
 from demo_project import Printed, Project
 from rich.console import Console
 
-from flows.cli.approve import TerminalApproval
-from flows.cli.progress import TerminalProgress
-from flows.prefect_api import ApprovalRequest, Decision, WaitingRun, choose_waiting
-from merge_core.errors import InvalidInput, Refused
-from tasks.publish import PendingRelease
+from mergegate.flows.cli.approve import TerminalApproval
+from mergegate.flows.cli.progress import TerminalProgress
+from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, choose_waiting
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.publish import PendingRelease
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,20 @@ from typing import Literal
 import pytest
 from prefect import flow
 
-from flows.attempt import Assessment, assess_merge, assessment
-from merge_core.errors import InvalidInput
-from merge_core.store.keys import digest
-from merge_core.store.store import Artifact
-from tasks.checkpoints.model import Model
-from tasks.evaluation import document_scores, find_backend
-from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.scoring import Scoring, document_ranges
-from tasks.evaluation.stage import Scores, TaskScore
-from tasks.evaluation.task_definition import EvalTask
-from tasks.gate.guards import CHAMPION, GateRule, Guard
-from tasks.outside import RunnerSettings, open_runner
-from tasks.preflight import Evidence
-from tasks.stage.environment import Runtime
+from mergegate.flows.attempt import Assessment, assess_merge, assessment
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.keys import digest
+from mergegate.merge_core.store.store import Artifact
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import document_scores, find_backend
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring import Scoring, document_ranges
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.gate.guards import CHAMPION, GateRule, Guard
+from mergegate.tasks.outside import RunnerSettings, open_runner
+from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.stage.environment import Runtime
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.candidates import candidate_recipes
-from merge_core.errors import InvalidInput
+from mergegate.flows.candidates import candidate_recipes
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR: dict[str, Any] = {
     "merge_method": "linear",

@@ -17,11 +17,11 @@ from client_rounds import HONEST, MODELS, Clients
 from demo_project import Project
 from safetensors.torch import load_file, save_file
 
-from flows.candidates import ClientRound, client_digest, client_round
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo, sha256_file
-from tasks.merge import kept_place
+from mergegate.flows.candidates import ClientRound, client_digest, client_round
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo, sha256_file
+from mergegate.tasks.merge import kept_place
 
 WEIGHTS = "adapter_model.safetensors"
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project, make_project
 
-from flows.compare import find_checkpoints
-from merge_core.errors import InvalidInput
+from mergegate.flows.compare import find_checkpoints
+from mergegate.merge_core.errors import InvalidInput
 
 MODELS = PROFILES / "demo" / "models"
 PROFILE = """name: small

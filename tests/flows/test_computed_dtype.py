@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, make_project
 
-from flows.profile import load_profile, parse_profile
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.pin import resolve_parents
-from tasks.preflight import Evidence, in_computed_dtype
-from tasks.stage import formats_without_units
+from mergegate.flows.profile import load_profile, parse_profile
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.pin import resolve_parents
+from mergegate.tasks.preflight import Evidence, in_computed_dtype
+from mergegate.tasks.stage import formats_without_units
 
 X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
 ARM = "Features\t: fp asimd {}\n"
@@ -64,7 +64,7 @@ def dtypes(found: Evidence) -> dict[str, str]:
 def test_auto_means_float32_where_the_stored_format_has_no_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n' * 4)
     found = evidence(tmp_path, {"judge": {**JUDGED, "prompts": str(prompts)}})
@@ -75,14 +75,14 @@ def test_auto_means_float32_where_the_stored_format_has_no_units(
 def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"float16"})
+    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"float16"})
     assert dtypes(evidence(tmp_path, {})) == {"tasks": "auto", "text": "auto"}
     assert dtypes(evidence(tmp_path, {}, "float16")) == {"tasks": "float32", "text": "float32"}
 
 
 @pytest.mark.parametrize("written", ["bfloat16", "float16", "float32"])
 def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
-    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16", "float16"})
+    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16", "float16"})
     said = {part: {**ASKED[part], "dtype": written} for part in ("evaluate", "perplexity")}  # type: ignore[dict-item]
     found = evidence(tmp_path, dict(said))
     assert dtypes(found) == {"tasks": written, "text": written}
@@ -90,7 +90,7 @@ def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_a_server_loads_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
     served = {"backend": "served", "server": {"url": "http://127.0.0.1:1/v1"}}
     found = evidence(tmp_path, {"evaluate": {**ASKED["evaluate"], **served}, "perplexity": None})  # type: ignore[dict-item]
     assert dtypes(found) == {"tasks": "auto"}
@@ -124,7 +124,7 @@ def test_it_is_told_and_is_measured_as_if_float32_had_been_written(
 
     written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
     made = {stage: project.artifacts(stage) for stage in stages}
-    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
     chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
     assert {stage: project.artifacts(stage) for stage in stages} == made
     assert all(made.values())

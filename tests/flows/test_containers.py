@@ -56,7 +56,7 @@ def docker() -> dict[str, Any]:
 def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> None:
     from typer.main import get_command
 
-    from flows.cli.app import app
+    from mergegate.flows.cli.app import app
 
     known: Any = get_command(app)
     text = file.read_text()
@@ -201,7 +201,7 @@ def test_what_is_deployed_by_default_needs_no_container() -> None:
 
 
 def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing(tmp_path: Path) -> None:
-    from flows.profile import load_profile
+    from mergegate.flows.profile import load_profile
 
     said = yaml.safe_load(EXAMPLE.read_text())
     profile = PROJECT / said["env"]["PROFILE"]

@@ -120,7 +120,7 @@ PREFECT = {
 ASKS = """
 import os, sys
 from pathlib import Path
-from flows.prefect_api import configure, local_api
+from mergegate.flows.prefect_api import configure, local_api
 configure(Path(sys.argv[1]))
 with local_api():
     from prefect.client.orchestration import get_client

@@ -31,7 +31,7 @@ from served_site import (
     webhook,
 )
 
-from flows.prefect_api import (
+from mergegate.flows.prefect_api import (
     Nights,
     Site,
     find_deployment,
@@ -41,9 +41,9 @@ from flows.prefect_api import (
     wanted_deployments,
     wanted_rules,
 )
-from flows.prefect_api.nights import parse_nights
-from flows.prefect_api.site import write_settings
-from merge_core.errors import InvalidInput
+from mergegate.flows.prefect_api.nights import parse_nights
+from mergegate.flows.prefect_api.site import write_settings
+from mergegate.merge_core.errors import InvalidInput
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 import typer
 from demo_project import Printed, Project
 
-from flows.cli.app import app
-from flows.cli.help import FirstIsProfile
+from mergegate.flows.cli.app import app
+from mergegate.flows.cli.help import FirstIsProfile
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [

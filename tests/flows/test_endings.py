@@ -15,15 +15,15 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from rich.console import Console
 
-from flows.cli.history import print_history
-from flows.outcome import RunOutcome, StoppedRun, concluded, outcome_of, profile_name
-from flows.outcome.flow_state import prefect_page
-from flows.outcome.naming import run_name
-from flows.profile import Profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import read_runs
-from tasks.report import RunRecord, keep_run, read_history
-from tasks.stage import StageValue, home, runs_directory, stage, value_stage
+from mergegate.flows.cli.history import print_history
+from mergegate.flows.outcome import RunOutcome, StoppedRun, concluded, outcome_of, profile_name
+from mergegate.flows.outcome.flow_state import prefect_page
+from mergegate.flows.outcome.naming import run_name
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import read_runs
+from mergegate.tasks.report import RunRecord, keep_run, read_history
+from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
 
 PAGE = "<style></style><main><header></header></main>"
 
@@ -131,7 +131,7 @@ class TestEveryEnding:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("flows.outcome.keeping.keep_run", full)
+        monkeypatch.setattr("mergegate.flows.outcome.keeping.keep_run", full)
         with caplog.at_level(logging.WARNING):
             assert run_of(passed).name == "Passed"
             assert run_of(refused).name == "Refused"

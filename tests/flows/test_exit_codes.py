@@ -13,11 +13,11 @@ from demo_project import Project
 from patience import HANG_S
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.prefect_api.runs import FinishedRun
-from flows.preflight import Problems
-from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, InvalidInput, Refused, state_name
-from tasks.report import read_history
+from mergegate.flows.cli.app import app
+from mergegate.flows.prefect_api.runs import FinishedRun
+from mergegate.flows.preflight import Problems
+from mergegate.merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, InvalidInput, Refused, state_name
+from mergegate.tasks.report import read_history
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 
@@ -50,7 +50,7 @@ def test_ctrl_c_ends_a_run_with_a_line_a_state_and_a_place_in_the_history(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flows.release.preflight_profile", interrupted)
+    monkeypatch.setattr("mergegate.flows.release.preflight_profile", interrupted)
     result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 130
     assert [line for line in result.output.splitlines() if "interrupted" in line] == [INTERRUPTED]
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flows.cli.check.check_file", interrupted)
+    monkeypatch.setattr("mergegate.flows.cli.check.check_file", interrupted)
     said = CliRunner().invoke(app, ["check", "profile.yaml"])
     assert (said.exit_code, said.output.strip()) == (130, INTERRUPTED)
     told = CliRunner().invoke(app, ["check", "profile.yaml", "--json"])

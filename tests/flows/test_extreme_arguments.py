@@ -16,8 +16,8 @@ import typer.main
 from demo_project import Project, make_project
 from samples import sampled
 
-from flows.cli.app import app, local_path
-from merge_core.errors import EXIT_CODES
+from mergegate.flows.cli.app import app, local_path
+from mergegate.merge_core.errors import EXIT_CODES
 
 PATIENCE_S = 30
 PARENTLESS = "name: m\nrecipe: {merge_method: linear, models: [{model: nowhere, parameters: {weight: 1}}]}\n"
@@ -157,9 +157,9 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(*_: object, **__: object) -> None:
         raise SystemExit(0)
 
-    monkeypatch.setattr("flows.cli.server.serve_prefect", end)
-    monkeypatch.setattr("flows.cli.server.os.execve", end)
-    monkeypatch.setattr("flows.cli.app.run_command", end)
+    monkeypatch.setattr("mergegate.flows.cli.server.serve_prefect", end)
+    monkeypatch.setattr("mergegate.flows.cli.server.os.execve", end)
+    monkeypatch.setattr("mergegate.flows.cli.app.run_command", end)
 
 
 def check_command(project: Project, name: str, *, quick: bool) -> None:

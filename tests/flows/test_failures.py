@@ -29,11 +29,11 @@ from power import PowerCut, power
 from pydantic import BaseModel
 from test_kill import environment
 
-from merge_core.store import HashMemo, Store, StoreMiss
-from merge_core.store.hashing import sha256_file
-from tasks.publish.content import ReleaseFile, written_file
-from tasks.publish.targets.directory import DirectoryTarget
-from tasks.report import read_history
+from mergegate.merge_core.store import HashMemo, Store, StoreMiss
+from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.report import read_history
 
 PROJECT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef" * 4
@@ -183,7 +183,14 @@ def test_runs_at_once_make_each_artifact_once_and_end_alike(
     project = make_project(tmp_path)
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", "from flows.cli import main; main()", "run", "profiles/demo.yaml", "--json"],
+            [
+                sys.executable,
+                "-c",
+                "from mergegate.flows.cli import main; main()",
+                "run",
+                "profiles/demo.yaml",
+                "--json",
+            ],
             cwd=project.root,
             env=environment(project),
             stdout=subprocess.PIPE,

@@ -15,10 +15,10 @@ from faults import disk_fails, files_below
 from patience import HANG_S
 from samples import sampled
 
-from flows.cli import merge as merging
+from mergegate.flows.cli import merge as merging
 
 RECIPE = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
-MAIN = "from flows.cli import main; main()"
+MAIN = "from mergegate.flows.cli import main; main()"
 Done = subprocess.CompletedProcess[str]
 
 

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from demo_project import Printed, Project
 
-from tasks.evaluation.stage import evaluate, excerpt
-from tasks.explain.stage import explain, flips
-from tasks.gate.stage import gate
-from tasks.judge.answers import answer
-from tasks.judge.stage import judge
-from tasks.merge import merge
-from tasks.perplexity.ensemble import ensemble_likelihoods
-from tasks.perplexity.stage import perplexity
-from tasks.preflight.compat import check_compatibility
-from tasks.preflight.licenses.check import check_licenses
-from tasks.report.stage import write_report
-from tasks.serve.stage import measure_parent, serve
-from tasks.stage.stages import DeclaredStage
+from mergegate.tasks.evaluation.stage import evaluate, excerpt
+from mergegate.tasks.explain.stage import explain, flips
+from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.judge.answers import answer
+from mergegate.tasks.judge.stage import judge
+from mergegate.tasks.merge import merge
+from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
+from mergegate.tasks.perplexity.stage import perplexity
+from mergegate.tasks.preflight.compat import check_compatibility
+from mergegate.tasks.preflight.licenses.check import check_licenses
+from mergegate.tasks.report.stage import write_report
+from mergegate.tasks.serve.stage import measure_parent, serve
+from mergegate.tasks.stage.stages import DeclaredStage
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)

@@ -12,8 +12,8 @@ from demo_project import PROFILES, Project
 from made_families import FAMILIES, write_family
 from samples import sampled
 
-from flows.cli.draft import claimed_tasks
-from flows.cli.schema import generated_pages
+from mergegate.flows.cli.draft import claimed_tasks
+from mergegate.flows.cli.schema import generated_pages
 
 FAMILY = PROFILES / "demo"
 

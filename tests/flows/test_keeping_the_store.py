@@ -13,10 +13,10 @@ from demo_project import Printed, Project, make_project
 from patience import HANG_S
 from prefect import flow
 
-from flows.outcome import RunOutcome, concluded, outcome_of
-from merge_core.errors import Refused
-from merge_core.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
-from tasks.stage import StageValue, home, runs_directory, stage, store, value_stage, watched_by
+from mergegate.flows.outcome import RunOutcome, concluded, outcome_of
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
+from mergegate.tasks.stage import StageValue, home, runs_directory, stage, store, value_stage, watched_by
 
 EVERYTHING = RetentionRule(grace_s=0.0, quota=0)
 
@@ -171,7 +171,7 @@ class TestRunsOfStages:
         def fails(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("tasks.stage.usage.collect_garbage", fails)
+        monkeypatch.setattr("mergegate.tasks.stage.usage.collect_garbage", fails)
         assert night(10)[0].status == "passed"
 
     def test_a_quota_that_is_none_is_said_before_anything_is_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_collecting_all_the_time_beside_a_run_changes_nothing(
     collects = """
 import sys
 from pathlib import Path
-from merge_core.store import RetentionRule, collect_garbage
+from mergegate.merge_core.store import RetentionRule, collect_garbage
 home, times, went = Path(sys.argv[1]), 0, 0
 while not (home / "stop").exists():
     went += len(collect_garbage(home / "store", home / "runs", RetentionRule(0.0, 0)).plan.goes)

@@ -25,8 +25,8 @@ STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", 
 # or in the middle of a publication, when the release is written but does not have its name.
 DIES = """
     import os, pathlib, signal, sys
-    from merge_core.store import Store
-    from flows.cli import main
+    from mergegate.merge_core.store import Store
+    from mergegate.flows.cli import main
     moment = sys.argv.pop(1)
     def die():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,13 +13,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flows.cli import progress
-from flows.cli.app import app
-from flows.cli.help import command_line
-from flows.cli.progress import TerminalProgress, fitted
-from flows.cli.score_table import print_scores, print_table
-from tasks.report import Row, ScoreTable
-from tasks.stage import Pulse
+from mergegate.flows.cli import progress
+from mergegate.flows.cli.app import app
+from mergegate.flows.cli.help import command_line
+from mergegate.flows.cli.progress import TerminalProgress, fitted
+from mergegate.flows.cli.score_table import print_scores, print_table
+from mergegate.tasks.report import Row, ScoreTable
+from mergegate.tasks.stage import Pulse
 
 WIDTHS = (80, 100, 120, 200)
 TASKS = ("arc_challenge", "leaderboard_bbh_tracking_shuffled_objects", "mmlu_high_school_european_history", "copy")

@@ -14,10 +14,10 @@ from demo_project import Printed, Project
 from patience import HANG_S
 from pydantic import ValidationError
 
-from merge_core.errors import InvalidInput, OutOfTime
-from tasks.checkpoints.model_process import answer_question, end_child
-from tasks.stage import Limits, limited, memory_of_child
-from tasks.stage.limits import declare_stage, within_limit
+from mergegate.merge_core.errors import InvalidInput, OutOfTime
+from mergegate.tasks.checkpoints.model_process import answer_question, end_child
+from mergegate.tasks.stage import Limits, limited, memory_of_child
+from mergegate.tasks.stage.limits import declare_stage, within_limit
 
 for known in ("merge", "gate"):
     declare_stage(known)

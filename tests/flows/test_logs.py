@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prefect import flow
 
-from flows.outcome import RunOutcome, concluded, outcome_of
-from merge_core.errors import Refused
-from tasks.stage import StageValue, value_stage
+from mergegate.flows.outcome import RunOutcome, concluded, outcome_of
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.stage import StageValue, value_stage
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -26,7 +26,7 @@ class Said(StageValue):
 
 @value_stage("say", version=1)
 def say(word: str) -> Said:
-    logging.getLogger("tasks.somebody").warning("odd: %s", word)
+    logging.getLogger("mergegate.tasks.somebody").warning("odd: %s", word)
     if word == "no":
         raise Refused("here", found="no")
     return Said(word=word)

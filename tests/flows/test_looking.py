@@ -12,11 +12,11 @@ import pytest
 from demo_project import Printed, Project
 from samples import sampled
 
-from flows import release
-from flows.outcome import RunOutcome
-from merge_core.store import HashMemo
-from tasks.report import read_history
-from tasks.stage import WorkToDo, about_to, looking
+from mergegate.flows import release
+from mergegate.flows.outcome import RunOutcome
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.report import read_history
+from mergegate.tasks.stage import WorkToDo, about_to, looking
 
 PROFILE = "profiles/demo.yaml"
 Released = tuple[Project, Printed]
@@ -194,8 +194,8 @@ def test_nothing_new_is_said_without_prefect_and_kept_like_any_run(
     before = read_history(own.home / "reports").records
     log = own.root / "machines.jsonl"
     monkeypatch.setenv("MERGEGATE_LOG", str(log))
-    monkeypatch.setattr("flows.prefect_api.has_server", lambda: False)
-    monkeypatch.setattr("flows.prefect_api.local_api", None)  # whoever calls it fails
+    monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: False)
+    monkeypatch.setattr("mergegate.flows.prefect_api.local_api", None)  # whoever calls it fails
     printed = own.mergegate("run", PROFILE)
     assert printed.exit_code == 0, printed.output
     assert "nothing new" in printed.output
@@ -217,7 +217,7 @@ def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Proje
 
 
 def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.prefect_api.has_server", lambda: True)
+    monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: True)
     before = looked(own)
     monkeypatch.setattr(release, "quiet_release", lambda *_: pytest.fail("nobody is to look"))
     printed = own.mergegate("run", PROFILE, "--json")
@@ -232,13 +232,13 @@ def test_a_setting_that_means_nothing_is_refused_as_by_the_run(own: Project, mon
 
 
 def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.gate import gate
+    from mergegate.tasks.gate import gate
 
     with monkeypatch.context() as patch:
         patch.setattr(gate, "version", gate.version + 1)
         assert looked(own) is None
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.stage.environment._installed", lambda name: "99")
+        patch.setattr("mergegate.tasks.stage.environment._installed", lambda name: "99")
         assert looked(own) is None
     assert looked(own) is not None
 

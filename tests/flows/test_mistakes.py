@@ -25,11 +25,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "publish"))
 
 from hub_look_alike import hub
 
-from flows.cli.app import app
-from flows.preflight import Problems, preflight_profile
-from flows.profile import load_profile
-from merge_core.errors import EXIT_CODES, MergegateError
-from tasks.stage.stages import DeclaredStage
+from mergegate.flows.cli.app import app
+from mergegate.flows.preflight import Problems, preflight_profile
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import EXIT_CODES, MergegateError
+from mergegate.tasks.stage.stages import DeclaredStage
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "mistakes.txt"

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from demo_project import PROFILES
 
-from flows.prefect_api import Nights, wanted_deployments, wanted_rules
-from flows.prefect_api.automations import StateChange
-from flows.prefect_api.nights import OCCASIONS, load_nights, parse_nights
-from merge_core.errors import InvalidInput
-from merge_core.wording import parse_duration
+from mergegate.flows.prefect_api import Nights, wanted_deployments, wanted_rules
+from mergegate.flows.prefect_api.automations import StateChange
+from mergegate.flows.prefect_api.nights import OCCASIONS, load_nights, parse_nights
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.wording import parse_duration
 
 PROJECT = PROFILES.parent
 DEMO = {"profile": "profiles/demo.yaml"}
@@ -103,7 +103,7 @@ def test_without_a_schedule_it_is_no_night(project: Path) -> None:
 def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     swept = {"profile": "profiles/demo-sweep.yaml", "flow": "sweep", "schedule": "every 7 d"}
     *_, one = wanted_deployments(nights(swept), project)
-    assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "flows.sweep:sweep")
+    assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "mergegate.flows.sweep:sweep")
     assert one.schedule == {"interval": 604_800}
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project
 
-from tasks.preflight.licenses import quoted
+from mergegate.tasks.preflight.licenses import quoted
 
 DEMO = PROFILES / "demo"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.profile import Profile, is_recipe, load_profile, parse_profile
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.pin import resolve_parents
+from mergegate.flows.profile import Profile, is_recipe, load_profile, parse_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.pin import resolve_parents
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from flows.cli import progress
-from flows.cli.progress import TerminalProgress
-from merge_core.wording import detail
-from tasks.stage import StageStatus, joint_status, report_stage
+from mergegate.flows.cli import progress
+from mergegate.flows.cli.progress import TerminalProgress
+from mergegate.merge_core.wording import detail
+from mergegate.tasks.stage import StageStatus, joint_status, report_stage
 
 
 class Clock:

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 from tampering import CHANGES, HARMLESS
 
-from merge_core.errors import ChangedInput, InvalidInput
-from merge_core.store import file_identity
-from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe, files_state, find_checkpoint, pin_checkpoints
-from tasks.stage import StageValue, also_forget, reading, stage, stages, store, value_stage
+from mergegate.merge_core.errors import ChangedInput, InvalidInput
+from mergegate.merge_core.store import file_identity
+from mergegate.tasks.checkpoints import (
+    Model,
+    PinnedCheckpoint,
+    PinnedRecipe,
+    files_state,
+    find_checkpoint,
+    pin_checkpoints,
+)
+from mergegate.tasks.stage import StageValue, also_forget, reading, stage, stages, store, value_stage
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -172,7 +179,7 @@ def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatc
 
 
 def test_the_process_that_holds_models_is_ended() -> None:
-    from tasks.checkpoints import model_process
+    from mergegate.tasks.checkpoints import model_process
 
     assert model_process._forget in reading._on_change
 

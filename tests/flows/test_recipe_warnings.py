@@ -11,12 +11,12 @@ import yaml
 from demo_project import PROFILES
 from typer.testing import CliRunner, Result
 
-from flows.cli.app import app
-from flows.outcome.content import recipe_warnings
-from flows.preflight import Problems, preflight_profile
-from flows.profile import load_profile
-from merge_core import load_recipe
-from merge_core.errors import InvalidInput
+from mergegate.flows.cli.app import app
+from mergegate.flows.outcome.content import recipe_warnings
+from mergegate.flows.preflight import Problems, preflight_profile
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import InvalidInput
 
 RECIPE = {
     "merge_method": "linear",
@@ -81,7 +81,7 @@ def test_a_program_reads_each_finding_alone(project: Path) -> None:
 
 def test_a_run_announces_them_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[str] = []
-    monkeypatch.setattr("flows.preflight.announce", announced.append)
+    monkeypatch.setattr("mergegate.flows.preflight.announce", announced.append)
     (project / "recipe.yaml").write_text(yaml.safe_dump(RECIPE).replace("demo/models/reverser", "./nowhere"))
     with pytest.raises(InvalidInput, match="no such directory"):
         preflight_profile(load_profile(Path("profile.yaml")), Problems(stop_at_once=True))

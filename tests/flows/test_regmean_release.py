@@ -10,10 +10,10 @@ import pytest
 import yaml
 from demo_project import PROFILES, Printed, Project, make_project
 
-from merge_core import load_recipe
-from merge_core.store import HashMemo
-from tasks.evaluation import CountLimit, documents_read, pin_data, pin_task
-from tasks.preflight import texts_read
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.evaluation import CountLimit, documents_read, pin_data, pin_task
+from mergegate.tasks.preflight import texts_read
 
 PROFILE = "profiles/demo-regmean.yaml"
 

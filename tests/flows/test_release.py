@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, Printed, Project
 
-from tasks.report import read_history
+from mergegate.tasks.report import read_history
 
 Released = tuple[Project, Printed]
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from demo_project import Printed, Project
 
-from flows.attempt import assess_merge
-from flows.profile import load_profile
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.pin import pin_checkpoints, resolve_parents
-from tasks.merge import MERGED
+from mergegate.flows.attempt import assess_merge
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.pin import pin_checkpoints, resolve_parents
+from mergegate.tasks.merge import MERGED
 
 Released = tuple[Project, Printed]
 

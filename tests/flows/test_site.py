@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from prefect.settings import get_current_settings
 
-from flows.prefect_api import configure, database_url, find_site, make_secret, require_site, write_settings
-from flows.prefect_api.nights import parse_nights
-from flows.prefect_api.site import Site, own_settings
-from merge_core.errors import InvalidInput
+from mergegate.flows.prefect_api import configure, database_url, find_site, make_secret, require_site, write_settings
+from mergegate.flows.prefect_api.nights import parse_nights
+from mergegate.flows.prefect_api.site import Site, own_settings
+from mergegate.merge_core.errors import InvalidInput
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from prefect import flow, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store.store import Artifact, StoredValue
-from tasks.checkpoints.model import Model
-from tasks.stage.looking import WorkToDo, looking
-from tasks.stage.progress import StageStatus, advance, watched_by
-from tasks.stage.stages import StageValue, stage, step, store, value_stage
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store.store import Artifact, StoredValue
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.stage.looking import WorkToDo, looking
+from mergegate.tasks.stage.progress import StageStatus, advance, watched_by
+from mergegate.tasks.stage.stages import StageValue, stage, step, store, value_stage
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -107,7 +107,7 @@ def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
             file.write_text("4")
         case "value":
             (first.directory / "value.json").write_text("{")
-    with caplog.at_level(logging.WARNING, logger="tasks.stage"):
+    with caplog.at_level(logging.WARNING, logger="mergegate.tasks.stage"):
         again, spy, ran = run(3)
     assert again == first
     assert ran == 1

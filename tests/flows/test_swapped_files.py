@@ -21,12 +21,12 @@ from optional_stages import run_with_everything
 from samples import sampled, sampled_rows
 from tampering import CHANGES, HARMLESS
 
-from merge_core.errors import ChangedInput
-from merge_core.store import sha256_file
-from tasks.checkpoints import Model
-from tasks.merge import merge
-from tasks.stage.reading import PinnedInput, pinned_inputs
-from tasks.stage.stages import DeclaredStage, StageCall
+from mergegate.merge_core.errors import ChangedInput
+from mergegate.merge_core.store import sha256_file
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.merge import merge
+from mergegate.tasks.stage.reading import PinnedInput, pinned_inputs
+from mergegate.tasks.stage.stages import DeclaredStage, StageCall
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +182,7 @@ def test_a_merge_does_not_end_with_mixed_bytes(
     release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changed in the middle of the merge itself: between two blocks."""
-    from merge_core.engine import blocks
+    from mergegate.merge_core.engine import blocks
 
     _, call = release.calls["merge"]
     model = models_of(call)[-1]
@@ -203,7 +203,7 @@ def test_a_merge_does_not_end_with_mixed_bytes(
 def test_the_command_merge_takes_no_tokenizer_that_came_later(
     project: Project, monkeypatch: pytest.MonkeyPatch, share: list[str]
 ) -> None:
-    from merge_core.engine import blocks
+    from mergegate.merge_core.engine import blocks
 
     own_family(project)
     original, one = blocks.read_into, threading.Lock()
@@ -233,9 +233,9 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
     What was done is undone before the next run, which goes on from what the store has. At the end there is the release
     that an undisturbed run makes.
     """
-    from tasks.explain.stage import explain
-    from tasks.perplexity.stage import perplexity
-    from tasks.publish import step as publishing
+    from mergegate.tasks.explain.stage import explain
+    from mergegate.tasks.perplexity.stage import perplexity
+    from mergegate.tasks.publish import step as publishing
 
     undisturbed = release.project.latest.resolve()
     root = tmp_path / "project"

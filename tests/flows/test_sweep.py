@@ -15,14 +15,14 @@ from demo_project import PROFILES, SOURCES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
-from flows.attempt import all_candidates, labels_of
-from flows.profile import parse_profile
-from merge_core import load_recipe, merge_weights, plan_merge
-from merge_core.checkpoint import open_checkpoint
-from tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
-from tasks.sweep import TrialRequest, at_start
-from tasks.sweep.ledger import request_key
-from tasks.sweep.settings import SweepSettings
+from mergegate.flows.attempt import all_candidates, labels_of
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
+from mergegate.tasks.sweep import TrialRequest, at_start
+from mergegate.tasks.sweep.ledger import request_key
+from mergegate.tasks.sweep.settings import SweepSettings
 
 DEMO = PROFILES / "demo"
 Swept = tuple[Project, dict[str, Printed], int]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.cli.progress import TerminalProgress
-from flows.cli.sweep_summary import sweep_summary
-from tasks.report import SearchStatus, search_line
-from tasks.report.sweep.content import SweepContent
-from tasks.stage import say_progress, watched_by
-from tasks.stage.progress import report_stage
+from mergegate.flows.cli.progress import TerminalProgress
+from mergegate.flows.cli.sweep_summary import sweep_summary
+from mergegate.tasks.report import SearchStatus, search_line
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.stage import say_progress, watched_by
+from mergegate.tasks.stage.progress import report_stage
 
 sys.path.append(str(Path(__file__).parent.parent / "report"))
 import sweep_samples as samples

@@ -11,9 +11,9 @@ from demo_project import Printed, Project, make_project
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.profile import load_profile
-from merge_core.errors import InvalidInput
-from merge_core.parsing import with_overrides
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import with_overrides
 
 PROFILE = {"name": "demo", "evaluate": {"documents": 400, "tasks": [{"task": "a", "max_drop": 3}, {"task": "b"}]}}
 

@@ -10,14 +10,14 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from flows.attempt import JudgedMerge
-from flows.cli.summary import print_summary
-from flows.outcome import RunOutcome
-from flows.profile import load_profile
-from flows.release import JUDGEMENTS, make_release
-from tasks.checkpoints import Model
-from tasks.report import as_markdown
-from tasks.stage import Outcome, Section, StageValue, Verdict, value_stage
+from mergegate.flows.attempt import JudgedMerge
+from mergegate.flows.cli.summary import print_summary
+from mergegate.flows.outcome import RunOutcome
+from mergegate.flows.profile import load_profile
+from mergegate.flows.release import JUDGEMENTS, make_release
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.report import as_markdown
+from mergegate.tasks.stage import Outcome, Section, StageValue, Verdict, value_stage
 
 
 class WeighSettings(BaseModel):

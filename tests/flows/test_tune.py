@@ -10,11 +10,11 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project, make_project
 
-from flows.candidates import TuningSize, has_a_scale
-from flows.profile import Profile, parse_profile
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo
-from tasks.checkpoints import resolve_parents
+from mergegate.flows.candidates import TuningSize, has_a_scale
+from mergegate.flows.profile import Profile, parse_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import resolve_parents
 
 AVERAGE = {
     "merge_method": "task_arithmetic",

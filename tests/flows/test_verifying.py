@@ -13,14 +13,14 @@ import yaml
 from demo_project import PROFILES, Printed, Project
 from signing_keys import write_keys
 
-from flows.release import release as release_flow
-from merge_core.errors import InvalidInput, Refused
-from tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
-from tasks.publish.releases.verify import check_release
-from tasks.publish.signature import sign
-from tasks.publish.sums import checksums_text, sha256_of
-from tasks.publish.targets.directory import DirectoryRelease
-from tasks.stage.progress import watched_by
+from mergegate.flows.release import release as release_flow
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
+from mergegate.tasks.publish.releases.verify import check_release
+from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.sums import checksums_text, sha256_of
+from mergegate.tasks.publish.targets.directory import DirectoryRelease
+from mergegate.tasks.stage.progress import watched_by
 
 Released = tuple[Project, Printed]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 from benchmark_scripts import load_benchmark
 
-from flows.cli.demo import PROFILE, place_demo
-from merge_core.errors import InvalidInput, Refused
-from tasks.outside import require_linux
+from mergegate.flows.cli.demo import PROFILE, place_demo
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.outside import require_linux
 
 PROJECT = Path(__file__).resolve().parents[2]
 FLOORS = ("flows", "tasks", "merge_core")
@@ -27,10 +28,14 @@ def tracked(*places: str) -> set[str]:
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    wanted = tracked(*FLOORS, "profiles", "mergegate.py", "pyproject.toml", "README.md", "LICENSE")
+    wanted = tracked(
+        *FLOORS, "profiles", "mergegate/__init__.py", "mergegate/__main__.py", "pyproject.toml", "README.md", "LICENSE"
+    )
     for file in wanted:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(PROJECT / file, source / file)
+    for floor in FLOORS:
+        (source / "mergegate" / floor).symlink_to(Path("..", floor))
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("mergegate-*.whl")
@@ -40,11 +45,32 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
         for name in sorted(data):
             (member,) = (one for one in inside if one.endswith(f".data/data/share/mergegate/{name}"))
             assert archive.read(member) == (PROJECT / name).read_bytes(), name
-    assert {file for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
-    assert "mergegate.py" in inside
+    assert {f"mergegate/{file}" for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
+    assert {"mergegate/__init__.py", "mergegate/__main__.py"} <= inside
+    # Nothing else is importable, so a user's own `flows` or `tasks` package cannot collide with ours.
+    assert {name.partition("/")[0] for name in inside if name.endswith(".py") and ".data/" not in name} == {"mergegate"}
+    # Installing it leaves a package called `tasks` as it was.
+    neighbor = tmp_path / "site" / "tasks" / "__init__.py"
+    neighbor.parent.mkdir(parents=True)
+    neighbor.write_text("MINE = True\n")
+    target = ["--target", str(tmp_path / "site"), "--upgrade"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *target, str(wheel)], check=True)
+    assert neighbor.read_text() == "MINE = True\n"
+    assert [file.name for file in neighbor.parent.iterdir()] == ["__init__.py"]
     # How the family was made is for a clone; what stands in for its servers is for everybody.
     made_with = {file for file in wanted if file.endswith(".py")} - {"profiles/demo/server.py"}
     assert data == {file for file in wanted if file.startswith("profiles/")} - made_with
+
+
+@pytest.mark.parametrize("folder", ["flows", "tasks", "merge_core"])
+def test_a_users_own_package_does_not_hide_ours(tmp_path: Path, folder: str) -> None:
+    """Every Prefect project has a folder `flows/`, and some run with PYTHONPATH=. in it."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('the user package was imported')\n")
+    command = [sys.executable, "-m", "mergegate", "methods"]
+    environment = {**os.environ, "PYTHONPATH": "."}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long

@@ -39,21 +39,21 @@ from honest import weights as torch_weights  # noqa: E402
 from mutations import mutated  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
-from flows.profile import parse_profile  # noqa: E402
-from merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
-from merge_core.checkpoint import fetch_header  # noqa: E402
-from merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
-from merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
-from merge_core.errors import MergegateError  # noqa: E402
-from merge_core.parsing import parse_line, parse_yaml  # noqa: E402
-from merge_core.recipe import parse_reference, resolve_local  # noqa: E402
-from merge_core.store import MANIFEST, VALUE, JournalPlace, Store, StoreMiss, open_journal  # noqa: E402
-from tasks.checkpoints import parse_card  # noqa: E402
-from tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
-from tasks.evaluation.task_code import imported_beside  # noqa: E402
-from tasks.evaluation.task_definition import read_definition  # noqa: E402
-from tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
-from tasks.publish.releases.verify import check_release  # noqa: E402
+from mergegate.flows.profile import parse_profile  # noqa: E402
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
+from mergegate.merge_core.checkpoint import fetch_header  # noqa: E402
+from mergegate.merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
+from mergegate.merge_core.errors import MergegateError  # noqa: E402
+from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
+from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
+from mergegate.merge_core.store import MANIFEST, VALUE, JournalPlace, Store, StoreMiss, open_journal  # noqa: E402
+from mergegate.tasks.checkpoints import parse_card  # noqa: E402
+from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
+from mergegate.tasks.evaluation.task_code import imported_beside  # noqa: E402
+from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
+from mergegate.tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
+from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
 
 SLOW = 5  # seconds
 PLACE = Path("x")
@@ -338,7 +338,7 @@ def published(place: Path) -> Path:
     """A release as mergegate makes it; takes some seconds, for Prefect's API."""
     from honest import release
 
-    from flows.prefect_api import configure, local_api
+    from mergegate.flows.prefect_api import configure, local_api
 
     configure(place / "home")
     with local_api():

@@ -170,7 +170,7 @@ def release(place: Path) -> Path:
     """A release as mergegate publishes it to a directory."""
     from release_samples import publishable
 
-    from tasks.publish.targets.directory import DirectoryTarget
+    from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
     published = publishable(place / "made").publish(DirectoryTarget(path=place / "out"), place)
     return Path(published.location)

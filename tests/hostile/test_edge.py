@@ -15,16 +15,24 @@ from honest import CONFIG, RECIPE, TASK, checkpoint, pickled, torch_zip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core import load_recipe, open_checkpoint, plan_merge
-from merge_core.checkpoint.pickled_file import read_pickled
-from merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
-from merge_core.engine.output import write_companions
-from merge_core.errors import InvalidInput, shown
-from merge_core.parsing import JsonBounds, open_plain, parse_json, parse_yaml, plain_file, read_json, read_lines
-from merge_core.parsing.yaml_text import MAX_YAML_BYTES
-from merge_core.store import HashMemo
-from tasks.evaluation.task_definition import pin_task
-from tasks.preflight.custom_code import custom_code_findings
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint.pickled_file import read_pickled
+from mergegate.merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
+from mergegate.merge_core.engine.output import write_companions
+from mergegate.merge_core.errors import InvalidInput, shown
+from mergegate.merge_core.parsing import (
+    JsonBounds,
+    open_plain,
+    parse_json,
+    parse_yaml,
+    plain_file,
+    read_json,
+    read_lines,
+)
+from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.preflight.custom_code import custom_code_findings
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -167,7 +175,7 @@ def test_what_became_a_pipe_after_it_was_looked_at_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr("merge_core.parsing.files.plain_file", lambda path, within=None: path)
+    monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
     with pytest.raises(InvalidInput, match="no plain file any more"):
         open_plain(tmp_path / "pipe")
 
@@ -176,7 +184,7 @@ def test_what_became_a_link_after_it_was_looked_at_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
-    monkeypatch.setattr("merge_core.parsing.files.plain_file", lambda path, within=None: path)
+    monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
     with pytest.raises(InvalidInput, match="cannot be read"):
         open_plain(tmp_path / "link")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fuzz import Target, fuzz, targets
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 SECONDS = 6
 

@@ -19,7 +19,7 @@ from corpus import CHECKPOINTS, PROFILES, RECIPES, RELEASES, RESULTS, TASKS, Cas
 from honest import PROFILE, RECIPE, checkpoint, release, results, samples
 from typer.testing import CliRunner
 
-from flows.cli.app import app
+from mergegate.flows.cli.app import app
 
 SECONDS, BYTES = 20, 1 << 30  # of computing; other work on the machine is not ours
 PATIENCE = 60  # seconds of waiting: for a pipe that nobody writes to

@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flows.prefect_api.nights import Nights
-from flows.profile import Profile, parse_profile
-from merge_core.errors import InvalidInput
-from merge_core.parsing import LocalPath
-from tasks.publish.targets import publish_targets
+from mergegate.flows.prefect_api.nights import Nights
+from mergegate.flows.profile import Profile, parse_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.tasks.publish.targets import publish_targets
 
 PATH = TypeAdapter(LocalPath)
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from flows.prefect_api.nights import load_nights
-from flows.profile import load_profile
-from merge_core import load_recipe
-from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_DATA_BYTES
-from merge_core.store import HashMemo
-from merge_core.store.hashing import sha256_file
-from tasks.judge.prompts import pin_prompts
-from tasks.judge.settings import JudgeSettings
-from tasks.perplexity.text import pin_text
-from tasks.preflight.licenses.table import load_table
-from tasks.publish.signature import private_key, public_key
-from tasks.shadow.traffic.replay import read_traffic
+from mergegate.flows.prefect_api.nights import load_nights
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import MAX_DATA_BYTES
+from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.tasks.judge.prompts import pin_prompts
+from mergegate.tasks.judge.settings import JudgeSettings
+from mergegate.tasks.perplexity.text import pin_text
+from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.publish.signature import private_key, public_key
+from mergegate.tasks.shadow.traffic.replay import read_traffic
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "a named pipe": os.mkfifo,

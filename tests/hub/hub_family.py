@@ -28,7 +28,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def header_sizes(models: Path) -> dict[str, int]:
     """By the sha256 of every safetensors file that counts, the bytes before its first weight."""
-    from merge_core.store.hashing import sha256_file
+    from mergegate.merge_core.store.hashing import sha256_file
 
     files = list(models.glob("*/model*.safetensors"))
     return {sha256_file(file): 8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files}
@@ -36,7 +36,7 @@ def header_sizes(models: Path) -> dict[str, int]:
 
 def mergegate(*arguments: str) -> Result:
     """The command, in this process. An unexpected exception fails the test."""
-    from flows.cli.app import app
+    from mergegate.flows.cli.app import app
 
     result = CliRunner().invoke(app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):

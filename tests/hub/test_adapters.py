@@ -12,10 +12,16 @@ from hub_family import CARD, header_sizes, mergegate
 from hub_look_alike import LookAlike
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe
-from merge_core.errors import InvalidInput, MergegateError
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.pin import ResolvedCheckpoint, open_parent, pin_checkpoints, resolve_parents, search_parents
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.pin import (
+    ResolvedCheckpoint,
+    open_parent,
+    pin_checkpoints,
+    resolve_parents,
+    search_parents,
+)
 
 RECIPE = """\
 merge_method: linear

@@ -10,12 +10,12 @@ import pytest
 from hub_family import RECIPE, go_offline, header_sizes, mergegate
 from hub_look_alike import WRITER, Fault, LookAlike, hub
 
-from merge_core import load_recipe, open_checkpoint
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.hub.download import Downloaded, download_snapshots
-from tasks.checkpoints.hub.snapshot import Snapshot
-from tasks.checkpoints.pin import (
+from mergegate.merge_core import load_recipe, open_checkpoint
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.checkpoints.pin import (
     ResolvedCheckpoint,
     checkpoint_digest,
     deciding_files,
@@ -90,7 +90,9 @@ def test_what_is_here_is_neither_fetched_nor_hashed_again(
     found = parents()
     first = download_snapshots(snapshots_of(found), memo)
     online.log.clear()
-    monkeypatch.setattr("merge_core.store.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again"))
+    monkeypatch.setattr(
+        "mergegate.merge_core.store.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again")
+    )
     assert download_snapshots(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
     assert online.log == []
 

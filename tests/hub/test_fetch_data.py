@@ -9,11 +9,11 @@ import pytest
 from hub_look_alike import Fault, LookAlike
 from rich.console import Console
 
-from flows.cli.fetch_data import fetch_data
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.evaluation import AskedDataset, fetch_datasets, named_data, pin_task
-from tasks.evaluation.harness import look_at_data
+from mergegate.flows.cli.fetch_data import fetch_data
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.evaluation import AskedDataset, fetch_datasets, named_data, pin_task
+from mergegate.tasks.evaluation.harness import look_at_data
 
 PROFILE = """\
 name: nightly

@@ -9,9 +9,9 @@ import pytest
 from hub_family import RECIPE, go_offline, header_sizes
 from hub_look_alike import READER, WRITER, Fault, LookAlike
 
-from merge_core import load_recipe, open_checkpoint
-from merge_core.errors import InvalidInput, MergegateError, Refused
-from tasks.checkpoints.pin import (
+from mergegate.merge_core import load_recipe, open_checkpoint
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.tasks.checkpoints.pin import (
     ResolvedCheckpoint,
     open_parent,
     resolve_all_parents,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hub_look_alike import NARROW, NARROW_READER, READER, STRANGER, WRITER, Fault, LookAlike
 
-from merge_core.errors import InvalidInput, Refused
-from tasks.checkpoints.hub.permissions import Account, parse_account, why_not
-from tasks.publish.targets.contract import check_target
-from tasks.publish.targets.directory import DirectoryTarget
-from tasks.publish.targets.hub import HubTarget
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints.hub.permissions import Account, parse_account, why_not
+from mergegate.tasks.publish.targets.contract import check_target
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
 
 HUB = "https://hub.example"
 

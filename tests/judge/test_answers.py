@@ -12,13 +12,13 @@ import torch
 from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import sha256_file
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_process import end_child
-from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
-from tasks.judge.prompts import Prompts
-from tasks.judge.settings import Generation
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_process import end_child
+from mergegate.tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
+from mergegate.tasks.judge.prompts import Prompts
+from mergegate.tasks.judge.settings import Generation
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"
 

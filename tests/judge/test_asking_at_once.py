@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from judge_server import Response, completion, serving
 
-from tasks.judge.asking import ask_judge, both_orders
-from tasks.judge.prompts import Prompt
-from tasks.judge.settings import JudgeServer, Judging
+from mergegate.tasks.judge.asking import ask_judge, both_orders
+from mergegate.tasks.judge.prompts import Prompt
+from mergegate.tasks.judge.settings import JudgeServer, Judging
 
 MOST = 3
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
 
-from merge_core.errors import InvalidInput
-from tasks.gate import graded_difference
-from tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
-from tasks.judge.settings import JudgeRule, JudgeSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate import graded_difference
+from mergegate.tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
+from mergegate.tasks.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.judge.prompts import JudgePrompts, Prompt, pin_prompts, read_prompts
-from tasks.judge.settings import JudgeSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, pin_prompts, read_prompts
+from mergegate.tasks.judge.settings import JudgeSettings
 
 MT_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Start every sentence with A."]},

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from judge_server import Asked, Response, completion, serving
 
-from merge_core.errors import InvalidInput
-from tasks.judge.rubric import response_format
-from tasks.judge.server import ChatServer, Reply
-from tasks.judge.settings import JudgeServer
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.judge.rubric import response_format
+from mergegate.tasks.judge.server import ChatServer, Reply
+from mergegate.tasks.judge.settings import JudgeServer
 
 MESSAGES = [{"role": "user", "content": "which?"}]
 FORMAT = response_format({"clarity": "It is clear."})

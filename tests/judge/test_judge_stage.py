@@ -13,13 +13,13 @@ from judge_server import Response, completion, serving
 from prefect import flow
 from tiny_models import CPU, make_model, words, write_jsonl
 
-from merge_core.errors import InvalidInput
-from merge_core.store.hashing import HashMemo
-from tasks.checkpoints.model import Model
-from tasks.judge.prompts import pin_prompts
-from tasks.judge.settings import JudgeSettings
-from tasks.judge.stage import JudgedAnswers, judge_models
-from tasks.stage.progress import StageStatus, watched_by
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.judge.prompts import pin_prompts
+from mergegate.tasks.judge.settings import JudgeSettings
+from mergegate.tasks.judge.stage import JudgedAnswers, judge_models
+from mergegate.tasks.stage.progress import StageStatus, watched_by
 
 PROMPTS = 24
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.judge.prompts import Prompt
-from tasks.judge.rubric import Exchange, Opinion, messages, parse, response_format
-from tasks.judge.settings import DIMENSIONS
+from mergegate.tasks.judge.prompts import Prompt
+from mergegate.tasks.judge.rubric import Exchange, Opinion, messages, parse, response_format
+from mergegate.tasks.judge.settings import DIMENSIONS
 
 TWO_TURNS = Prompt("1", ("What is 2 + 2?", "And doubled?"), (None, "8"))
 SECOND = Exchange(TWO_TURNS, 1, ("four", "eight"), ("five", "ten"))

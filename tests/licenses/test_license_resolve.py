@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.preflight.licenses.case import Unread
-from tasks.preflight.licenses.resolve import CardSource, FindAncestor, NotRead, declared, lineage, walk
-from tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.licenses.case import Unread
+from mergegate.tasks.preflight.licenses.resolve import CardSource, FindAncestor, NotRead, declared, lineage, walk
+from mergegate.tasks.preflight.licenses.table import load_table
 
 TABLE = load_table()
 

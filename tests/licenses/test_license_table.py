@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from merge_core.errors import InvalidInput
-from tasks.preflight.licenses.table import SHIPPED, License, LicenseTable, load_table
-from tasks.preflight.licenses.use import LicenseSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.preflight.licenses.table import SHIPPED, License, LicenseTable, load_table
+from mergegate.tasks.preflight.licenses.use import LicenseSettings
 
 HUB = [
     line

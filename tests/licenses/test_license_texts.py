@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
-from tasks.preflight.licenses.table import SHIPPED, load_table
-from tasks.preflight.licenses.texts import license_texts, linked, recognised
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
+from mergegate.tasks.preflight.licenses.table import SHIPPED, load_table
+from mergegate.tasks.preflight.licenses.texts import license_texts, linked, recognised
 
 TABLE = load_table()
 TEXTS = SHIPPED.parent / "texts"

@@ -12,9 +12,9 @@ from huggingface_hub.repocard import metadata_load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.checkpoints import read_card
-from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
-from tasks.preflight.licenses.table import load_table
+from mergegate.tasks.checkpoints import read_card
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
+from mergegate.tasks.preflight.licenses.table import load_table
 
 TABLE = load_table()
 LIMIT = 1 << 20

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_core import (
+from mergegate.merge_core import (
     Checkpoint,
     EngineSettings,
     MergeRecord,
@@ -23,8 +23,8 @@ from merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from merge_core.architecture import is_projection, is_routed_expert
-from merge_core.checkpoint import (
+from mergegate.merge_core.architecture import is_projection, is_routed_expert
+from mergegate.merge_core.checkpoint import (
     file_of_importance,
     file_of_moments,
     open_importance,
@@ -33,13 +33,13 @@ from merge_core.checkpoint import (
     write_importance,
     write_inputs,
 )
-from merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import MeasuredInputs
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
 # Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a process of its own.
 MERGE_FUSED = """
 from pathlib import Path
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 recipe = load_recipe(Path("recipe.yaml"))
 plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
 merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))

@@ -19,7 +19,7 @@ from family_trials import try_adapter, try_experts, try_vocabulary
 from in_memory import average, stack
 from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, make
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"

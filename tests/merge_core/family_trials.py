@@ -23,11 +23,11 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
-from merge_core.adapters import apply_adapter, open_adapter
-from merge_core.adapters.names import memory_name
-from merge_core.checkpoint import Checkpoint
-from merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import Finding, InvalidInput
 
 DONE, NOTHING = "✓", "\N{EN DASH}"
 LINEAR = (

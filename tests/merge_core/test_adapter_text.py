@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizer_samples import byte_level, with_added, write_tokenizer
 
-from merge_core import Finding, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.adapters import apply_adapter, open_adapter
-from merge_core.checkpoint import Checkpoint
-from tasks.merge import combine_parents
+from mergegate.merge_core import Finding, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.tasks.merge import combine_parents
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")

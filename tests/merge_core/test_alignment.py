@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from family import load, merge_text, random_tensors, save_checkpoint, save_tokenizer
 
-from merge_core import load_recipe, open_checkpoint, preflight
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import load_recipe, open_checkpoint, preflight
+from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"

@@ -12,8 +12,8 @@ import transformers
 from family import random_tensors, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from merge_core import PlannedMerge, load_recipe, merge_weights, open_checkpoint, plan_with_findings
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import PlannedMerge, load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from mergegate.merge_core.errors import InvalidInput
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from family import merge_text, random_tensors, save_checkpoint
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.engine import blocks
-from merge_core.errors import ChangedInput
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.engine import blocks
+from mergegate.merge_core.errors import ChangedInput
 
 TEXT = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 WEIGHTS = "model.safetensors"

@@ -12,10 +12,10 @@ from family import TOKENS, merge_text, save_family, save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merge_core import load_recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint import list_companions
-from merge_core.checkpoint.chat_template import DEFAULT, KNOWN, chosen_templates, read_chat_templates
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core.checkpoint import list_companions
+from mergegate.merge_core.checkpoint.chat_template import DEFAULT, KNOWN, chosen_templates, read_chat_templates
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {weight: 1}\n"
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

@@ -11,8 +11,8 @@ from family import merge_text, save_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint import companion_kind, has_vocabulary, travels
+from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, travels
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 POOLING = {

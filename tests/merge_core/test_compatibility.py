@@ -11,9 +11,17 @@ import pytest
 import torch
 from family import load, merge_text, random_tensors, save_checkpoint, save_tokenizer
 
-from merge_core import Finding, PlannedMerge, load_recipe, open_checkpoint, plan_merge, plan_with_findings, preflight
-from merge_core.errors import InvalidInput
-from merge_core.plan import compatibility
+from mergegate.merge_core import (
+    Finding,
+    PlannedMerge,
+    load_recipe,
+    open_checkpoint,
+    plan_merge,
+    plan_with_findings,
+    preflight,
+)
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.plan import compatibility
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 

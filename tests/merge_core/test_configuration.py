@@ -15,11 +15,11 @@ from samples import sampled
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from merge_core import open_checkpoint
-from merge_core.architecture import described_families
-from merge_core.architecture.architecture import LAYER_COUNT_KEYS
-from merge_core.checkpoint import CONFIG_KEYS, TEXT_PARTS, read_config
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.architecture import described_families
+from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS
+from mergegate.merge_core.checkpoint import CONFIG_KEYS, TEXT_PARTS, read_config
+from mergegate.merge_core.errors import InvalidInput
 
 WHOLE = st.integers(1, 8)
 VALUES = {

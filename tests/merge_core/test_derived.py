@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, patterns
-from merge_core.engine import EngineSettings
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, patterns
+from mergegate.merge_core.engine import EngineSettings
+from mergegate.merge_core.errors import InvalidInput
 
 ROWS, WIDTH = 37, 8
 

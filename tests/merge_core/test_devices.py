@@ -9,8 +9,8 @@ import pytest
 import torch
 from family import merge_text
 
-from merge_core.engine.devices import choose_devices
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.engine.devices import choose_devices
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
@@ -18,7 +18,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as counting them goes."""
-    monkeypatch.setattr("merge_core.engine.devices.has_cuda_driver", lambda: True)
+    monkeypatch.setattr("mergegate.merge_core.engine.devices.has_cuda_driver", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -41,7 +41,7 @@ def test_auto_and_cuda_mean_all_gpus_and_a_number_means_one(name: str, chosen: s
 
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_without_a_gpu_computes_on_the_cpu_and_says_so(family: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "merge_core"):
+    with caplog.at_level("INFO", "mergegate.merge_core"):
         record = merge_text(LINEAR, family)
     assert record.device == "cpu"
     assert record.note.startswith("device auto: ")
@@ -68,7 +68,7 @@ def test_other_devices_are_refused(name: str) -> None:
 def test_a_gpu_agrees_with_the_cpu_to_one_unit_in_the_last_place(family: Path, method: str) -> None:
     from family import load
 
-    from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+    from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 
     base = "" if method == "linear" else "base_model: base\nmodels: [{model: a}, {model: b}]\n"
     text = f"merge_method: {method}\n{base or 'models: [{model: a}, {model: b}]'}\nparameters: {{weight: 0.5}}\n"

@@ -17,11 +17,11 @@ import torch
 from family import HIDDEN, MERGE_FUSED, TOKENS, load, merge_text, random_tensors, recipe_of, save_checkpoint
 from samples import sampled
 
-from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
-from merge_core.engine import blocks, execution, tensor_run
-from merge_core.errors import InvalidInput, Refused
-from merge_core.methods import Fold, Map, Steps
-from merge_core.methods import kept as notes
+from mergegate.merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.engine import blocks, execution, tensor_run
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.methods import Fold, Map, Steps
+from mergegate.merge_core.methods import kept as notes
 
 DARE = (
     "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
@@ -90,7 +90,7 @@ def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing may wait in memory: every byte is read back.
-    monkeypatch.setattr("merge_core.engine.writer.WAITING_BYTES", 0)
+    monkeypatch.setattr("mergegate.merge_core.engine.writer.WAITING_BYTES", 0)
     record = merge_text(TIES, wide, block_elements=16384)
     for name, digest in record.files.items():
         assert hashlib.sha256((wide / "out" / name).read_bytes()).hexdigest() == digest

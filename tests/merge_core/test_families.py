@@ -22,8 +22,8 @@ from samples import sampled
 from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits, make
 from transformers import AutoConfig
 
-from merge_core.architecture import LayerOrigin, described_families, stacked_config
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.architecture import LayerOrigin, described_families, stacked_config
+from mergegate.merge_core.errors import InvalidInput
 
 # One of each way in which a layer's number can decide something.
 SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")

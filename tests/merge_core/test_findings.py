@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merge_core.errors import Finding, InvalidInput, Refused, finding_of, summed_up, worst_first
+from mergegate.merge_core.errors import Finding, InvalidInput, Refused, finding_of, summed_up, worst_first
 
 TEXTS = st.sampled_from(["", "a: x", "a: y", "b: x", "size"])
 FINDINGS = st.lists(

@@ -14,10 +14,10 @@ from family import entry, merge_text, save_checkpoint, save_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from merge_core import merge_methods
-from merge_core.checkpoint import BY_CODE, EXPONENTS
-from merge_core.engine import blocks, finite
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import merge_methods
+from mergegate.merge_core.checkpoint import BY_CODE, EXPONENTS
+from mergegate.merge_core.engine import blocks, finite
+from mergegate.merge_core.errors import InvalidInput
 
 EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
 TOKENS, HIDDEN = 300, 64  # more than a grain, so that small blocks cut the tensor into several

@@ -12,10 +12,10 @@ import torch
 from family import load, merge_text, read_recipe, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.checkpoint import file_of_importance, open_importance
-from merge_core.engine.forecast import needs_of
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import file_of_importance, open_importance
+from mergegate.merge_core.engine.forecast import needs_of
+from mergegate.merge_core.errors import InvalidInput
 
 SHAPES = {
     "model.embed_tokens.weight": (90, 40),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 
 Head = Literal["none", "equal", "different"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

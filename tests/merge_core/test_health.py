@@ -10,7 +10,7 @@ from family import merge_text, random_tensors, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.engine.health import TensorHealth, judge_health, sampled
+from mergegate.merge_core.engine.health import TensorHealth, judge_health, sampled
 
 NORM = "model.layers.1.mlp.up_proj.weight"
 

@@ -14,13 +14,19 @@ from family import load, merge_text, random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import merge_core.analysis.interference as interference
-from merge_core import open_checkpoint
-from merge_core.analysis.interference import GRAIN, NOTICEABLE, Interference, measure_interference, tally_grains
-from merge_core.analysis.tally import Tally
-from merge_core.architecture.tensor_kinds import tensor_kind
-from merge_core.errors import InvalidInput
-from merge_core.methods.contract import StoredBlock
+import mergegate.merge_core.analysis.interference as interference
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.analysis.interference import (
+    GRAIN,
+    NOTICEABLE,
+    Interference,
+    measure_interference,
+    tally_grains,
+)
+from mergegate.merge_core.analysis.tally import Tally
+from mergegate.merge_core.architecture.tensor_kinds import tensor_kind
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.contract import StoredBlock
 
 LINEAR = """
 merge_method: task_arithmetic
@@ -232,9 +238,9 @@ def test_memory_stays_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> N
         save_checkpoint(tmp_path / name, {"model.embed_tokens.weight": rows})
     code = f"""
 from pathlib import Path
-from merge_core import open_checkpoint
-from merge_core.analysis import measure_interference
-import merge_core.methods.kernels
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.analysis import measure_interference
+import mergegate.merge_core.methods.kernels
 def anonymous():
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from family import MERGE_FUSED, recipe_of
 
 INSPECT = (
-    "import numpy as np; from merge_core.methods import kernels;"
+    "import numpy as np; from mergegate.merge_core.methods import kernels;"
     "words = np.array([0, 0x7F80, 1], np.uint64);"
     "assert kernels.inspect(words, np.uint64(0x7F80), np.uint64(0x80)) == (0x8080, 0x7F81)"
 )

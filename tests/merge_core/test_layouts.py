@@ -14,7 +14,7 @@ from in_memory import average, stack
 from safetensors.torch import load_file, save_file
 from tiny_families import BY_NAME, LAYERS, load, logits, make
 
-from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 

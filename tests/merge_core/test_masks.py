@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from merge_core.methods.masks import mask_key, philox, threshold, words
+from mergegate.merge_core.methods.masks import mask_key, philox, threshold, words
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_words_of_a_part_are_a_part_of_the_words(start: int) -> None:
 
 
 def test_the_fused_kernel_draws_the_same_words() -> None:
-    from merge_core.methods import kernels
+    from mergegate.merge_core.methods import kernels
 
     key = mask_key(1, "layer", 0)
     for start, count in ((0, 64), (5, 33), (2**33 + 2, 10)):

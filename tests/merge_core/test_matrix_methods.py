@@ -15,11 +15,11 @@ import yaml
 from family import load, save_checkpoint
 from safetensors.torch import save_file
 
-from merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
-from merge_core.checkpoint import file_of_moments, no_moments, open_moments, packed_moments, write_inputs
-from merge_core.errors import InvalidInput
-from merge_core.methods.matrices import GRAIN_ROWS
-from merge_core.recipe import MeasuredInputs
+from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import file_of_moments, no_moments, open_moments, packed_moments, write_inputs
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods.matrices import GRAIN_ROWS
+from mergegate.merge_core.recipe import MeasuredInputs
 
 Array = np.ndarray
 # A square, a tall and a wide matrix, each of several runs of rows and a rest; what is no matrix of a linear layer.

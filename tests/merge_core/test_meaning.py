@@ -24,9 +24,9 @@ from tiny_families import FAMILIES, LAYERS, TOKENS, TinyFamily
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from merge_core import Finding, architecture, load_recipe, open_checkpoint, preflight
-from merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
-from merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
+from mergegate.merge_core import Finding, architecture, load_recipe, open_checkpoint, preflight
+from mergegate.merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
+from mergegate.merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
 
 DEFAULTS = Path(architecture.__file__).parent / "defaults.json"
 OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\)')

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_quantised import MATRIX, MXFP4, fp8_weights, mxfp4_weights, saved
 from tiny_families import BY_NAME, load, make, save
 
-from merge_core import (
+from mergegate.merge_core import (
     EngineSettings,
     MergePlan,
     merge_methods,
@@ -24,7 +24,7 @@ from merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 WAYS: list[dict[str, Any]] = [{}, {"block_elements": 32768, "threads": 3}, {"kernels": "fused"}]

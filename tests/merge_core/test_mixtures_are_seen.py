@@ -10,14 +10,14 @@ import pytest
 import torch
 from tiny_families import FAMILIES
 
-from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import open_checkpoint, open_importance, open_moments
-from merge_core.recipe import ReadingOfTexts
-from merge_core.store import HashMemo, JournalPlace
-from tasks.checkpoints.model import Model
-from tasks.merge.reading_gradients import read_gradients
-from tasks.merge.reading_inputs import read_inputs
-from tasks.perplexity import pin_text
+from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.checkpoint import open_checkpoint, open_importance, open_moments
+from mergegate.merge_core.recipe import ReadingOfTexts
+from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.merge.reading_gradients import read_gradients
+from mergegate.tasks.merge.reading_inputs import read_inputs
+from mergegate.tasks.perplexity import pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
 MIXTURES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from family import load, merge_text, save_checkpoint
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 MODULES = """
 merge_method: linear

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import TEXTS, byte_level, content_of, with_added, write_tokenizer
 
-from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint.vocabulary import read_vocabulary
-from merge_core.checkpoint.vocabulary.pieces import read_pieces
+from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
+from mergegate.merge_core.checkpoint.vocabulary.pieces import read_pieces
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}

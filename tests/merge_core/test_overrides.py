@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from merge_core import load_recipe
-from merge_core.errors import InvalidInput
-from merge_core.recipe.overrides import apply_overrides
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe.overrides import apply_overrides
 
 TIES: dict[str, Any] = {
     "merge_method": "ties",

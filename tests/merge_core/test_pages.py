@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from family import merge_text, recipe_of
 
-from merge_core import merge_methods
-from merge_core.engine import blocks, pages, writer
-from merge_core.system import cached_bytes, forget_cached
+from mergegate.merge_core import merge_methods
+from mergegate.merge_core.engine import blocks, pages, writer
+from mergegate.merge_core.system import cached_bytes, forget_cached
 
 PART = 16384
 STEPS = """name: first

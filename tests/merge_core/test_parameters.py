@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.errors import FindingLog, InvalidInput
-from merge_core.methods.contract import REQUIRED, Parameter
-from merge_core.methods.registry import find_method
-from merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
+from mergegate.merge_core.errors import FindingLog, InvalidInput
+from mergegate.merge_core.methods.contract import REQUIRED, Parameter
+from mergegate.merge_core.methods.registry import find_method
+from mergegate.merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
 
 TIES = find_method("ties", "test")
 WEIGHT = TIES.parameter("weight")

@@ -18,9 +18,9 @@ from family import load, merge_text, random_tensors, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core import open_checkpoint
-from merge_core.checkpoint.pickled_file import read_pickled
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.checkpoint.pickled_file import read_pickled
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 

@@ -11,9 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from merge_core import MergeRecord, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.engine import EngineSettings
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import (
+    MergeRecord,
+    load_recipe,
+    merge_weights,
+    open_checkpoint,
+    plan_merge,
+    plan_with_findings,
+)
+from mergegate.merge_core.engine import EngineSettings
+from mergegate.merge_core.errors import InvalidInput
 
 EXPERTS, OUTPUTS, INPUTS = 3, 40, 96
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24], "activation_scheme": "dynamic", "fmt": "e4m3"}

@@ -65,7 +65,7 @@ def test_della_keeps_large_elements_of_a_row_more_often(pair: Path, method: str,
 
 
 def test_della_refuses_probabilities_outside_their_range(pair: Path) -> None:
-    from merge_core.errors import InvalidInput
+    from mergegate.merge_core.errors import InvalidInput
 
     with pytest.raises(InvalidInput, match=r"density 0\.9 with epsilon 0\.2"):
         factors(pair, "della", "density: 0.9, epsilon: 0.2")

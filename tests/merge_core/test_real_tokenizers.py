@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from samples import sampled_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.checkpoint.vocabulary import join_tokenizers, read_tokenizer
-from tasks.preflight import cut_shares
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core.checkpoint.vocabulary import join_tokenizers, read_tokenizer
+from mergegate.tasks.preflight import cut_shares
 
 PLACE = Path(__file__).resolve().parents[2] / ".tokenizers"
 WANTED = os.environ.get("MERGEGATE_REQUIRE_TOKENIZERS") == "1"

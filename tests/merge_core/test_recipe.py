@@ -15,9 +15,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core import CheckpointRef, load_recipe, resolve_local
-from merge_core.errors import Finding, InvalidFile, InvalidInput, findings_of
-from merge_core.recipe.reference import parse_reference
+from mergegate.merge_core import CheckpointRef, load_recipe, resolve_local
+from mergegate.merge_core.errors import Finding, InvalidFile, InvalidInput, findings_of
+from mergegate.merge_core.recipe.reference import parse_reference
 
 TIES = """
 merge_method: ties

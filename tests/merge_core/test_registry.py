@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from family import load, merge_text
 
-from merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
-from merge_core.analysis import Tally
-from merge_core.engine.forecast import Needs, needs_of
-from merge_core.errors import InvalidInput
-from merge_core.methods import (
+from mergegate.merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core.analysis import Tally
+from mergegate.merge_core.engine.forecast import Needs, needs_of
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import (
     REQUIRED,
     ConflictRemedy,
     Costs,
@@ -30,8 +30,8 @@ from merge_core.methods import (
     fold_sums,
     registry,
 )
-from tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
-from tasks.gate import GateVerdict
+from mergegate.tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
+from mergegate.tasks.gate import GateVerdict
 
 PEER = {
     "linear",
@@ -169,6 +169,6 @@ def test_no_method_is_named_outside_the_files_of_the_methods() -> None:
 
 
 def test_reading_recipes_and_planning_need_no_torch() -> None:
-    code = "import sys, merge_core; merge_core.load_recipe, merge_core.plan_merge, merge_core.merge_methods(); "
+    code = "import sys, mergegate.merge_core as core; core.load_recipe, core.plan_merge, core.merge_methods(); "
     code += "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from family import merge_text, random_tensors, save_checkpoint
 
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.engine import journal
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.engine import journal
 
 TEXT = """
 merge_method: dare_ties

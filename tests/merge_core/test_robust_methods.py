@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from merge_core.methods import Block, TensorTask, find_method, mask_key
-from merge_core.methods.contract import GRAIN, StoredBlock
+from mergegate.merge_core.methods import Block, TensorTask, find_method, mask_key
+from mergegate.merge_core.methods.contract import GRAIN, StoredBlock
 
 ELEMENTS = 40
 NUMBERS = st.floats(-4, 4, width=32)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from merge_core.checkpoint.safetensors_file import parse_header, read_header, render_header
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.checkpoint.safetensors_file import parse_header, read_header, render_header
+from mergegate.merge_core.errors import InvalidInput
 
 
 def entry(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:

@@ -14,10 +14,10 @@ from family import merge_text, random_tensors, save_checkpoint
 from patience import HANG_S
 from samples import sampled
 
-from merge_core.engine import journal
-from merge_core.engine.writer import PARTIAL, final_or_partial
-from merge_core.errors import InvalidInput
-from merge_core.plan import Shard
+from mergegate.merge_core.engine import journal
+from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.plan import Shard
 
 STEPS = """
 merge_method: dare_ties

@@ -11,7 +11,7 @@ from family import LAYERS, load, merge_text, random_tensors, save_checkpoint
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 STACK = """
 merge_method: passthrough

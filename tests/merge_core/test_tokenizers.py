@@ -13,8 +13,8 @@ from family import random_tensors, save_checkpoint
 from tokenizer_samples import TEXTS, byte_level, content_of, sentence_pieces, unigram, word_pieces, write_tokenizer
 from tokenizers import Tokenizer
 
-from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint.vocabulary import read_tokenizer
+from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core.checkpoint.vocabulary import read_tokenizer
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": byte_level,

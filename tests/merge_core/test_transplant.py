@@ -13,11 +13,11 @@ from tokenizer_samples import byte_level, with_added, write_tokenizer
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from merge_core import open_checkpoint
-from merge_core.checkpoint.vocabulary import combined_rows, read_tokenizer, sparse_combinations, spelled_bytes
-from merge_core.engine import transplant_tokenizer
-from merge_core.errors import InvalidInput
+from mergegate.flows.cli.app import app
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.checkpoint.vocabulary import combined_rows, read_tokenizer, sparse_combinations, spelled_bytes
+from mergegate.merge_core.engine import transplant_tokenizer
+from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

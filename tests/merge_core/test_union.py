@@ -31,8 +31,8 @@ from tokenizer_samples import (
 )
 from tokenizers import AddedToken, Tokenizer, models
 
-from merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from merge_core.methods.contract import GRAIN, Fold
-from merge_core.methods.selection import Request, ScoreFunction
-from merge_core.methods.windows import glance
+from mergegate.merge_core.methods.contract import GRAIN, Fold
+from mergegate.merge_core.methods.selection import Request, ScoreFunction
+from mergegate.merge_core.methods.windows import glance
 
 # So many that few are enough to guess from, as of the largest tensors.
 NUMEL = 100 << 20

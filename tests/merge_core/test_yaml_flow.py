@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.parsing import flow_yaml, parse_yaml
+from mergegate.merge_core.parsing import flow_yaml, parse_yaml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
 # What YAML takes for something else, in any mixture.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import HANG_S
 
-from tasks.outside import compile_imports
+from mergegate.tasks.outside import compile_imports
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def test_all_is_compiled_and_only_once(libraries: Path) -> None:
 ASKS = """
 import sys
 from pathlib import Path
-from tasks.outside import compile_imports
+from mergegate.tasks.outside import compile_imports
 print("asks", flush=True)
 compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": sys.argv[3]})
 """

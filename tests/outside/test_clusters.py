@@ -13,9 +13,9 @@ import pytest
 import work
 from clusters import KINDS, descendants
 
-from merge_core.errors import InvalidInput, Refused
-from tasks.outside import Runner, RunnerSettings, open_runner
-from tasks.stage import HeldProgress, watched_by
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.outside import Runner, RunnerSettings, open_runner
+from mergegate.tasks.stage import HeldProgress, watched_by
 
 GONE_WITHIN_S = 60.0
 
@@ -143,7 +143,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
 ) -> None:
     from distributed import Client, LocalCluster
 
-    from tasks.outside import cluster
+    from mergegate.tasks.outside import cluster
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(cluster.ROOT))))
     with LocalCluster(
@@ -165,7 +165,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
 @pytest.mark.slow
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.outside import dask_cluster
+    from mergegate.tasks.outside import dask_cluster
 
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import HANG_S
 
-from tasks.outside import SupervisedProcess
-from tasks.outside.gpu_lock import LOCKS, GpuLocks, gpus_of_host, gpus_to_hold
+from mergegate.tasks.outside import SupervisedProcess
+from mergegate.tasks.outside.gpu_lock import LOCKS, GpuLocks, gpus_of_host, gpus_to_hold
 
 FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from tasks.outside.gpu_lock import GpuLocks
+from mergegate.tasks.outside.gpu_lock import GpuLocks
 held = GpuLocks(Path(sys.argv[1])).take(os.environ)
 print("held", flush=True)
 time.sleep(1000)

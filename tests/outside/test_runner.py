@@ -12,13 +12,13 @@ import pytest
 import work
 from pydantic import ValidationError
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput, Refused
-from tasks.outside import Runner, RunnerSettings, here, open_runner
-from tasks.outside import runner as runner_module
-from tasks.outside.cluster import _require_reachable
-from tasks.stage import HeldProgress, StageEnd, retell, watched_by
-from tasks.stage.progress import report_stage
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.outside import Runner, RunnerSettings, here, open_runner
+from mergegate.tasks.outside import runner as runner_module
+from mergegate.tasks.outside.cluster import _require_reachable
+from mergegate.tasks.stage import HeldProgress, StageEnd, retell, watched_by
+from mergegate.tasks.stage.progress import report_stage
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

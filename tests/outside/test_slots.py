@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import work
 
-from merge_core.errors import InvalidInput
-from tasks.checkpoints import ask_child, end_child
-from tasks.checkpoints.model import Model
-from tasks.outside.slots import (
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import ask_child, end_child
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.outside.slots import (
     GivenUp,
     Slot,
     at_slot,

@@ -12,8 +12,8 @@ from typing import Any
 
 from prefect import flow
 
-from merge_core.errors import Refused
-from tasks.outside import current_slot
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.outside import current_slot
 
 asked: list[Callable[[], list[tuple[int, Any]]]] = []
 
@@ -158,7 +158,7 @@ def fail_oddly(_: int) -> None:
 
 
 def run_a_stage(number: int) -> None:
-    from tasks.stage.progress import report_stage
+    from mergegate.tasks.stage.progress import report_stage
 
     with report_stage("evaluate", str(number)) as report:
         report.status, report.summary = "made", "done"

@@ -17,8 +17,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
-from merge_core.checkpoint import (
+from mergegate.merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import (
     file_of_importance,
     file_of_moments,
     open_importance,
@@ -27,7 +27,7 @@ from merge_core.checkpoint import (
     write_importance,
     write_inputs,
 )
-from merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import MeasuredInputs
 
 pytestmark = pytest.mark.fusionbench
 

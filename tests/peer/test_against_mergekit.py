@@ -22,7 +22,7 @@ from peer_family import write_family
 from peer_recipes import DENSITY, DETERMINISTIC, EXAMPLES, NEAR, RANDOM, random_of_one, random_of_three
 from safetensors import safe_open
 
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 
 pytestmark = pytest.mark.peer
 

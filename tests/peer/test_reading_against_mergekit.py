@@ -20,8 +20,8 @@ from peer_family import TOKENS, write_family
 from test_against_mergekit import PEER, SCRIPT, load
 from tokenizers import Tokenizer, models
 
-from merge_core import EngineSettings, MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.errors import InvalidInput
+from mergegate.merge_core import EngineSettings, MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.errors import InvalidInput
 
 pytestmark = pytest.mark.peer
 

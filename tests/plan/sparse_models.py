@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.dtypes import BY_CODE
-from merge_core.checkpoint.safetensors_file import render_header
+from mergegate.merge_core.checkpoint.dtypes import BY_CODE
+from mergegate.merge_core.checkpoint.safetensors_file import render_header
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -12,11 +12,19 @@ import torch
 from safetensors.torch import save_file
 from sparse_models import LLAMA_70B, header_bytes, llama, save_sparse, weights_of
 
-from merge_core import EngineSettings, MergePlan, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
-from merge_core.engine.forecast.forecast import Needs, Rates, duration, input_files, needs_of
-from merge_core.engine.forecast.work import Work, work_of
-from merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
-from merge_core.methods.masks import mask_key
+from mergegate.merge_core import (
+    EngineSettings,
+    MergePlan,
+    load_recipe,
+    merge_methods,
+    merge_weights,
+    open_checkpoint,
+    plan_merge,
+)
+from mergegate.merge_core.engine.forecast.forecast import Needs, Rates, duration, input_files, needs_of
+from mergegate.merge_core.engine.forecast.work import Work, work_of
+from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
+from mergegate.merge_core.methods.masks import mask_key
 
 MODEL = {"layers": 2, "hidden": 64, "wide": 256, "keys": 16, "tokens": 500}
 LINEAR = """merge_method: linear
@@ -162,7 +170,7 @@ def test_further_passes_come_from_the_page_cache_unless_the_tensor_is_a_large_on
     assert (found.passes, found.bytes_read_again) == (4, 3 * plan.bytes_read)
     assert (found.read_again, found.bytes_from_disk_again) == (0, 0)
     embeddings = 3 * 2 * 500 * 64
-    monkeypatch.setattr("merge_core.engine.forecast.forecast._CACHED_BYTES", embeddings - 1)
+    monkeypatch.setattr("mergegate.merge_core.engine.forecast.forecast._CACHED_BYTES", embeddings - 1)
     some = needs(plan)
     assert (some.read_again, some.bytes_from_disk_again) == (2, 2 * 3 * embeddings)
 

@@ -41,7 +41,15 @@ def plan(tmp_path: Path, recipe: str, **environment: str) -> tuple[int, dict[str
     file.write_text(recipe)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     ours = {"HF_HOME": str(tmp_path / "hf"), "MERGEGATE_HOME": str(tmp_path / "state"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "plan", str(file), "--json", "--no-probe"]
+    command = [
+        sys.executable,
+        "-c",
+        "from mergegate.flows.cli import main; main()",
+        "plan",
+        str(file),
+        "--json",
+        "--no-probe",
+    ]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")],
         env={**clean, **ours, **environment},
@@ -91,8 +99,8 @@ def test_preflight_sees_remote_checkpoints_too(tmp_path: Path, repositories: dic
     tokenizer = {"model": {"type": "WordLevel", "vocab": other}}
     (repositories["acme/math"] / "tokenizer.json").write_text(json.dumps(tokenizer))
     script = (
-        "import sys; from merge_core import load_recipe, preflight\n"
-        "from tasks.checkpoints import open_parent, resolve_parents\n"
+        "import sys; from mergegate.merge_core import load_recipe, preflight\n"
+        "from mergegate.tasks.checkpoints import open_parent, resolve_parents\n"
         "recipe = load_recipe(sys.argv[1]); found = resolve_parents(recipe)\n"
         "findings = preflight(recipe, {parent.ref: open_parent(parent) for parent in found})\n"
         "print([finding.where for finding in findings], {parent.ref: parent.revision for parent in found})"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from benchmark_scripts import load_benchmark
 
-from flows.cli.recipe_parents import clear_recipe
-from merge_core import EngineSettings, load_recipe, plan_merge
-from merge_core.architecture import layer_place
-from merge_core.checkpoint import checkpoint as checkpoint_file
-from merge_core.checkpoint import open_checkpoint
-from merge_core.engine.forecast import forecast, needs_of
-from merge_core.plan import values
-from merge_core.recipe import Recipe, value_for
+from mergegate.flows.cli.recipe_parents import clear_recipe
+from mergegate.merge_core import EngineSettings, load_recipe, plan_merge
+from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.checkpoint import checkpoint as checkpoint_file
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.merge_core.engine.forecast import forecast, needs_of
+from mergegate.merge_core.plan import values
+from mergegate.merge_core.recipe import Recipe, value_for
 
 huge = load_benchmark("huge_plan")
 LAYERS, DENSE, EXPERTS, SHARDS = 6, 2, 8, 5

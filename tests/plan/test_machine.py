@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.errors import Finding
-from merge_core.system import Capacity, control_group, control_groups, system_memory
-from tasks.preflight.compat import Compatibility
-from tasks.preflight.machine import Disk, Machine, machine_findings, this_machine
+from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory
+from mergegate.tasks.preflight.compat import Compatibility
+from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, this_machine
 
 GB = 10**9
 JOB = Compatibility(
@@ -132,7 +132,7 @@ def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (place / "memory.max").write_text(f"{limit}\n")
         (place / "memory.current").write_text(f"{used}\n")
         (place / "memory.stat").write_text("anon 1\n")
-    monkeypatch.setattr("merge_core.system.control_groups", lambda: (inner, tmp_path))
+    monkeypatch.setattr("mergegate.merge_core.system.control_groups", lambda: (inner, tmp_path))
     assert system_memory() == Capacity(500 << 20, 124 << 20)
 
 

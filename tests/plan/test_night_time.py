@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from flows.cli.night import PlannedNight, PlannedStage
-from merge_core.engine.forecast import Rates
-from merge_core.wording import format_roughly
-from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
+from mergegate.flows.cli.night import PlannedNight, PlannedStage
+from mergegate.merge_core.engine.forecast import Rates
+from mergegate.merge_core.wording import format_roughly
+from mergegate.tasks.preflight.duration import (
+    AROUND,
+    STARTING,
+    AskedTexts,
+    NetworkSize,
+    asking_seconds,
+    merging_seconds,
+)
 
 # Two cores that other programs used as well, as the probe found them.
 RATES = Rates(

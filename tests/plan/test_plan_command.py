@@ -12,10 +12,10 @@ import pytest
 from sparse_models import LLAMA_70B, llama, save_sparse
 from typer.testing import CliRunner, Result
 
-from flows.cli.app import app
-from merge_core import load_recipe
-from tasks.checkpoints import resolve_all_parents
-from tasks.preflight import compat, header_digests, plan_once
+from mergegate.flows.cli.app import app
+from mergegate.merge_core import load_recipe
+from mergegate.tasks.checkpoints import resolve_all_parents
+from mergegate.tasks.preflight import compat, header_digests, plan_once
 
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 2, "hidden": 512, "wide": 2048, "keys": 128, "tokens": 4000}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.engine.forecast import probe
-from merge_core.engine.forecast.forecast import Rates
-from merge_core.engine.forecast.probe import (
+from mergegate.merge_core.engine.forecast import probe
+from mergegate.merge_core.engine.forecast.forecast import Rates
+from mergegate.merge_core.engine.forecast.probe import (
     load_rates,
     machine_key,
     measure_bus,
@@ -18,7 +18,7 @@ from merge_core.engine.forecast.probe import (
     reference_pass,
     save_rates,
 )
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
 
@@ -28,7 +28,7 @@ class FakeDisk:
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rate, self.now, self.sizes = rate, 0.0, list[int]()
-        monkeypatch.setattr("merge_core.engine.forecast.probe.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("mergegate.merge_core.engine.forecast.probe.time.perf_counter", lambda: self.now)
 
     def step(self, size: int) -> None:
         self.sizes.append(size)

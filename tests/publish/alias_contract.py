@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.errors import InvalidInput
-from tasks.publish.targets import PublishTarget
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.publish.targets import PublishTarget
 
 ALIAS = "production"
 

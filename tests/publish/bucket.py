@@ -75,7 +75,7 @@ class S3OnLoopback:
         import s3fs
         from forked_publishers import AWS
 
-        from tasks.publish.targets.s3 import access
+        from mergegate.tasks.publish.targets.s3 import access
 
         for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": self.url}.items():
             patch.setenv(name, value)

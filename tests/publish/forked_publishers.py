@@ -27,17 +27,17 @@ _WARM = """
 import json, os, sys, tenacity, time, traceback
 from pathlib import Path
 time.sleep = lambda seconds: None
-from merge_core.errors import MergegateError
-from merge_core.store import HashMemo
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets import publish_targets
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets import publish_targets
 if "s3" in sys.argv:
-    from tasks.publish.targets.s3 import access
+    from mergegate.tasks.publish.targets.s3 import access
     access.READ_S = 0.4
     access._client(None, access.CONNECT_S, access.READ_S)
 if "oci" in sys.argv:
     import httpx
-    from tasks.publish.targets.oci import registry
+    from mergegate.tasks.publish.targets.oci import registry
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 

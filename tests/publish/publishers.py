@@ -20,11 +20,11 @@ import json, os, sys, time, traceback
 from pathlib import Path
 import huggingface_hub.hf_api, huggingface_hub._commit_api, huggingface_hub.utils._xet, huggingface_hub.lfs, httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
-from merge_core.errors import MergegateError
-from merge_core.store import HashMemo, sha256_file
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.hub.publication import publish_hub
-from tasks.checkpoints.hub import HubAccess
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.store import HashMemo, sha256_file
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.hub.publication import publish_hub
+from mergegate.tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None
 

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core import load_recipe
-from merge_core.store import Artifact, digest
-from tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from tasks.evaluation.scoring import Scoring
-from tasks.evaluation.stage import Scores, TaskScore
-from tasks.gate.stage import GateVerdict
-from tasks.merge import Merged, Numerics
-from tasks.preflight.licenses.algebra import combine_licenses
-from tasks.preflight.licenses.case import LicensedParent
-from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from tasks.preflight.licenses.table import load_table
-from tasks.preflight.licenses.use import Use
-from tasks.publish.content import ReleaseFile, written_file
-from tasks.publish.step import ReleaseParts, publish
-from tasks.publish.targets.contract import PublishTarget, Release
-from tasks.report.content import Library, ReportContent, ReportedModel
-from tasks.report.stage import Report
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.store import Artifact, digest
+from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.merge import Merged, Numerics
+from mergegate.tasks.preflight.licenses.algebra import combine_licenses
+from mergegate.tasks.preflight.licenses.case import LicensedParent
+from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.licenses.use import Use
+from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.step import ReleaseParts, publish
+from mergegate.tasks.publish.targets.contract import PublishTarget, Release
+from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
+from mergegate.tasks.report.stage import Report
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPE = """\

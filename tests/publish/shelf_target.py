@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.publish import ReleaseFile
-from tasks.publish.targets import CurrentRelease, OnProgress, PublishTarget, Release
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish import ReleaseFile
+from mergegate.tasks.publish.targets import CurrentRelease, OnProgress, PublishTarget, Release
 
 
 class ShelfTarget(PublishTarget):

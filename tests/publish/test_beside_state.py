@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from release_samples import license_verdict, parents
 
-from tasks.checkpoints import ResolvedCheckpoint
-from tasks.preflight.licenses import load_table, read_licenses
-from tasks.publish import beside_state
+from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.preflight.licenses import load_table, read_licenses
+from mergegate.tasks.publish import beside_state
 
 
 @pytest.mark.parametrize("licenses", [("apache-2.0",), ("mit", "apache-2.0")])

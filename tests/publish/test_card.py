@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from release_samples import COMMIT, content, license_verdict, parents, share
 from scipy.stats import binomtest
 
-from merge_core.errors import Refused
-from tasks.checkpoints import parse_card
-from tasks.evaluation.stage import TaskScore
-from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from tasks.publish.card import Publication, model_card
-from tasks.publish.card_metadata import card_metadata, check_card
-from tasks.publish.card_scores import score_interval
-from tasks.report.content import ReportContent
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.evaluation.stage import TaskScore
+from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from mergegate.tasks.publish.card import Publication, model_card
+from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.card_scores import score_interval
+from mergegate.tasks.report.content import ReportContent
 
 HERE = Publication(place="acme/demo", signed=False, device="cpu", versions={"torch": "2.13.0"})
 SCORES = (

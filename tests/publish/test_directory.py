@@ -13,12 +13,12 @@ import pytest
 from alias_contract import ALIAS, require_aliases
 from samples import sampled
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import MARK, MARK_CONTENT
-from merge_core.store.hashing import HashMemo, sha256_file
-from tasks.publish.content import ReleaseFile, content_version, written_file
-from tasks.publish.targets.contract import OnProgress, Release
-from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import MARK, MARK_CONTENT
+from mergegate.merge_core.store.hashing import HashMemo, sha256_file
+from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
+from mergegate.tasks.publish.targets.contract import OnProgress, Release
+from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
     script = textwrap.dedent(f"""
         import os, pathlib, signal, sys
         from pathlib import Path
-        from merge_core.store import HashMemo
-        from tasks.publish.content import ReleaseFile, written_file
-        from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+        from mergegate.merge_core.store import HashMemo
+        from mergegate.tasks.publish.content import ReleaseFile, written_file
+        from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
         original, calls = {call}, 0
         def dies(*arguments, **options):
             global calls

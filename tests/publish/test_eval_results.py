@@ -7,8 +7,8 @@ import pytest
 import yaml
 from release_samples import content, share
 
-from tasks.evaluation.scoring import Scoring
-from tasks.publish.eval_results import BENCHMARKS, eval_results
+from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.publish.eval_results import BENCHMARKS, eval_results
 
 
 def test_a_whole_benchmark_is_read_by_the_hubs_library_as_it_was_measured() -> None:

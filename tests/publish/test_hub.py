@@ -16,10 +16,10 @@ from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, plain
 from publishers import Publishers, publishers
 
-from merge_core.errors import InvalidInput, Refused
-from tasks.checkpoints.hub.access import hub_access
-from tasks.publish.targets.hub import HubTarget
-from tasks.publish.targets.hub.aliases import version_on
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints.hub.access import hub_access
+from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.hub.aliases import version_on
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"
@@ -109,7 +109,7 @@ def test_the_current_release_is_main_and_its_commit(
 ) -> None:
     script = """
 from pathlib import Path
-from tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
 found = HubTarget(to="hub", repo="acme/demo").current(Path())
 print(found and found.head, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
 """

@@ -16,7 +16,7 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, large, plain
 from signing_keys import write_keys
 
-from tasks.checkpoints import read_card
+from mergegate.tasks.checkpoints import read_card
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PROFILE = """\
@@ -63,7 +63,7 @@ class Project:
             "HF_HUB_VERBOSITY": "debug",
         }
         done = subprocess.run(
-            [sys.executable, "-c", "from flows.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from mergegate.flows.cli import main; main()", *arguments],
             env={**clean, **ours},
             cwd=self.root,
             capture_output=True,
@@ -213,5 +213,5 @@ def test_the_token_is_in_no_command_line(project: Project) -> None:
         project.mergegate("verify", "acme/demo")
     finally:
         project.stand_in.after.remove(look)
-    assert any(b"flows.cli" in line for line in seen)
+    assert any(b"mergegate.flows.cli" in line for line in seen)
     assert not any(WRITER.encode() in line for line in seen)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.checkpoints.hub.file import RemoteFile
-from tasks.publish.targets.hub.state import (
+from mergegate.tasks.checkpoints.hub.file import RemoteFile
+from mergegate.tasks.publish.targets.hub.state import (
     ChangeSettings,
     CreateBranch,
     CreateRepository,

@@ -10,13 +10,13 @@ import pytest
 from hub_look_alike import STRANGER, Answer, Fault, LookAlike, Request, hub
 from look_alike_repository import Repository, plain
 
-from merge_core.store.keys import stage_key
-from tasks.checkpoints.pin import ResolvedCheckpoint
-from tasks.preflight.licenses.ancestors import hub_ancestors
-from tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
-from tasks.preflight.licenses.resolve import CardSource, NotRead
-from tasks.preflight.licenses.table import load_table
-from tasks.preflight.licenses.use import LicenseSettings
+from mergegate.merge_core.store.keys import stage_key
+from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.preflight.licenses.ancestors import hub_ancestors
+from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead
+from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.licenses.use import LicenseSettings
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"
@@ -260,7 +260,7 @@ def test_a_card_on_the_hub_names_no_directory_of_this_machine(stand_in: LookAlik
 def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
     from threading import Event
 
-    from tasks.preflight.licenses import ancestors
+    from mergegate.tasks.preflight.licenses import ancestors
 
     asked: list[str] = []
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
-from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
-from tasks.preflight.licenses.table import load_table
-from tasks.preflight.licenses.use import LicenseSettings
-from tasks.publish.content import ReleaseFile
-from tasks.publish.license_files import license_files, open_obligations
+from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
+from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
+from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.licenses.use import LicenseSettings
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.license_files import license_files, open_obligations
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"

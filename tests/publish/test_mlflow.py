@@ -22,14 +22,14 @@ from release_samples import publishable
 from small_mlflow import small_mlflow
 from small_registry import SmallRegistry, small_registry
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.publish.content import ReleaseFile, written_file
-from tasks.publish.releases import check_release
-from tasks.publish.targets import PublishTarget, find_release
-from tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
-from tasks.report import NightScore, RunRecord, tell_tracker
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.releases import check_release
+from mergegate.tasks.publish.targets import PublishTarget, find_release
+from mergegate.tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
+from mergegate.tasks.report import NightScore, RunRecord, tell_tracker
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]

@@ -25,14 +25,14 @@ from patience import HANG_S
 from release_samples import publishable
 from small_registry import PASSWORD, USER, SmallRegistry, small_registry
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.checkpoints import Model
-from tasks.publish import ReleaseFile
-from tasks.publish.content import content_version, written_file
-from tasks.publish.releases import check_release, find_champion
-from tasks.publish.targets import PublishTarget, Release, check_target, find_release
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.publish import ReleaseFile
+from mergegate.tasks.publish.content import content_version, written_file
+from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 ONE = (written_file("model.safetensors", "weights"), written_file("licenses/ä b.txt", "terms"))

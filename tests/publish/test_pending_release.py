@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 from release_samples import Publishable, publishable
 
-from merge_core.errors import Refused
-from tasks.publish import PendingRelease, pending_release, publish
-from tasks.publish.targets.directory import DirectoryTarget
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish import PendingRelease, pending_release, publish
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 
 def pending(what: Publishable, target: DirectoryTarget, root: Path) -> PendingRelease:

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
 
-from tasks.publish.bom import bill_of_materials
-from tasks.publish.card_metadata import card_metadata
-from tasks.publish.provenance import LISTING, provenance
+from mergegate.tasks.publish.bom import bill_of_materials
+from mergegate.tasks.publish.card_metadata import card_metadata
+from mergegate.tasks.publish.provenance import LISTING, provenance
 
 # In an environment of its own: its format checkers make every import of Prefect beside them seconds slower.
 CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core import load_recipe
-from merge_core.errors import Refused
-from tasks.publish.content import written_file
-from tasks.publish.public_names import PublicNames, require_no_private_paths
+from mergegate.merge_core import load_recipe
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.content import written_file
+from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 
 SECRET = "/srv/alice smith/projé"
 PARTS = st.text(alphabet="abé .-_'&", min_size=1, max_size=5).filter(lambda text: text.strip(". ") == text)
@@ -77,7 +77,7 @@ def test_the_scan_reads_the_metadata_of_weights(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from tasks.publish.content import ReleaseFile
+    from mergegate.tasks.publish.content import ReleaseFile
 
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(1)}, file, metadata={"source": SECRET})

@@ -16,15 +16,15 @@ from faulty_proxy import ProxyFault
 from forked_publishers import AWS
 from release_samples import publishable
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.checkpoints import Model
-from tasks.publish import ReleaseFile
-from tasks.publish.content import content_version, written_file
-from tasks.publish.releases import check_release, find_champion
-from tasks.publish.targets import PublishTarget, Release, check_target, find_release, publish_targets
-from tasks.publish.targets.s3 import access, aliases, publication
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.publish import ReleaseFile
+from mergegate.tasks.publish.content import content_version, written_file
+from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release, publish_targets
+from mergegate.tasks.publish.targets.s3 import access, aliases, publication
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
@@ -331,7 +331,7 @@ def test_it_is_one_of_the_targets() -> None:
 
 
 def _sha256(path: Path) -> str:
-    from merge_core.store.hashing import sha256_file
+    from mergegate.merge_core.store.hashing import sha256_file
 
     return sha256_file(path)
 

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signing_keys import write_keys
 
-from merge_core.errors import InvalidInput
-from tasks.publish.signature import private_key, public_key, read_signature, sign
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.publish.signature import private_key, public_key, read_signature, sign
 
 CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.profile import parse_profile
-from merge_core.errors import InvalidInput
-from tasks.publish.targets.contract import check_target
-from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
-from tasks.publish.targets.hub import HubTarget
-from tasks.publish.targets.registry import find_release
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.publish.targets.contract import check_target
+from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.registry import find_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 

@@ -14,13 +14,13 @@ import pytest
 from pydantic import BaseModel
 from release_samples import publishable
 
-from flows.profile import Profile, parse_profile
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.checkpoints import Model
-from tasks.publish.releases import check_release, find_champion
-from tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
-from tasks.publish.targets import registry as target_registry
+from mergegate.flows.profile import Profile, parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
+from mergegate.tasks.publish.targets import registry as target_registry
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
@@ -139,7 +139,8 @@ def test_a_name_that_no_target_knows_is_answered_with_what_all_of_them_take(shel
 @pytest.mark.slow
 def test_an_installed_package_is_all_that_it_takes(tmp_path: Path) -> None:
     install(tmp_path / "site", "shelf = shelf_for_models:ShelfTarget")
-    script = f"from flows.profile import parse_profile; print(parse_profile({{**{PROFILE}, 'publish': {SHELF}}}, 'p'))"
+    script = "from mergegate.flows.profile import parse_profile; "
+    script += f"print(parse_profile({{**{PROFILE}, 'publish': {SHELF}}}, 'p'))"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{PROJECT}"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from tasks.report import NightParent, NightScore, NightStage, RunRecord
+from mergegate.tasks.report import NightParent, NightScore, NightStage, RunRecord
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
 DAY = 86_400.0

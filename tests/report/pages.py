@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from tasks.report.content import ReportContent
-from tasks.report.page import render
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.report.page import render
 
 VOID = {"meta", "br", "hr", "img", "wbr", "link", "input"}
 

@@ -6,19 +6,19 @@ import hashlib
 import math
 from typing import Literal
 
-from merge_core.analysis.interference import Interference, Skipped, Spot
-from merge_core.analysis.tally import Tally
-from merge_core.architecture.tensor_kinds import TensorKind
-from tasks.evaluation.scoring import Scoring
-from tasks.evaluation.stage import Scores, TaskScore
-from tasks.explain.remedies import Remedy
-from tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
-from tasks.gate.drift import DriftVerdict
-from tasks.gate.regression import GuardVerdict
-from tasks.gate.stage import GateVerdict
-from tasks.perplexity.measuring import WindowSettings
-from tasks.perplexity.stage import Likelihoods
-from tasks.report.content import (
+from mergegate.merge_core.analysis.interference import Interference, Skipped, Spot
+from mergegate.merge_core.analysis.tally import Tally
+from mergegate.merge_core.architecture.tensor_kinds import TensorKind
+from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.explain.remedies import Remedy
+from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
+from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.stage import Likelihoods
+from mergegate.tasks.report.content import (
     Library,
     MergedFile,
     ReportContent,
@@ -29,8 +29,8 @@ from tasks.report.content import (
     ReportedServing,
     StoredArtifact,
 )
-from tasks.serve.measured import ServingCost
-from tasks.stage import Outcome
+from mergegate.tasks.serve.measured import ServingCost
+from mergegate.tasks.stage import Outcome
 
 RECIPE = """\
 merge_method: ties

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.report.sweep import (
+from mergegate.tasks.report.sweep import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,
@@ -21,7 +21,7 @@ from tasks.report.sweep import (
     ReportedSet,
     SweepContent,
 )
-from tasks.sweep import Trial
+from mergegate.tasks.sweep import Trial
 
 LIKELIHOOD = ReportedObjective(
     title="log-likelihood of the answers", terms=("copy", "reverse", "shift"), unit="nats a token"

@@ -9,14 +9,14 @@ import pytest
 import report_samples as samples
 from pages import page_of
 
-from merge_core.analysis.interference import Interference
-from tasks.explain.stage import Explanation
-from tasks.gate.sequential import Look
-from tasks.merge import RouterDistance
-from tasks.report import explaining
-from tasks.report.content import ReportContent
-from tasks.report.heat_map import interference_plot, what_is_shown
-from tasks.report.table import as_markdown
+from mergegate.merge_core.analysis.interference import Interference
+from mergegate.tasks.explain.stage import Explanation
+from mergegate.tasks.gate.sequential import Look
+from mergegate.tasks.merge import RouterDistance
+from mergegate.tasks.report import explaining
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.report.heat_map import interference_plot, what_is_shown
+from mergegate.tasks.report.table import as_markdown
 
 
 def text_of(html: str) -> str:

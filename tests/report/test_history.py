@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
-from tasks.report import (
+from mergegate.tasks.report import (
     EndedRun,
     EndedStage,
     NightParent,
@@ -30,11 +30,11 @@ from tasks.report import (
     render_ending,
     render_history,
 )
-from tasks.report.history import History, keeping, ledger
-from tasks.report.history.keeping import facts_of
-from tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
-from tasks.report.history.links import Neighbours, tied
-from tasks.report.history.record import parse_record
+from mergegate.tasks.report.history import History, keeping, ledger
+from mergegate.tasks.report.history.keeping import facts_of
+from mergegate.tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
+from mergegate.tasks.report.history.links import Neighbours, tied
+from mergegate.tasks.report.history.record import parse_record
 
 PAGE = "<html><head><style></style></head><body><main>\n<header>x</header></main></body></html>"
 EVIL = "</style><script>alert(1)</script><!--nights--> --> \" ' & {{ 7 * 7 }}"
@@ -269,7 +269,7 @@ class TestThePages:
     def test_eight_that_end_at_once_each_have_their_page_their_line_and_their_place(self, tmp_path: Path) -> None:
         # Not of this process, in which other tests have left threads and handlers.
         clean = multiprocessing.get_context("forkserver")
-        clean.set_forkserver_preload(["tasks.report"])
+        clean.set_forkserver_preload(["mergegate.tasks.report"])
         ending = [clean.Process(target=_end_some, args=(tmp_path, worker)) for worker in range(8)]
         for one in ending:
             one.start()

@@ -16,15 +16,15 @@ import pytest
 import report_samples as samples
 from pages import Page, page_of
 
-from merge_core.store.keys import stage_key
-from tasks.evaluation.task_data import DataSource, TaskData
-from tasks.report.answers import marked_answers
-from tasks.report.bars import score_bars
-from tasks.report.content import ReportContent
-from tasks.report.page import render
-from tasks.report.stage import write_report
-from tasks.report.table import as_markdown, evaluated, final_table, task_rows
-from tasks.report.wording import MINUS, TIMES
+from mergegate.merge_core.store.keys import stage_key
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.report.answers import marked_answers
+from mergegate.tasks.report.bars import score_bars
+from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.report.page import render
+from mergegate.tasks.report.stage import write_report
+from mergegate.tasks.report.table import as_markdown, evaluated, final_table, task_rows
+from mergegate.tasks.report.wording import MINUS, TIMES
 
 SAMPLES: list[Callable[[], ReportContent]] = [
     samples.released,

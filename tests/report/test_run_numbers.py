@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasks.report import NightScore, NightStage, RunRecord
-from tasks.report.history.metrics import METRICS, OTEL, numbers_of, tell_operators, write_text_file
+from mergegate.tasks.report import NightScore, NightStage, RunRecord
+from mergegate.tasks.report.history.metrics import METRICS, OTEL, numbers_of, tell_operators, write_text_file
 
 
 def read(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

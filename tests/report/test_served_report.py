@@ -13,14 +13,14 @@ import report_samples as samples
 from pages import page_of
 from rich.console import Console
 
-from flows.cli.summary import print_summary
-from flows.outcome import RunOutcome
-from merge_core.store.keys import stage_key
-from tasks.report.content import ReportContent, ReportedCheck, ReportedServing
-from tasks.report.serving import costs
-from tasks.report.stage import write_report
-from tasks.report.wording import NONE
-from tasks.serve.measured import ServingCost
+from mergegate.flows.cli.summary import print_summary
+from mergegate.flows.outcome import RunOutcome
+from mergegate.merge_core.store.keys import stage_key
+from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
+from mergegate.tasks.report.serving import costs
+from mergegate.tasks.report.stage import write_report
+from mergegate.tasks.report.wording import NONE
+from mergegate.tasks.serve.measured import ServingCost
 
 
 def text_of(html: str) -> str:

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
-from tasks.report import SearchStatus, render_sweep, search_line, sweep_table
-from tasks.report.sweep import reading, wording
-from tasks.report.sweep.canvas import score_axis
-from tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
-from tasks.report.sweep.slices_plot import share_of
-from tasks.sweep import Trial
+from mergegate.tasks.report import SearchStatus, render_sweep, search_line, sweep_table
+from mergegate.tasks.report.sweep import reading, wording
+from mergegate.tasks.report.sweep.canvas import score_axis
+from mergegate.tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
+from mergegate.tasks.report.sweep.slices_plot import share_of
+from mergegate.tasks.sweep import Trial
 
 MINUS = "\N{MINUS SIGN}"
 _drawn: dict[str, str] = {}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tasks.report import NightScore, RunRecord, tell_tracker
-from tasks.report.history.tracking import tracked_numbers
+from mergegate.tasks.report import NightScore, RunRecord, tell_tracker
+from mergegate.tasks.report.history.tracking import tracked_numbers
 
 RECORD = RunRecord(
     run="7f",

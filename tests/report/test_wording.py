@@ -7,7 +7,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.report import wording
+from mergegate.tasks.report import wording
 
 
 @pytest.mark.parametrize(

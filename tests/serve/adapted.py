@@ -8,10 +8,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from variants import DEMO, model_in, with_tensors
 
-from merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
-from merge_core.checkpoint import open_checkpoint
-from merge_core.store.keys import digest
-from tasks.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
+from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.merge_core.store.keys import digest
+from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
 
 BASE = DEMO / "models" / "base"
 _BESIDE = ("norm", "embed_tokens")

@@ -14,7 +14,7 @@ from traces import Traces
 from typer.testing import CliRunner
 from variants import DEMO, copied
 
-from flows.cli.app import app
+from mergegate.flows.cli.app import app
 
 
 @pytest.fixture

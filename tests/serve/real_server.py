@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.serve.launch import PYTHON
+from mergegate.tasks.serve.launch import PYTHON
 
 PROJECT = Path(__file__).resolve().parents[2]
 

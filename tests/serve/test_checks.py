@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from stand_in import Canned, Tiny, standing_in
 from variants import DEMO, copied, model_in, with_config
 
-from merge_core.errors import InvalidInput
-from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import load_model
-from tasks.serve.checks import ServedSubject, looped_share
-from tasks.serve.client import Client
-from tasks.serve.settings import ServeSettings
-from tasks.serve.smoke import smoke_url
-from tasks.serve.speed import Speed, measure_speed
-from tasks.serve.verdict import Check, ServeVerdict
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import load_model
+from mergegate.tasks.serve.checks import ServedSubject, looped_share
+from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.smoke import smoke_url
+from mergegate.tasks.serve.speed import Speed, measure_speed
+from mergegate.tasks.serve.verdict import Check, ServeVerdict
 
 torch.set_num_threads(1)
 
@@ -143,7 +143,7 @@ def test_without_a_checkpoint_there_is_nothing_to_compare_with(smoke: Smoke) -> 
 
 def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))  # each look at the clock is a second later: a request takes one
-    monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("mergegate.tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
     with standing_in(Canned()) as server:
         asked = ServedSubject(Client(server.url, 10), server.name, SETTINGS, None, None)
         (check,), speed = measure_speed(asked)
@@ -154,7 +154,7 @@ def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(tiny: Tiny, m
 
 def test_a_slow_server_is_not_measured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 3000, 30))
-    monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("mergegate.tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
     with standing_in(Canned()) as server:
         asked = ServedSubject(Client(server.url, 10), server.name, SETTINGS, None, None)
         _, speed = measure_speed(asked)
@@ -219,7 +219,7 @@ def test_a_model_that_is_not_served_is_invalid() -> None:
 
 
 def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
-    from tasks.serve.reference import make_reference
+    from mergegate.tasks.serve.reference import make_reference
 
     reference = make_reference(model, ["the old pig"], "abc", dtype="float32", device="cpu", longest=64)
     (text,) = reference.texts

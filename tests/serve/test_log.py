@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.serve.server_log import blame, port_was_taken, root_cause
+from mergegate.tasks.serve.server_log import blame, port_was_taken, root_cause
 
 FAILED_START = """\
 (APIServer pid=1) WARNING 11-20 11:16:04 [system_utils.py:255] error: OSError: [Errno 24] may come

@@ -17,16 +17,16 @@ from adapted import applied, linear_adapter, pinned
 from safetensors.torch import load_file, save_file
 from variants import model_in
 
-from merge_core.adapters import open_adapter
-from merge_core.checkpoint import open_checkpoint
-from tasks.outside import Answer
-from tasks.serve.checks import ServedSubject, ask_adapter
-from tasks.serve.client import Client
-from tasks.serve.launch import ServerKind, launch
-from tasks.serve.lora import ServedAdapter, as_lora, why_not_lora
-from tasks.serve.reference import Reference, ScoredText
-from tasks.serve.settings import ServeSettings
-from tasks.serve.smoke import smoke_checkpoint
+from mergegate.merge_core.adapters import open_adapter
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.tasks.outside import Answer
+from mergegate.tasks.serve.checks import ServedSubject, ask_adapter
+from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.launch import ServerKind, launch
+from mergegate.tasks.serve.lora import ServedAdapter, as_lora, why_not_lora
+from mergegate.tasks.serve.reference import Reference, ScoredText
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.smoke import smoke_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 

@@ -17,11 +17,11 @@ import pytest
 from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
-from tasks.outside import Gpus
-from tasks.serve.client import Client
-from tasks.serve.launch import Launch
-from tasks.serve.process import ServerEnded, ServerProcess
-from tasks.serve.settings import ServeSettings
+from mergegate.tasks.outside import Gpus
+from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.launch import Launch
+from mergegate.tasks.serve.process import ServerEnded, ServerProcess
+from mergegate.tasks.serve.settings import ServeSettings
 
 
 def settings(**changes: float) -> ServeSettings:
@@ -215,7 +215,7 @@ def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
-        monkeypatch.setattr("tasks.serve.process.free_port", lambda: ports.pop(0))
+        monkeypatch.setattr("mergegate.tasks.serve.process.free_port", lambda: ports.pop(0))
         with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
             server.await_ready()
             assert Client(server.url, 5).health() == 200

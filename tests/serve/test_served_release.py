@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from real_server import PROJECT, real_server
 
-from tasks.serve.launch import PYTHON
+from mergegate.tasks.serve.launch import PYTHON
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 

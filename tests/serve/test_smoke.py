@@ -15,18 +15,18 @@ from stand_in import Tiny, standing_in
 from typer.testing import CliRunner
 from variants import DEMO, copied, missing_tensor, model_in, no_chat_template
 
-from flows.cli.app import app
-from flows.profile import parse_profile
-from merge_core.checkpoint.checkpoint import open_checkpoint
-from merge_core.errors import InvalidInput
-from merge_core.store.keys import digest
-from tasks.serve.launch import ServerKind, find_server, launch
-from tasks.serve.measured import ServingCost, today
-from tasks.serve.settings import ServeSettings
-from tasks.serve.smoke import STEPS, smoke_checkpoint
-from tasks.serve.stage import serve, serve_models, server_of
-from tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
-from tasks.stage.environment import Runtime
+from mergegate.flows.cli.app import app
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store.keys import digest
+from mergegate.tasks.serve.launch import ServerKind, find_server, launch
+from mergegate.tasks.serve.measured import ServingCost, today
+from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint
+from mergegate.tasks.serve.stage import serve, serve_models, server_of
+from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
+from mergegate.tasks.stage.environment import Runtime
 
 torch.set_num_threads(1)
 
@@ -196,7 +196,7 @@ def test_a_cached_verdict_tells_what_was_measured_then(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured = settings("--model", "{model}")
-    monkeypatch.setattr("tasks.serve.smoke.today", lambda: "2020-02-29")
+    monkeypatch.setattr("mergegate.tasks.serve.smoke.today", lambda: "2020-02-29")
     first = serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU)
     monkeypatch.undo()
     monkeypatch.setenv("MERGEGATE_HOME", str(home))

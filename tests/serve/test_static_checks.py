@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from variants import EMBEDDING, Q_PROJ, STATIC, no_chat_template, with_config, with_tensors, without_tensor
 
-from merge_core.checkpoint.checkpoint import open_checkpoint
-from tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
+from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
+from mergegate.tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
 
 torch.set_num_threads(1)
 
@@ -120,7 +120,7 @@ def test_one_number_that_is_none_is_found_in_every_format(checkpoint: Path, dtyp
 
 
 def test_weights_are_looked_at_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.serve.static_checks._BLOCK", 96)
+    monkeypatch.setattr("mergegate.tasks.serve.static_checks._BLOCK", 96)
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors[Q_PROJ].view(-1)[-1] = torch.inf

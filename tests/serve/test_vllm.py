@@ -16,12 +16,12 @@ from real_server import PROJECT, real_server
 from traces import MARK, Traces, flow
 from variants import DEMO, STATIC, model_in, zeroed_norm
 
-from flows.profile import load_profile
-from merge_core.checkpoint.checkpoint import open_checkpoint
-from tasks.serve.launch import PYTHON, Launch, compile_server, context_of, dtype_of, find_server, launch
-from tasks.serve.reference import Reference, make_reference
-from tasks.serve.smoke import smoke_checkpoint
-from tasks.serve.verdict import ServeVerdict
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
+from mergegate.tasks.serve.launch import PYTHON, Launch, compile_server, context_of, dtype_of, find_server, launch
+from mergegate.tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.serve.smoke import smoke_checkpoint
+from mergegate.tasks.serve.verdict import ServeVerdict
 
 pytestmark = real_server
 
@@ -79,8 +79,8 @@ def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
     broken = shutil.copytree(merge, tmp_path / "broken")
     breaks, _, _ = STATIC[variant]
     breaks(broken)
-    monkeypatch.setattr("tasks.serve.smoke.static_checks", lambda *arguments, **options: [])
-    monkeypatch.setattr("tasks.serve.smoke._reference", lambda *arguments, **options: reference)
+    monkeypatch.setattr("mergegate.tasks.serve.smoke.static_checks", lambda *arguments, **options: [])
+    monkeypatch.setattr("mergegate.tasks.serve.smoke._reference", lambda *arguments, **options: reference)
     verdict = smoke(broken, tmp_path / "server.log")
     seen = failures(verdict)
     assert any(words in seen.get(name, "") for name, words in LIVE[variant].items()), seen

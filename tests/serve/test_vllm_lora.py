@@ -13,11 +13,11 @@ from adapted import applied, linear_adapter, negated, pinned
 from real_server import PROJECT, real_server
 from variants import DEMO
 
-from flows.profile import load_profile
-from tasks.checkpoints.model import Model
-from tasks.serve.launch import PYTHON, find_server
-from tasks.serve.smoke import smoke_checkpoint
-from tasks.serve.verdict import ServeVerdict
+from mergegate.flows.profile import load_profile
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.serve.launch import PYTHON, find_server
+from mergegate.tasks.serve.smoke import smoke_checkpoint
+from mergegate.tasks.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 

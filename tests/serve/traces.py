@@ -13,7 +13,7 @@ from pathlib import Path
 
 from patience import HANG_S
 
-from tasks.serve.launch import Launch
+from mergegate.tasks.serve.launch import Launch
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 MARK = "MERGEGATE_TEST_SERVER"  # in the environment of everything that a server starts
@@ -78,9 +78,9 @@ def listens(url: str) -> bool:
 FLOW = """
     import sys
     from pathlib import Path
-    from tasks.serve.launch import Launch
-    from tasks.serve.process import ServerProcess
-    from tasks.serve.settings import ServeSettings
+    from mergegate.tasks.serve.launch import Launch
+    from mergegate.tasks.serve.process import ServerProcess
+    from mergegate.tasks.serve.settings import ServeSettings
     log, mark, *command = sys.argv[1:]
     launch = Launch(tuple(command), {"PATH": "/usr/bin:/bin", "%s": mark})
     with ServerProcess(launch, Path(log), ServeSettings(), grace=2) as server:

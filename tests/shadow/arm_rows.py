@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tasks.shadow import ArmRow
+from mergegate.tasks.shadow import ArmRow
 
 
 def rows(arm: Literal["parent", "candidate"], count: int, *, more: int = 0, **facts: Any) -> tuple[ArmRow, ...]:

@@ -13,7 +13,7 @@ sys.path.append(str(TESTS / "judge"))
 
 from judge_server import Asked, Response, completion, serving  # noqa: E402  # from the tests of the judge
 
-from tasks.shadow.recorded import RecordedAnswer, RecordedPair  # noqa: E402
+from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair  # noqa: E402
 
 __all__ = [
     "CHAT",

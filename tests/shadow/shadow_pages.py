@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from flows.outcome import shadow_report
-from tasks.report import ShadowContent
-from tasks.shadow import (
+from mergegate.flows.outcome import shadow_report
+from mergegate.tasks.report import ShadowContent
+from mergegate.tasks.shadow import (
     ArmRow,
     JudgedPair,
     LostPair,

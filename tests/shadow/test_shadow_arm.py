@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.shadow.traffic.arm import goes_to_candidate, session_key, session_of
-from tasks.shadow.traffic.effects import may_be_copied
+from mergegate.tasks.shadow.traffic.arm import goes_to_candidate, session_key, session_of
+from mergegate.tasks.shadow.traffic.effects import may_be_copied
 
 QUESTION = {"model": "m", "messages": []}
 CHAT = "/v1/chat/completions"

@@ -16,9 +16,9 @@ import yaml
 from stub_openai import serving
 from watched_project import Watched, make_project
 
-from tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
-from tasks.shadow.records import open_records
-from tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
+from mergegate.tasks.shadow.records import open_records
+from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from benchmark_scripts import load_benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, path
+from mergegate.tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, path
 
 RULE = ShadowRule()
 THRESHOLD = math.log(20)

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from recorded_traffic import Response, likes_good_answers, pair, serving
 
-from merge_core.errors import InvalidInput
-from tasks.judge import JudgeServer, Judging
-from tasks.shadow import SampledPair, open_judged, read_judged, sample_pairs
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.judge import JudgeServer, Judging
+from mergegate.tasks.shadow import SampledPair, open_judged, read_judged, sample_pairs
 
 JUDGING = Judging(model="judge-1")
 EXPECTED = {"good": {"good": 0.5, "bad": 0.0}, "bad": {"good": 1.0, "bad": 0.5, "worse": 0.5}}

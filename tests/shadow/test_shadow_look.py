@@ -11,8 +11,8 @@ import pytest
 from recorded_traffic import Asked, completion, likes_good_answers, pair, serving
 from watched_project import VERSION, Watched, rows, watched
 
-from tasks.publish.targets.directory import DirectoryTarget
-from tasks.shadow.recorded import RecordedPair
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.shadow.recorded import RecordedPair
 
 RULE = {"minimum_pairs": 30, "pairs_per_look": 400}
 

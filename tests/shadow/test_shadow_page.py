@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
 
 from pages import Page  # from the tests of reports
 
-from tasks.report import ShadowContent, render_shadow, shadow_rows
-from tasks.report.shadow.wording import e_value
+from mergegate.tasks.report import ShadowContent, render_shadow, shadow_rows
+from mergegate.tasks.report.shadow.wording import e_value
 
 
 @cache

@@ -14,9 +14,9 @@ from hypothesis import given as for_all
 from hypothesis import strategies as st
 from recorded_traffic import CHAT, answer, chat, given, pair, stream
 
-from tasks.shadow.bodies import Unreadable, answer_in, question_in
-from tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
-from tasks.shadow.recorded import RecordedPair
+from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
+from mergegate.tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
+from mergegate.tasks.shadow.recorded import RecordedPair
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:

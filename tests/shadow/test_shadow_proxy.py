@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from watched import CHAT, COMPLETIONS, Watched, question, records_at, watched
 
-from tasks.shadow import read_routing
-from tasks.shadow.records import open_records
+from mergegate.tasks.shadow import read_routing
+from mergegate.tasks.shadow.records import open_records
 
 FAULTS = ["", "dead", "error", "garbage", "hang", "cut", "stall"]
 SECRET = "sk-verysecret0123456789"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, inspect
 
-from tasks.shadow.recorded import ShadowRecord
-from tasks.shadow.records import open_records
-from tasks.shadow.traffic import Recorder, Redaction
+from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.records import open_records
+from mergegate.tasks.shadow.traffic import Recorder, Redaction
 
 
 def record(exchange: str, **more: Any) -> ShadowRecord:
@@ -77,7 +77,7 @@ def test_proxies_that_begin_at_once_on_a_new_file_wait_for_each_other(tmp_path: 
 
 
 def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:
-    from tasks.shadow.records.table import RECORDS, TALLIES
+    from mergegate.tasks.shadow.records.table import RECORDS, TALLIES
 
     url = f"sqlite:///{tmp_path / 'made.sqlite'}"
     open_records(url).close()

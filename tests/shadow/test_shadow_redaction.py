@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput
-from tasks.shadow.traffic import Redaction, open_redaction
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.shadow.traffic import Redaction, open_redaction
 
 SECRET = "4111-1111-1111-1111"
 PATTERN = r"\d{4}-\d{4}-\d{4}-\d{4}"

@@ -11,8 +11,8 @@ from arm_rows import rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.shadow import compare_arms
-from tasks.shadow.split import error_rate
+from mergegate.tasks.shadow import compare_arms
+from mergegate.tasks.shadow.split import error_rate
 
 
 def exact_mixture(failed: int, answered: int) -> Fraction:

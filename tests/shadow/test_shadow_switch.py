@@ -8,7 +8,7 @@ from arm_rows import rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.shadow import ArmRow, SwitchRule, kill_reason
+from mergegate.tasks.shadow import ArmRow, SwitchRule, kill_reason
 
 RULE = SwitchRule()
 PARENT = rows("parent", 200)

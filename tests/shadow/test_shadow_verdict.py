@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from watched_project import rows
 
-from tasks.shadow import ArmRow, ShadowRule, ShadowVerdict, SwitchRule, shadow_verdict
+from mergegate.tasks.shadow import ArmRow, ShadowRule, ShadowVerdict, SwitchRule, shadow_verdict
 
 RULE = ShadowRule(minimum_pairs=50)
 WELL, FAILS = rows(0.0, 250), rows(0.0, 250, failing=0.2)

@@ -9,10 +9,10 @@ import uvicorn
 import yaml
 from rich.console import Console
 
-from flows.cli.shadow import serve_shadow
-from merge_core.errors import Refused
-from tasks.publish.targets.directory import DirectoryTarget
-from tasks.shadow import Routing, read_routing, routing_file, write_routing
+from mergegate.flows.cli.shadow import serve_shadow
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_routing
 
 
 @pytest.fixture

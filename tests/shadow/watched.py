@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 from stub_openai import Stub, serving, stub
 
-from tasks.shadow import FollowedRouting, Routing, ShadowSettings
-from tasks.shadow.records import Records, open_records
-from tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
+from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings
+from mergegate.tasks.shadow.records import Records, open_records
+from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
 
 NOBODY = "http://127.0.0.1:9"  # the port of "discard": nobody listens there
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

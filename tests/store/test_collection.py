@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from merge_core.store import (
+from mergegate.merge_core.store import (
     EntryName,
     RetentionRule,
     Store,
@@ -32,7 +32,7 @@ from merge_core.store import (
     stage_key,
     store_bytes,
 )
-from merge_core.store.store import TRASH
+from mergegate.merge_core.store.store import TRASH
 
 EVERYTHING = RetentionRule(grace_s=0.0)
 DAY = 86_400.0

@@ -12,9 +12,9 @@ import pytest
 from faults import disk_fails, files_below
 from pydantic import BaseModel
 
-from merge_core.errors import DiskRefused
-from merge_core.store import MANIFEST, Store, disk_refusal, is_of_disk, open_journal, refusing_disk
-from merge_core.store.records import JOURNAL, JournalPlace
+from mergegate.merge_core.errors import DiskRefused
+from mergegate.merge_core.store import MANIFEST, Store, disk_refusal, is_of_disk, open_journal, refusing_disk
+from mergegate.merge_core.store.records import JOURNAL, JournalPlace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "merge_core"))
 

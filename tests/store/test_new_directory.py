@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import MARK, MARK_CONTENT, finish_directory, has_mark, new_directory
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import MARK, MARK_CONTENT, finish_directory, has_mark, new_directory
 
 
 def snapshot(root: Path) -> dict[str, bytes | str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.store import EntryName, forget_profile, note_use, open_run, prune_runs, read_runs
+from mergegate.merge_core.store import EntryName, forget_profile, note_use, open_run, prune_runs, read_runs
 
 KEY = "0123456789abcdef" * 4
 NAME = EntryName("merge", KEY[:32])
@@ -40,7 +40,7 @@ def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
 def test_a_killed_run_is_live_no_longer_and_its_record_stays(tmp_path: Path) -> None:
     script = f"""
 import os, signal, pathlib
-from merge_core.store import note_use, open_run
+from mergegate.merge_core.store import note_use, open_run
 runs = pathlib.Path({str(tmp_path)!r})
 with open_run(runs, "killed", "release", "demo"):
     note_use(runs, "killed", "merge", {KEY!r}, "")

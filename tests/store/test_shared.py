@@ -17,10 +17,10 @@ import pytest
 from patience import HANG_S
 from pydantic import BaseModel
 
-from merge_core.errors import InvalidInput
-from merge_core.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
-from merge_core.store.shared import _Lease
-from tasks.stage import sharing
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
+from mergegate.merge_core.store.shared import _Lease
+from mergegate.tasks.stage import sharing
 
 KEY = stage_key("merge", 1, {"x": 1})
 PROJECT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
 def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believed(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    monkeypatch.setattr("merge_core.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
+    monkeypatch.setattr("mergegate.merge_core.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
     at = 1
     while True:
         shared = f"{address}-{at}"
@@ -227,7 +227,7 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from pydantic import BaseModel
-from merge_core.store import SharedStore, Store, stage_key
+from mergegate.merge_core.store import SharedStore, Store, stage_key
 root, address, count, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 class Said(BaseModel):
     answer: int
@@ -339,7 +339,7 @@ def look_at_bucket(bucket: Any, one: Machine, two: Machine) -> None:
 
 
 def lease_of(machine: Machine) -> Any:
-    from merge_core.store.shared import _Lease
+    from mergegate.merge_core.store.shared import _Lease
 
     return _Lease(machine.shared, machine.shared._path("evaluate", "x.lease"))
 

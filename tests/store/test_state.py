@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from merge_core.store import (
+from mergegate.merge_core.store import (
     MANIFEST,
     VALUE,
     Damaged,
@@ -36,7 +36,7 @@ from merge_core.store import (
     state_directory,
     write_state,
 )
-from merge_core.store.records import JOURNAL, JournalPlace
+from mergegate.merge_core.store.records import JOURNAL, JournalPlace
 
 KEY = "0123456789abcdef" * 4
 JSON = st.recursive(

@@ -15,7 +15,7 @@ import pytest
 from patience import HANG_S
 from pydantic import BaseModel
 
-from merge_core.store.store import MANIFEST, Store, StoreMiss
+from mergegate.merge_core.store.store import MANIFEST, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 
@@ -171,7 +171,7 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
         import sys, time
         from pathlib import Path
         from pydantic import BaseModel
-        from merge_core.store import Store
+        from mergegate.merge_core.store import Store
         class Value(BaseModel):
             words: str
         def hangs(out):

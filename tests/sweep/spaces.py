@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space, make_space
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space, make_space
 
 TIES = {
     "merge_method": "ties",

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from trial_settings import DEMO
 
-from merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
-from merge_core.errors import Refused
-from tasks.checkpoints import Model, load_apart
-from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
+from mergegate.merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints import Model, load_apart
+from mergegate.tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
 
 HOW = MergeHow(seed=0, device="cpu", threads=1)
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
@@ -54,7 +54,7 @@ class Study:
 
     def require_right(self, recipe: dict[str, Any]) -> None:
         """What is in the network is what transformers loads of the files of the engine."""
-        from merge_core import merge_weights
+        from mergegate.merge_core import merge_weights
 
         out = self.root / "out"
         shutil.rmtree(out, ignore_errors=True)

@@ -12,14 +12,14 @@ import pytest
 from scipy.stats import multivariate_normal, norm, ttest_rel
 from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_settings
 
-from merge_core.errors import InvalidInput
-from merge_core.store import RecordJournal
-from tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, nothing_to_confirm
-from tasks.sweep.confirmation_power import both_right, confirmation_power
-from tasks.sweep.ledger import Ledger
-from tasks.sweep.objective import Objective, Term
-from tasks.sweep.study import Study
-from tasks.sweep.trials import Asked, Sheet, Trial
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import RecordJournal
+from mergegate.tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, nothing_to_confirm
+from mergegate.tasks.sweep.confirmation_power import both_right, confirmation_power
+from mergegate.tasks.sweep.ledger import Ledger
+from mergegate.tasks.sweep.objective import Objective, Term
+from mergegate.tasks.sweep.study import Study
+from mergegate.tasks.sweep.trials import Asked, Sheet, Trial
 
 LOG = Asked("rev", "log_likelihood")
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from toy_search import ToyModels, noise, run_toy, toy_settings
 
-from tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
-from tasks.report.sweep import reading
-from tasks.report.sweep.content import SweepContent
-from tasks.sweep import ConfirmationPower, Study
-from tasks.sweep.confirmation import Confirmation, confirm, nothing_to_confirm
-from tasks.sweep.trials import TrialRequest
+from mergegate.tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
+from mergegate.tasks.report.sweep import reading
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.sweep import ConfirmationPower, Study
+from mergegate.tasks.sweep.confirmation import Confirmation, confirm, nothing_to_confirm
+from mergegate.tasks.sweep.trials import TrialRequest
 
 SIZES = {"search": {"rev": 200, "copy": 200}, "confirmation": {"rev": 400, "copy": 400}}
 

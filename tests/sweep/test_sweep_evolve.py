@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.profile import Profile
-from merge_core.errors import InvalidInput
-from merge_core.recipe import load_recipe
-from tasks.sweep import SweepSettings, make_space, objective_of, profile_of_evolve
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import load_recipe
+from mergegate.tasks.sweep import SweepSettings, make_space, objective_of, profile_of_evolve
 
 WHOLE = """
 genome:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from toy_search import REV
 
-from tasks.sweep.ledger import open_ledger, request_key
-from tasks.sweep.racing import heat
-from tasks.sweep.trials import Asked, TrialRequest, TrialScores
+from mergegate.tasks.sweep.ledger import open_ledger, request_key
+from mergegate.tasks.sweep.racing import heat
+from mergegate.tasks.sweep.trials import Asked, TrialRequest, TrialScores
 
 KEY = "a" * 64
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -109,7 +109,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_sweep_ledger import KEY, SCORES
-from tasks.sweep.ledger import open_ledger
+from mergegate.tasks.sweep.ledger import open_ledger
 with open_ledger(KEY, "s", place=Path(sys.argv[1])) as ledger:
     for number in range(10**9):
         ledger.add(str(number), SCORES)

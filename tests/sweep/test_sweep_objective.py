@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from spaces import WEIGHT
 
-from merge_core.errors import InvalidInput
-from tasks.sweep.objective import Limit, Objective, Term, best_of, front, objective_of, rank
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.trials import Asked, Trial
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sweep.objective import Limit, Objective, Term, best_of, front, objective_of, rank
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.trials import Asked, Trial
 
 REV, COPY, TEXT = Asked("rev", "log_likelihood"), Asked("copy", "exact"), Asked("", "log_likelihood")
 NAN = math.nan

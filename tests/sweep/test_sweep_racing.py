@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats, spent_at
-from tasks.sweep.settings import Racing
-from tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats, spent_at
+from mergegate.tasks.sweep.settings import Racing
+from mergegate.tasks.sweep.trials import Asked, Sheet
 
 REV, COPY = Asked("rev", "exact"), Asked("copy", "exact")
 LOOKS = doubling_looks(0.125)

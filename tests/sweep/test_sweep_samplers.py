@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from spaces import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
 
-from merge_core.errors import InvalidInput
-from tasks.sweep.objective import Limit, Objective, Term
-from tasks.sweep.samplers import RandomSearch, Sampler, Told, make_sampler
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space, make_space
-from tasks.sweep.trials import Asked, Point
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sweep.objective import Limit, Objective, Term
+from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, Told, make_sampler
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space, make_space
+from mergegate.tasks.sweep.trials import Asked, Point
 
 REV = Asked("rev", "exact")
 ONE = Objective((Term(REV, 1.0),))

@@ -14,11 +14,11 @@ import pytest
 from spaces import TIES
 from toy_search import COPY, REV, ToyModels, by_weights, run_toy, toy_settings, toy_space
 
-from merge_core.errors import DiskRefused, InvalidInput, Refused
-from tasks.sweep.ledger import open_ledger, request_key, study_key
-from tasks.sweep.search import hand_written_recipes
-from tasks.sweep.study import HandWritten, SearchProgress
-from tasks.sweep.trials import Trial, TrialRequest, TrialScores
+from mergegate.merge_core.errors import DiskRefused, InvalidInput, Refused
+from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
+from mergegate.tasks.sweep.search import hand_written_recipes
+from mergegate.tasks.sweep.study import HandWritten, SearchProgress
+from mergegate.tasks.sweep.trials import Trial, TrialRequest, TrialScores
 
 
 class Killed(BaseException):
@@ -243,8 +243,8 @@ def test_time_and_money_end_a_search_between_generations_and_a_resumed_one_knows
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("tasks.sweep.ledger.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("tasks.sweep.ledger.Ledger.__init__.__defaults__", (lambda: now[0],))
+    monkeypatch.setattr("mergegate.tasks.sweep.ledger.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mergegate.tasks.sweep.ledger.Ledger.__init__.__defaults__", (lambda: now[0],))
 
     class Slow(ToyModels):
         def one(self, request: TrialRequest) -> TrialScores:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spaces import TIES, TIES_PARAMETERS, WEIGHT, space_of, ties_space
 
-from merge_core.errors import InvalidInput
-from merge_core.recipe import load_recipe, value_for
-from tasks.sweep.space import recipe_key, summing_to_one
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import load_recipe, value_for
+from mergegate.tasks.sweep.space import recipe_key, summing_to_one
 
 UNITS = st.floats(-0.5, 1.5)
 LINEAR = {"merge_method": "linear", "models": [{"model": "math", "parameters": {"weight": "$w"}}, {"model": "code"}]}

@@ -10,10 +10,10 @@ import pytest
 from spaces import TIES
 from toy_search import ToyModels, run_toy, toy_settings, toy_space
 
-from merge_core.errors import InvalidInput
-from tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard, view_storage
-from tasks.sweep.search import hand_written_recipes
-from tasks.sweep.study import HandWritten, Study
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard, view_storage
+from mergegate.tasks.sweep.search import hand_written_recipes
+from mergegate.tasks.sweep.study import HandWritten, Study
 
 optuna = pytest.importorskip("optuna")
 

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from samples import sampled
 from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores, ties, written_merge
 
-from merge_core.errors import ChangedInput, InvalidInput
-from tasks.checkpoints import Model, end_child, load_apart, load_model, messages, unload
-from tasks.evaluation import Division, Scoring, pose
-from tasks.evaluation.backends.hf import wrapped
-from tasks.perplexity.measuring import WindowSettings, measure
-from tasks.perplexity.text import read_texts
-from tasks.sweep import trial
-from tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
-from tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
+from mergegate.merge_core.errors import ChangedInput, InvalidInput
+from mergegate.tasks.checkpoints import Model, end_child, load_apart, load_model, messages, unload
+from mergegate.tasks.evaluation import Division, Scoring, pose
+from mergegate.tasks.evaluation.backends.hf import wrapped
+from mergegate.tasks.perplexity.measuring import WindowSettings, measure
+from mergegate.tasks.perplexity.text import read_texts
+from mergegate.tasks.sweep import trial
+from mergegate.tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
+from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
 
 EVERY = tuple(Asked(task, "log_likelihood") for task in PLAIN)
 
@@ -207,7 +207,7 @@ def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp
 
 
 def _nowhere(directory: Path) -> Any:
-    from merge_core.store import JournalPlace
+    from mergegate.merge_core.store import JournalPlace
 
     return JournalPlace(directory / "journal", "key")
 
@@ -311,9 +311,9 @@ def test_a_parent_that_is_changed_ends_the_study(place: Path, tmp_path: Path) ->
     recipe["base_model"] = recipe["base_model"].replace(str(DEMO), str(tmp_path))
     for one in recipe["models"]:
         one["model"] = one["model"].replace(str(DEMO), str(tmp_path))
-    from merge_core import load_recipe
-    from merge_core.store import HashMemo
-    from tasks.checkpoints import pin_checkpoints, resolve_parents
+    from mergegate.merge_core import load_recipe
+    from mergegate.merge_core.store import HashMemo
+    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 
     parents = pin_checkpoints(resolve_parents(load_recipe(recipe)), HashMemo(tmp_path / "h.db"))
     setting = setting_of(place, EVERY, parents=parents)

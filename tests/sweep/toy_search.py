@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from spaces import TIES, TIES_PARAMETERS, settings_of
 
-from tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
-from tasks.sweep.objective import Objective, objective_of
-from tasks.sweep.search import hand_written_recipes, search
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space, make_space, recipe_key
-from tasks.sweep.study import Study
-from tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
+from mergegate.tasks.sweep.objective import Objective, objective_of
+from mergegate.tasks.sweep.search import hand_written_recipes, search
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space, make_space, recipe_key
+from mergegate.tasks.sweep.study import Study
+from mergegate.tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
 
 REV, COPY = Asked("rev", "exact"), Asked("copy", "exact")
 Quality = Callable[[dict[str, Any]], float]

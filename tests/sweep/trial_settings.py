@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core import load_recipe, merge_weights, plan_merge
-from merge_core.store import HashMemo
-from tasks.checkpoints import Model, pin_checkpoints, resolve_parents
-from tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
-from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.scoring import DocumentRange, ordered
-from tasks.perplexity import PerplexitySettings, pin_documents
-from tasks.sweep.trial import TrialSet, TrialSetting
-from tasks.sweep.trials import TEXT, Asked
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import Model, pin_checkpoints, resolve_parents
+from mergegate.tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.scoring import DocumentRange, ordered
+from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
+from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
+from mergegate.tasks.sweep.trials import TEXT, Asked
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PLAIN = ("copy", "reverse", "shift")

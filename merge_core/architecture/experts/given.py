@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from merge_core.checkpoint import BY_CODE, DerivedTensor, ReadElements, ReadStored, StoredTensor
+from mergegate.merge_core.checkpoint import BY_CODE, DerivedTensor, ReadElements, ReadStored, StoredTensor
 
 if TYPE_CHECKING:
     import numpy as np

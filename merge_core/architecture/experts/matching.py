@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.architecture.experts.permuted import permuted_rows
-from merge_core.architecture.experts.pieces import by_expert
-from merge_core.checkpoint import (
+from mergegate.merge_core.architecture.experts.permuted import permuted_rows
+from mergegate.merge_core.architecture.experts.pieces import by_expert
+from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
     DerivedTensor,
@@ -40,8 +40,8 @@ from merge_core.checkpoint import (
     patterns,
     read_into,
 )
-from merge_core.errors import Finding, InvalidInput
-from merge_core.recipe import MeasuredInputs, Recipe
+from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.recipe import MeasuredInputs, Recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.checkpoint import config_parts
+from mergegate.merge_core.checkpoint import config_parts
 
 
 @dataclass(frozen=True)

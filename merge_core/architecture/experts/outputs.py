@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput
 
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 _ATTENTION = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
+from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from merge_core.architecture import layer_place
-from merge_core.architecture.experts.naming import ExpertNames, expert_names
-from merge_core.checkpoint import (
+from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.architecture.experts.naming import ExpertNames, expert_names
+from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
     DerivedTensor,

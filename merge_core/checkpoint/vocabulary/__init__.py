@@ -4,28 +4,33 @@ Only files are read and no tokenizer library is imported: what a tokenizer *does
 process of its own. The ids are those that the library gives, which are not always those that the file says.
 """
 
-from merge_core.checkpoint.vocabulary.comparison import (
+from mergegate.merge_core.checkpoint.vocabulary.comparison import (
     SpellingDifference,
     compare_tokenizers,
     settings_differences,
 )
-from merge_core.checkpoint.vocabulary.definition import (
+from mergegate.merge_core.checkpoint.vocabulary.definition import (
     TOKENIZER_BOUNDS,
     TokenizerDefinition,
     each_read_once,
     read_settings,
     read_tokenizer,
 )
-from merge_core.checkpoint.vocabulary.joining import (
+from mergegate.merge_core.checkpoint.vocabulary.joining import (
     STRANGERS,
     JoinedTokenizer,
     Strangers,
     join_tokenizers,
     rewritten_files,
 )
-from merge_core.checkpoint.vocabulary.spelling import spelled_bytes
-from merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
-from merge_core.checkpoint.vocabulary.transplant import METHODS, TransplantMethod, combined_rows, sparse_combinations
+from mergegate.merge_core.checkpoint.vocabulary.spelling import spelled_bytes
+from mergegate.merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
+from mergegate.merge_core.checkpoint.vocabulary.transplant import (
+    METHODS,
+    TransplantMethod,
+    combined_rows,
+    sparse_combinations,
+)
 
 __all__ = [
     "METHODS",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.vocabulary.definition import MERGES, NAME, SETTINGS, TokenizerDefinition
+from mergegate.merge_core.checkpoint.vocabulary.definition import MERGES, NAME, SETTINGS, TokenizerDefinition
 
 # What the library takes where a file does not say.
 _MODEL_DEFAULTS: Mapping[str, Any] = {

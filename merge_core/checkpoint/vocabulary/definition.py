@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from merge_core.checkpoint.companions import Companions, list_companions
-from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds
+from mergegate.merge_core.checkpoint.companions import Companions, list_companions
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import JsonBounds
 
 # Those of Gemma, the largest today, have 33 MB and two million values.
 TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)

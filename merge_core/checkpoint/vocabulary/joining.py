@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from merge_core.checkpoint.vocabulary.comparison import model_differences, pipeline_differences
-from merge_core.checkpoint.vocabulary.definition import NAME, SETTINGS, TokenizerDefinition, given_ids
-from merge_core.errors import InvalidInput
+from mergegate.merge_core.checkpoint.vocabulary.comparison import model_differences, pipeline_differences
+from mergegate.merge_core.checkpoint.vocabulary.definition import NAME, SETTINGS, TokenizerDefinition, given_ids
+from mergegate.merge_core.errors import InvalidInput
 
 Strangers = Literal["refuse", "specials", "dormant", "appended"]
 STRANGERS: tuple[str, ...] = get_args(Strangers)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from merge_core.checkpoint.vocabulary.definition import TokenizerDefinition
+from mergegate.merge_core.checkpoint.vocabulary.definition import TokenizerDefinition
 
 
 def spelled_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:

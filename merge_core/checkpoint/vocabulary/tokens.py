@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from merge_core.checkpoint.companions import Companions, is_binary_vocabulary, list_companions
-from merge_core.checkpoint.vocabulary.definition import added_ids, read_settings, read_tokenizer
-from merge_core.checkpoint.vocabulary.pieces import read_pieces
+from mergegate.merge_core.checkpoint.companions import Companions, is_binary_vocabulary, list_companions
+from mergegate.merge_core.checkpoint.vocabulary.definition import added_ids, read_settings, read_tokenizer
+from mergegate.merge_core.checkpoint.vocabulary.pieces import read_pieces
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a plan will take on this machine, before it starts: bytes, memory, disk and time."""
 
-from merge_core.engine.forecast.forecast import (
+from mergegate.merge_core.engine.forecast.forecast import (
     Duration,
     Needs,
     Rates,
@@ -9,7 +9,7 @@ from merge_core.engine.forecast.forecast import (
     needs_of,
     peak_memory,
 )
-from merge_core.engine.forecast.probe import (
+from mergegate.merge_core.engine.forecast.probe import (
     load_rates,
     machine_key,
     measure_bus,

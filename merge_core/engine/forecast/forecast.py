@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.architecture import is_projection
-from merge_core.engine import HELD_BYTES, KEPT_BYTES, WAITING_BYTES
-from merge_core.engine.forecast.work import COPY, Work, work_of
-from merge_core.methods import GRAIN
-from merge_core.plan import MergePlan, TensorJob, step_of
+from mergegate.merge_core.architecture import is_projection
+from mergegate.merge_core.engine import HELD_BYTES, KEPT_BYTES, WAITING_BYTES
+from mergegate.merge_core.engine.forecast.work import COPY, Work, work_of
+from mergegate.merge_core.methods import GRAIN
+from mergegate.merge_core.plan import MergePlan, TensorJob, step_of
 
 if TYPE_CHECKING:
-    from merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine import EngineSettings
 
 # Anonymous memory of the process before the first tensor: interpreter, torch, compiled kernels.
 _PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 640 << 20}

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.engine.forecast.forecast import Rates
-from merge_core.errors import InvalidInput
-from merge_core.system import forget_cached, open_uncached, read_at
+from mergegate.merge_core.engine.forecast.forecast import Rates
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.system import forget_cached, open_uncached, read_at
 
 # Shares of the time limit of half a second; the rest is for opening, threads and the last step's error.
 _DISK_SECONDS = 0.14

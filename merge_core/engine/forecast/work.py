@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merge_core.methods import Method, TensorTask
+from mergegate.merge_core.methods import Method, TensorTask
 
 # Units per input element of a method that declares no costs: between the plain and the selecting ones, with one fold.
 _ASSUMED_UNITS = 3.0 + 5.0

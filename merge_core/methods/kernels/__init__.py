@@ -8,16 +8,16 @@ sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
 
-from merge_core.methods.kernels.adaptive import adam, moving
-from merge_core.methods.kernels.agreement import consensus
-from merge_core.methods.kernels.change import add_change
-from merge_core.methods.kernels.combination import combine, gram
-from merge_core.methods.kernels.interference import oppositions, squares
-from merge_core.methods.kernels.pairwise import fuse, importances, nearswap
-from merge_core.methods.kernels.ram import changes, ram
-from merge_core.methods.kernels.robust import middle
-from merge_core.methods.kernels.sce import energies, sce, variances
-from merge_core.methods.kernels.selection import (
+from mergegate.merge_core.methods.kernels.adaptive import adam, moving
+from mergegate.merge_core.methods.kernels.agreement import consensus
+from mergegate.merge_core.methods.kernels.change import add_change
+from mergegate.merge_core.methods.kernels.combination import combine, gram
+from mergegate.merge_core.methods.kernels.interference import oppositions, squares
+from mergegate.merge_core.methods.kernels.pairwise import fuse, importances, nearswap
+from mergegate.merge_core.methods.kernels.ram import changes, ram
+from mergegate.merge_core.methods.kernels.robust import middle
+from mergegate.merge_core.methods.kernels.sce import energies, sce, variances
+from mergegate.merge_core.methods.kernels.selection import (
     first_digit_of,
     first_digits,
     next_digit_of,
@@ -26,10 +26,10 @@ from merge_core.methods.kernels.selection import (
     ties,
     ties_of,
 )
-from merge_core.methods.kernels.sparsify import words
-from merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
-from merge_core.methods.kernels.tiles import TILE, inspect
-from merge_core.methods.kernels.windows import look_into_windows
+from mergegate.merge_core.methods.kernels.sparsify import words
+from mergegate.merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
+from mergegate.merge_core.methods.kernels.tiles import TILE, inspect
+from mergegate.merge_core.methods.kernels.windows import look_into_windows
 
 __all__ = [
     "TILE",

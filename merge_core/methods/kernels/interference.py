@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, whole, widen
+from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, whole, widen
 
 
 @compiled

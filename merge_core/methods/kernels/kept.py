@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import inner
-from merge_core.methods.kernels.tiles import magnitude_bits
+from mergegate.merge_core.methods.kernels.compiled import inner
+from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
 
 
 @inner

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import inner
-from merge_core.methods.kernels.tiles import magnitude_bits
+from mergegate.merge_core.methods.kernels.compiled import inner
+from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
 
 _WORD = np.uint64(0xFFFFFFFF)
 # Most bins of a histogram, as a power of two, and how many bits of a bin's number are exponents: bins span eight

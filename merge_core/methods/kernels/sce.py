@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.sparsify import begin_numbering, keep_tied
-from merge_core.methods.kernels.tiles import (
+from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.sparsify import begin_numbering, keep_tied
+from mergegate.merge_core.methods.kernels.tiles import (
     LANES,
     TILE,
     add_products,

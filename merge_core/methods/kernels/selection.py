@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.tiles import TILE, magnitude_bits, widen
+from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, widen
 
 
 @compiled

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.ranks import keep_by_rank
-from merge_core.methods.kernels.tiles import magnitude_bits
-from merge_core.methods.masks import MULTIPLIER, ROUNDS, WEYL
+from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.ranks import keep_by_rank
+from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
+from mergegate.merge_core.methods.masks import MULTIPLIER, ROUNDS, WEYL
 
 _WORD = np.uint64(0xFFFFFFFF)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.kept import drop_again, note_kept
-from merge_core.methods.kernels.ranks import rank_scratch
-from merge_core.methods.kernels.sparsify import begin_grain, sparsify
-from merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
+from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.kept import drop_again, note_kept
+from mergegate.merge_core.methods.kernels.ranks import rank_scratch
+from mergegate.merge_core.methods.kernels.sparsify import begin_grain, sparsify
+from mergegate.merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
 
 
 @compiled

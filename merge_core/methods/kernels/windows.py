@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import TILE, magnitude_bits
+from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits
 
 
 @compiled

@@ -1,12 +1,12 @@
 """The Hugging Face Hub as every stage sees it: how to reach it, what a commit lists, headers without weights."""
 
-from tasks.checkpoints.hub.access import HubAccess, describe, hub_access, is_offline, is_worth_another_look
-from tasks.checkpoints.hub.cache import snapshots_place
-from tasks.checkpoints.hub.download import download_snapshots
-from tasks.checkpoints.hub.errors import all_at_once
-from tasks.checkpoints.hub.file import RemoteFile, git_blob
-from tasks.checkpoints.hub.permissions import require_writing
-from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe, hub_access, is_offline, is_worth_another_look
+from mergegate.tasks.checkpoints.hub.cache import snapshots_place
+from mergegate.tasks.checkpoints.hub.download import download_snapshots
+from mergegate.tasks.checkpoints.hub.errors import all_at_once
+from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
+from mergegate.tasks.checkpoints.hub.permissions import require_writing
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 
 __all__ = [
     "HubAccess",

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from merge_core.errors import InvalidInput
-from tasks.checkpoints.hub.file import RemoteFile
-from tasks.outside import TRANSIENT_STATUSES, causes, is_transient, status_of
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.hub.file import RemoteFile
+from mergegate.tasks.outside import TRANSIENT_STATUSES, causes, is_transient, status_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -15,13 +15,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from merge_core.errors import MergegateError, Refused
-from merge_core.store import HashMemo
-from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from tasks.checkpoints.hub.errors import all_at_once, client_errors, hub_refusal
-from tasks.checkpoints.hub.file import RemoteFile, git_blob
-from tasks.checkpoints.hub.snapshot import Snapshot
-from tasks.outside import retrying
+from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
+from mergegate.tasks.checkpoints.hub.errors import all_at_once, client_errors, hub_refusal
+from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.outside import retrying
 
 _FILES_AT_ONCE = 4
 _TRIES = 5  # where the client gives up at once: it asks again itself only when a connection breaks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
-from merge_core.errors import InvalidInput, MergegateError, Refused
-from tasks.checkpoints.hub.access import HubAccess, describe
-from tasks.outside import causes, status_of
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe
+from mergegate.tasks.outside import causes, status_of
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NEITHER = "neither a directory here nor a repository on the Hub that"

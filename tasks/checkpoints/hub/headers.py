@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from merge_core import Checkpoint, open_checkpoint
-from merge_core.adapters import Adapter, open_adapter
-from merge_core.checkpoint import StoredTensor, fetch_header
-from merge_core.errors import InvalidInput, Refused
-from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from tasks.checkpoints.hub.errors import client_errors, hub_refusal
-from tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.merge_core import Checkpoint, open_checkpoint
+from mergegate.merge_core.adapters import Adapter, open_adapter
+from mergegate.merge_core.checkpoint import StoredTensor, fetch_header
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
+from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 _TIMEOUT_S = 30.0
 _CONNECTIONS = 8

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import MergegateError, Refused, suggest
-from tasks.checkpoints.hub.access import HubAccess, describe
-from tasks.checkpoints.hub.errors import client_errors, rejected_token
-from tasks.outside import status_of
+from mergegate.merge_core.errors import MergegateError, Refused, suggest
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe
+from mergegate.tasks.checkpoints.hub.errors import client_errors, rejected_token
+from mergegate.tasks.outside import status_of
 
 _WRITES = "repo.write"
 _READING_ROLES = frozenset({"read", "no_access"})

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.adapters import CONFIG_FILE, adapter_files, is_own_text
-from merge_core.errors import InvalidInput
-from merge_core.wording import detail
-from tasks.checkpoints.files import files_about, files_beside, weight_files
-from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from tasks.checkpoints.hub.cache import snapshots_place
-from tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
-from tasks.checkpoints.hub.file import RemoteFile
-from tasks.outside import status_of
+from mergegate.merge_core.adapters import CONFIG_FILE, adapter_files, is_own_text
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.wording import detail
+from mergegate.tasks.checkpoints.files import files_about, files_beside, weight_files
+from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
+from mergegate.tasks.checkpoints.hub.cache import snapshots_place
+from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
+from mergegate.tasks.checkpoints.hub.file import RemoteFile
+from mergegate.tasks.outside import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # A file with the name of a small one that is larger than this comes with the weights.

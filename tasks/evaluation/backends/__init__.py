@@ -4,7 +4,7 @@ All of them read a prompt alike: a tokenizer that adds a begin of text adds one,
 template's) begins with it; log-probabilities are sums of float32 log-softmax.
 """
 
-from tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend
-from tasks.evaluation.backends.registry import backend_names, find_backend
+from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend
+from mergegate.tasks.evaluation.backends.registry import backend_names, find_backend
 
 __all__ = ["CUT_OFF", "AnswerEnd", "Backend", "backend_names", "find_backend"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tasks.evaluation.backends.growing_cache import growing_cache
-from tasks.evaluation.backends.token_rows import row_inputs, shared_beginning, token_rows
+from mergegate.tasks.evaluation.backends.growing_cache import growing_cache
+from mergegate.tasks.evaluation.backends.token_rows import row_inputs, shared_beginning, token_rows
 
 if TYPE_CHECKING:
     import torch

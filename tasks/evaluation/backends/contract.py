@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import Model
+    from mergegate.tasks.checkpoints import Model
 
 
 AnswerReason = Literal["stop", "eos", "length", "context", ""]

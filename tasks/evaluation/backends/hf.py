@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tasks.checkpoints import load_model
-from tasks.evaluation.backends.contract import Backend, BackendScoring
-from tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.checkpoints import load_model
+from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import LoadedModel, Model
+    from mergegate.tasks.checkpoints import LoadedModel, Model
 
 
 @contextmanager

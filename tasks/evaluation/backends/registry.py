@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from merge_core.errors import InvalidInput, suggest
-from tasks.evaluation.backends import hf, served, vllm
-from tasks.evaluation.backends.contract import Backend
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.backends import hf, served, vllm
+from mergegate.tasks.evaluation.backends.contract import Backend
 
 GROUP = "mergegate.backends"
 _OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, served.BACKEND)}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import Model
+    from mergegate.tasks.checkpoints import Model
 
 
 class ModelEndpoint(BaseModel):

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tasks.evaluation.backends.common_start import read_apart
-from tasks.evaluation.backends.contract import AnswerEnd
-from tasks.evaluation.backends.stretches import write_in_stretches
-from tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
+from mergegate.tasks.evaluation.backends.common_start import read_apart
+from mergegate.tasks.evaluation.backends.contract import AnswerEnd
+from mergegate.tasks.evaluation.backends.stretches import write_in_stretches
+from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
     import torch

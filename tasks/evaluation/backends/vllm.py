@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from merge_core.store import NotInKey
-from tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import Model
+    from mergegate.tasks.checkpoints import Model
 
 
 class VllmSettings(BaseModel):

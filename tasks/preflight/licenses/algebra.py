@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.preflight.licenses.case import (
+from mergegate.tasks.preflight.licenses.case import (
     Case,
     LicensedParent,
     LicenseFinding,
@@ -22,10 +22,10 @@ from tasks.preflight.licenses.case import (
     listed,
     worst_status,
 )
-from tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
-from tasks.preflight.licenses.rules import RULES, LicenseRule
-from tasks.preflight.licenses.table import License, LicenseTable
-from tasks.preflight.licenses.use import Use
+from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
+from mergegate.tasks.preflight.licenses.rules import RULES, LicenseRule
+from mergegate.tasks.preflight.licenses.table import License, LicenseTable
+from mergegate.tasks.preflight.licenses.use import Use
 
 
 class Reason(BaseModel):

@@ -15,9 +15,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from tasks.checkpoints import CARD_FILE, card_path
-from tasks.checkpoints.hub import HubAccess, describe, hub_access, is_offline, snapshots_place
-from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, NotRead
+from mergegate.tasks.checkpoints import CARD_FILE, card_path
+from mergegate.tasks.checkpoints.hub import HubAccess, describe, hub_access, is_offline, snapshots_place
+from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, NotRead
 
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")

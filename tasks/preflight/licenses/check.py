@@ -8,17 +8,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import Refused
-from merge_core.recipe import is_foreign_path, name_in_path
-from merge_core.store import NotInKey
-from tasks.checkpoints import ResolvedCheckpoint
-from tasks.preflight.licenses.algebra import Combination, combine_licenses
-from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
-from tasks.preflight.licenses.case import LicensedParent
-from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quoted
-from tasks.preflight.licenses.table import LicenseTable, load_table
-from tasks.preflight.licenses.use import LicenseSettings, Use
-from tasks.stage import StageValue, value_stage
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.recipe import is_foreign_path, name_in_path
+from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
+from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
+from mergegate.tasks.preflight.licenses.case import LicensedParent
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quoted
+from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
+from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
+from mergegate.tasks.stage import StageValue, value_stage
 
 
 class Declared(BaseModel):

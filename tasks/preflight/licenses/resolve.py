@@ -19,12 +19,12 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import open_plain, read_json
-from tasks.checkpoints import NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
-from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
-from tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
-from tasks.preflight.licenses.texts import linked, recognised
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import open_plain, read_json
+from mergegate.tasks.checkpoints import NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
+from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
+from mergegate.tasks.preflight.licenses.texts import linked, recognised
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.preflight.licenses.case import Case, listed
-from tasks.preflight.licenses.rules import share_alike_licenses
-from tasks.preflight.licenses.table import OTHER, UNKNOWN, License
+from mergegate.tasks.preflight.licenses.case import Case, listed
+from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License
 
 ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from tasks.preflight.licenses.case import (
+from mergegate.tasks.preflight.licenses.case import (
     Case,
     Licensed,
     LicensedParent,
@@ -30,7 +30,7 @@ from tasks.preflight.licenses.case import (
     Subject,
     listed,
 )
-from tasks.preflight.licenses.table import License
+from mergegate.tasks.preflight.licenses.table import License
 
 
 @dataclass(frozen=True)

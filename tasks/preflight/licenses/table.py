@@ -18,8 +18,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import read_yaml_mapping
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.parsing import read_yaml_mapping
 
 SHIPPED = Path(__file__).with_name("table.yaml")
 UNKNOWN, OTHER = "unknown", "other"

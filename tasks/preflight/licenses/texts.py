@@ -12,7 +12,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tasks.preflight.licenses.table import License, LicenseTable
+from mergegate.tasks.preflight.licenses.table import License, LicenseTable
 
 _TEXTS = Path(__file__).with_name("texts")
 _COPYRIGHT = re.compile(

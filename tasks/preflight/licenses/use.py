@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from merge_core.parsing import LocalPath
+from mergegate.merge_core.parsing import LocalPath
 
 Purpose = Literal["commercial", "research"]
 Visibility = Literal["public", "private"]

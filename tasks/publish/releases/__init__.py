@@ -1,8 +1,8 @@
 """Releases that are out there: verified against what they say, rebuilt, and compared with as the champion."""
 
-from tasks.publish.releases.champion import ReleasedModel, find_anchor, find_champion
-from tasks.publish.releases.reproduce import rebuild_release
-from tasks.publish.releases.verify import Verified, check_release
+from mergegate.tasks.publish.releases.champion import ReleasedModel, find_anchor, find_champion
+from mergegate.tasks.publish.releases.reproduce import rebuild_release
+from mergegate.tasks.publish.releases.verify import Verified, check_release
 
 __all__ = [
     "ReleasedModel",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from merge_core.store import MANIFEST, VALUE, HashMemo, NotInKey, merkle
-from tasks.checkpoints import Model, deciding_files
-from tasks.gate import ANCHOR, CHAMPION
-from tasks.publish import ABOUT
-from tasks.publish.targets import CurrentRelease, PublishTarget
+from mergegate.merge_core.store import MANIFEST, VALUE, HashMemo, NotInKey, merkle
+from mergegate.tasks.checkpoints import Model, deciding_files
+from mergegate.tasks.gate import ANCHOR, CHAMPION
+from mergegate.tasks.publish import ABOUT
+from mergegate.tasks.publish.targets import CurrentRelease, PublishTarget
 
 # Beside a checkpoint in the store or in a release, not part of it.
 _BOOKKEEPING = ABOUT | {MANIFEST, VALUE}

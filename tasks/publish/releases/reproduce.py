@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from merge_core import (
+from mergegate.merge_core import (
     Checkpoint,
     CheckpointRef,
     Recipe,
@@ -28,13 +28,13 @@ from merge_core import (
     plan_merge,
     resolve_local,
 )
-from merge_core.adapters import apply_adapter, open_adapter
-from merge_core.architecture.experts import match_experts
-from merge_core.errors import InvalidInput, Refused
-from merge_core.parsing import read_plain
-from merge_core.recipe import parse_reference
-from merge_core.store import HashMemo
-from tasks.checkpoints import (
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.architecture.experts import match_experts
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import read_plain
+from mergegate.merge_core.recipe import parse_reference
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedAdapter,
     ResolvedCheckpoint,
@@ -43,12 +43,12 @@ from tasks.checkpoints import (
     checkpoint_digest,
     pin_checkpoints,
 )
-from tasks.checkpoints.hub import download_snapshots, find_snapshot
-from tasks.merge import combine_parents, prepared
-from tasks.publish import PROVENANCE, RECIPE
-from tasks.publish.releases.verify import Files, Verified
-from tasks.publish.targets import PublishedRelease
-from tasks.stage import device_kind, versions
+from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
+from mergegate.tasks.merge import combine_parents, prepared
+from mergegate.tasks.publish import PROVENANCE, RECIPE
+from mergegate.tasks.publish.releases.verify import Files, Verified
+from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.stage import device_kind, versions
 
 _WEIGHTS = ".safetensors"
 _DECIDING_LIBRARIES = ("torch", "numba")  # the last place of a number, besides recipe and parents

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.parsing import parse_json, parse_yaml
-from tasks.checkpoints import parse_card
-from tasks.publish import (
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import parse_json, parse_yaml
+from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.publish import (
     BOM,
     CARD,
     PROVENANCE,
@@ -35,7 +35,7 @@ from tasks.publish import (
     read_signature,
     version_of,
 )
-from tasks.publish.targets import PublishedRelease
+from mergegate.tasks.publish.targets import PublishedRelease
 
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]

@@ -3,8 +3,8 @@
 Other packages add theirs under the entry point ``mergegate.targets``.
 """
 
-from tasks.publish.targets.alias import ALIAS_NAME
-from tasks.publish.targets.contract import (
+from mergegate.tasks.publish.targets.alias import ALIAS_NAME
+from mergegate.tasks.publish.targets.contract import (
     CurrentRelease,
     OnProgress,
     PublishedRelease,
@@ -12,7 +12,7 @@ from tasks.publish.targets.contract import (
     Release,
     check_target,
 )
-from tasks.publish.targets.registry import Target, find_release, publish_targets
+from mergegate.tasks.publish.targets.registry import Target, find_release, publish_targets
 
 __all__ = [
     "ALIAS_NAME",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.errors import InvalidInput, suggest
 
 ALIAS_NAME = r"^[A-Za-z][A-Za-z_-]{0,63}$"
 _WHERE = "shadow.alias"

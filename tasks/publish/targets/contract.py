@@ -28,12 +28,12 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import LocalPath
-from merge_core.store import HashMemo
-from tasks.publish.approval import ApprovalSettings
-from tasks.publish.content import ReleaseFile
-from tasks.publish.signature import private_key
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish.approval import ApprovalSettings
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.signature import private_key
 
 FIRST = "first"  # among earlier releases
 _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"

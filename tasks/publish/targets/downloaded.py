@@ -12,9 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from merge_core.errors import Refused
-from merge_core.store import HashMemo, NotAsListed, locked, merkle, receive_directory, remove_any, state_directory
-from tasks.stage import home
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import (
+    HashMemo,
+    NotAsListed,
+    locked,
+    merkle,
+    receive_directory,
+    remove_any,
+    state_directory,
+)
+from mergegate.tasks.stage import home
 
 _KEPT_S = 30 * 24 * 3600
 _log = logging.getLogger(__name__)

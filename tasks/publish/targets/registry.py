@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
-from merge_core.errors import InvalidInput
-from tasks.publish.targets.contract import PublishedRelease, PublishTarget
-from tasks.publish.targets.directory import DirectoryTarget
-from tasks.publish.targets.hub import HubTarget
-from tasks.publish.targets.mlflow import MlflowTarget
-from tasks.publish.targets.oci import OciTarget
-from tasks.publish.targets.s3 import S3Target
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.publish.targets.contract import PublishedRelease, PublishTarget
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.mlflow import MlflowTarget
+from mergegate.tasks.publish.targets.oci import OciTarget
+from mergegate.tasks.publish.targets.s3 import S3Target
 
 GROUP = "mergegate.targets"
 _BUILT_IN = (DirectoryTarget, HubTarget, S3Target, OciTarget, MlflowTarget)

@@ -5,7 +5,7 @@
     html = render_ending(EndedRun(name=…, status="refused", message=…, finding=…, stages=…))
 """
 
-from tasks.report.ending.content import EndedRun, EndedStage
-from tasks.report.ending.page import render_ending
+from mergegate.tasks.report.ending.content import EndedRun, EndedStage
+from mergegate.tasks.report.ending.page import render_ending
 
 __all__ = ["EndedRun", "EndedStage", "render_ending"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.stage import StageStatus
+from mergegate.tasks.stage import StageStatus
 
 
 class EndedStage(BaseModel):

@@ -6,12 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.wording import format_duration
-from tasks.report import wording
-from tasks.report.ending.content import EndedRun
-from tasks.report.history import outcome_of_status
-from tasks.report.page import page_environment
-from tasks.stage import Outcome, StageStatus
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.ending.content import EndedRun
+from mergegate.tasks.report.history import outcome_of_status
+from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.stage import Outcome, StageStatus
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -7,13 +7,13 @@
     changes_since(records, record)             # what a person wants to know first
 """
 
-from tasks.report.history.changes import changes_since, night_of
-from tasks.report.history.keeping import KeptPage, facts_of, file_name, keep_run
-from tasks.report.history.ledger import HISTORY, History, mend_history, read_history
-from tasks.report.history.metrics import tell_operators
-from tasks.report.history.overview import outcome_of_status, render_history, worst_drop
-from tasks.report.history.record import NightParent, NightScore, NightStage, RunRecord, RunStatus
-from tasks.report.history.tracking import tell_tracker
+from mergegate.tasks.report.history.changes import changes_since, night_of
+from mergegate.tasks.report.history.keeping import KeptPage, facts_of, file_name, keep_run
+from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
+from mergegate.tasks.report.history.metrics import tell_operators
+from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
+from mergegate.tasks.report.history.record import NightParent, NightScore, NightStage, RunRecord, RunStatus
+from mergegate.tasks.report.history.tracking import tell_tracker
 
 __all__ = [
     "HISTORY",

@@ -11,8 +11,8 @@ import difflib
 import time
 from collections.abc import Iterable, Sequence
 
-from tasks.report import wording
-from tasks.report.history.record import NightScore, RunRecord
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.history.record import NightScore, RunRecord
 
 _MOST = 5  # of one kind: whoever wants all of it has the tables
 

@@ -19,13 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from merge_core.store import locked, read_state, state_directory, write_state
-from merge_core.wording import format_duration
-from tasks.report.history.changes import changes_since, previous_of
-from tasks.report.history.ledger import LOCK, History, append_record, read_history
-from tasks.report.history.links import INDEX, Neighbours, relinked, tied
-from tasks.report.history.overview import render_history
-from tasks.report.history.record import RunRecord
+from mergegate.merge_core.store import locked, read_state, state_directory, write_state
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report.history.changes import changes_since, previous_of
+from mergegate.tasks.report.history.ledger import LOCK, History, append_record, read_history
+from mergegate.tasks.report.history.links import INDEX, Neighbours, relinked, tied
+from mergegate.tasks.report.history.overview import render_history
+from mergegate.tasks.report.history.record import RunRecord
 
 MOST_PAGES = 60  # of a profile
 SEARCH = ".sweep.html"  # how a page about a search ends

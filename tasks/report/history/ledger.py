@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.store import Damaged, locked, read_state, set_aside, write_state
-from tasks.report.history.record import RunRecord, parse_record
+from mergegate.merge_core.store import Damaged, locked, read_state, set_aside, write_state
+from mergegate.tasks.report.history.record import RunRecord, parse_record
 
 HISTORY, LOCK = "history.jsonl", "history.lock"
 # Of each profile and flow: more than a year of nights. And of all: a directory that hundreds of profiles share.

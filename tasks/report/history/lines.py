@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tasks.report import wording
-from tasks.report.svg import Ink
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.svg import Ink
 
 _INKS = (Ink.ACCENT, Ink.TEXT, Ink.INCONCLUSIVE, Ink.PASS, Ink.FAIL, Ink.MUTED)
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from merge_core.errors import EXIT_CODES
-from merge_core.store import locked
-from tasks.report.history.record import RunRecord
+from mergegate.merge_core.errors import EXIT_CODES
+from mergegate.merge_core.store import locked
+from mergegate.tasks.report.history.record import RunRecord
 
 METRICS, OTEL = "MERGEGATE_METRICS", "MERGEGATE_OTEL"
 _STATUSES = tuple(EXIT_CODES)

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from tasks.outside import JsonClient, Unreachable
-from tasks.report.history.record import RunRecord
+from mergegate.tasks.outside import JsonClient, Unreachable
+from mergegate.tasks.report.history.record import RunRecord
 
 MLFLOW = "MERGEGATE_MLFLOW"
 _TIMEOUT_S = 20.0  # nobody waits longer at the end of a run

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from merge_core.wording import format_bytes, format_duration
-from tasks.report import wording
-from tasks.report.history.changes import changes_since, night_of
-from tasks.report.history.ledger import History
-from tasks.report.history.lines import MOST_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
-from tasks.report.history.record import NightScore, RunRecord
-from tasks.report.page import page_environment
-from tasks.stage import Outcome, worst
+from mergegate.merge_core.wording import format_bytes, format_duration
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.history.changes import changes_since, night_of
+from mergegate.tasks.report.history.ledger import History
+from mergegate.tasks.report.history.lines import MOST_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
+from mergegate.tasks.report.history.record import NightScore, RunRecord
+from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.stage import Outcome, worst
 
 if TYPE_CHECKING:
     from jinja2 import Template

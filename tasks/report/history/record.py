@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from merge_core.errors import Status
-from tasks.report import wording
+from mergegate.merge_core.errors import Status
+from mergegate.tasks.report import wording
 
 RunStatus = Status
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.report.history.mlflow import tell_mlflow
-from tasks.report.history.record import RunRecord
+from mergegate.tasks.report.history.mlflow import tell_mlflow
+from mergegate.tasks.report.history.record import RunRecord
 
 WANDB = "MERGEGATE_WANDB"
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@
     shadow_sentence(content)                              # 'watched for 31 h: …', for the terminal
 """
 
-from tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
-from tasks.report.shadow.page import render_shadow
-from tasks.report.shadow.wording import (
+from mergegate.tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from mergegate.tasks.report.shadow.page import render_shadow
+from mergegate.tasks.report.shadow.wording import (
     ARM_COLUMNS,
     arm_cells,
     shadow_outcome,

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.report import wording
-from tasks.report.page import page_environment
-from tasks.report.shadow import wording as words
-from tasks.report.shadow.content import ShadowContent
-from tasks.report.shadow.plots import evidence_plot, win_rate_plot
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.report.shadow import wording as words
+from mergegate.tasks.report.shadow.content import ShadowContent
+from mergegate.tasks.report.shadow.plots import evidence_plot, win_rate_plot
 
 if TYPE_CHECKING:
     from jinja2 import Template

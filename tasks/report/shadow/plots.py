@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from tasks.report import wording
-from tasks.report.shadow.content import ShadowContent, ShadowPoint
-from tasks.report.shadow.wording import e_value, power_of_ten
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, ticks, write
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.shadow.content import ShadowContent, ShadowPoint
+from mergegate.tasks.report.shadow.wording import e_value, power_of_ten
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, ticks, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from merge_core.wording import format_duration
-from tasks.report import wording
-from tasks.report.shadow.content import ReportedArm, ReportedRouting, ShadowContent
-from tasks.report.sweep.wording import sentence_case
-from tasks.stage import Outcome
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.shadow.content import ReportedArm, ReportedRouting, ShadowContent
+from mergegate.tasks.report.sweep.wording import sentence_case
+from mergegate.tasks.stage import Outcome
 
 _OUTCOMES: dict[ReportedRouting, Outcome] = {
     "promoted": "pass",

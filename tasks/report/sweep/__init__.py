@@ -8,7 +8,7 @@
     search_line(SearchStatus(...))              # 'trial 37 of 60 · best …'
 """
 
-from tasks.report.sweep.content import (
+from mergegate.tasks.report.sweep.content import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,
@@ -18,11 +18,11 @@ from tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from tasks.report.sweep.of_study import sweep_content, sweep_line
-from tasks.report.sweep.page import render_sweep
-from tasks.report.sweep.search_line import SearchStatus, search_line
-from tasks.report.sweep.table import sweep_table
-from tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title, what_it_took
+from mergegate.tasks.report.sweep.of_study import sweep_content, sweep_line
+from mergegate.tasks.report.sweep.page import render_sweep
+from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
+from mergegate.tasks.report.sweep.table import sweep_table
+from mergegate.tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title, what_it_took
 
 __all__ = [
     "HeldOut",

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tasks.report import wording
-from tasks.report.svg import Ink
-from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
-from tasks.report.sweep.wording import winner_word
-from tasks.sweep import Trial
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.svg import Ink
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
+from mergegate.tasks.report.sweep.wording import winner_word
+from mergegate.tasks.sweep import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tasks.sweep import Trial
+from mergegate.tasks.sweep import Trial
 
 ParameterValue = bool | float | int | str  # what a parameter can be
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tasks.report.rows import shortened
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.sweep.canvas import (
+from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.sweep.canvas import (
     NARROW,
     WIDE,
     Drawing,
@@ -23,9 +23,9 @@ from tasks.report.sweep.canvas import (
     ticks,
     write,
 )
-from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import score_in, state_of
-from tasks.report.sweep.wording import SAMPLERS
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep.reading import score_in, state_of
+from mergegate.tasks.report.sweep.wording import SAMPLERS
 
 
 def front_plot(content: SweepContent) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tasks.report.rows import shortened
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.sweep.canvas import (
+from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.sweep.canvas import (
     DASHED,
     INK,
     NARROW,
@@ -31,8 +31,8 @@ from tasks.report.sweep.canvas import (
     ticks,
     write,
 )
-from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import (
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep.reading import (
     BASELINE,
     HAND_WRITTEN,
     SAMPLER,
@@ -43,8 +43,8 @@ from tasks.report.sweep.reading import (
     state_of,
     trial_numbered,
 )
-from tasks.report.sweep.wording import SAMPLERS, score_text
-from tasks.sweep import Trial
+from mergegate.tasks.report.sweep.wording import SAMPLERS, score_text
+from mergegate.tasks.sweep import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

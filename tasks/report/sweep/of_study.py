@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from tasks.report.sweep.content import (
+from mergegate.tasks.report.sweep.content import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,
@@ -17,8 +17,17 @@ from tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from tasks.report.sweep.search_line import SearchStatus, search_line
-from tasks.sweep import TEXT, Confirmation, ConfirmationPower, SearchProgress, Study, Term, Unconfirmed, doubling_looks
+from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
+from mergegate.tasks.sweep import (
+    TEXT,
+    Confirmation,
+    ConfirmationPower,
+    SearchProgress,
+    Study,
+    Term,
+    Unconfirmed,
+    doubling_looks,
+)
 
 _TITLES = {
     "exact": "exact match",

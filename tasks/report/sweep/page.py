@@ -6,16 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.wording import format_duration
-from tasks.report import wording
-from tasks.report.page import page_environment
-from tasks.report.sweep import reading
-from tasks.report.sweep import wording as words
-from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.front_plot import front_plot
-from tasks.report.sweep.history_plot import history_plot
-from tasks.report.sweep.parallel_plot import parallel_plot
-from tasks.report.sweep.slices_plot import MOST_SLICES, slices_plot
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report import wording
+from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.report.sweep import reading
+from mergegate.tasks.report.sweep import wording as words
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep.front_plot import front_plot
+from mergegate.tasks.report.sweep.history_plot import history_plot
+from mergegate.tasks.report.sweep.parallel_plot import parallel_plot
+from mergegate.tasks.report.sweep.slices_plot import MOST_SLICES, slices_plot
 
 if TYPE_CHECKING:
     from jinja2 import Template

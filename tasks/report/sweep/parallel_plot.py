@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tasks.report.rows import shortened
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
-from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
-from tasks.report.sweep.reading import score_in, state_of, trial_numbered
-from tasks.report.sweep.slices_plot import share_of, spoken_values
-from tasks.report.sweep.wording import value_text, winner_word
-from tasks.sweep import Trial
+from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
+from mergegate.tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
+from mergegate.tasks.report.sweep.reading import score_in, state_of, trial_numbered
+from mergegate.tasks.report.sweep.slices_plot import share_of, spoken_values
+from mergegate.tasks.report.sweep.wording import value_text, winner_word
+from mergegate.tasks.sweep import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

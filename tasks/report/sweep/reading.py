@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tasks.report.sweep.content import SweepContent
-from tasks.sweep import Trial
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.sweep import Trial
 
 TrialState = Literal["asked", "dropped", "infeasible", "failed"]
 HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"

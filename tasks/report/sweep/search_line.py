@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tasks.report.wording import number
+from mergegate.tasks.report.wording import number
 
 
 @dataclass(frozen=True)

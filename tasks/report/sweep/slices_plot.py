@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tasks.report.rows import shortened
-from tasks.report.svg import Ink, drawing, inline
-from tasks.report.sweep.canvas import (
+from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.sweep.canvas import (
     DASHED,
     NARROW,
     WIDE,
@@ -31,10 +31,10 @@ from tasks.report.sweep.canvas import (
     ticks,
     write,
 )
-from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
-from tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
-from tasks.report.sweep.wording import SAMPLERS, value_text
-from tasks.sweep import Trial
+from mergegate.tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
+from mergegate.tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
+from mergegate.tasks.report.sweep.wording import SAMPLERS, value_text
+from mergegate.tasks.sweep import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

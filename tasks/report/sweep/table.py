@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import recipe_rows
-from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, winner_word
-from tasks.report.table import Row, ScoreTable
+from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep.reading import recipe_rows
+from mergegate.tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, winner_word
+from mergegate.tasks.report.table import Row, ScoreTable
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:

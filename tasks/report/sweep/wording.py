@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 
-from merge_core.wording import format_duration
-from tasks.report.sweep.content import (
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.report.sweep.content import (
     ParameterValue,
     ReportedBudget,
     ReportedConfirmation,
     ReportedParameter,
     SweepContent,
 )
-from tasks.report.sweep.reading import (
+from mergegate.tasks.report.sweep.reading import (
     BASELINE,
     HAND_WRITTEN,
     SAMPLER,
@@ -26,8 +26,8 @@ from tasks.report.sweep.reading import (
     state_of,
     trial_numbered,
 )
-from tasks.report.wording import MINUS, NONE, interval, number, plain
-from tasks.stage import Outcome
+from mergegate.tasks.report.wording import MINUS, NONE, interval, number, plain
+from mergegate.tasks.stage import Outcome
 
 SAMPLERS = {
     "cma": "CMA-ES",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Self
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from merge_core.errors import InvalidInput
-from merge_core.store import locked
-from tasks.shadow.arms import ArmRow
-from tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.store import locked
+from mergegate.tasks.shadow.arms import ArmRow
+from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
 
 if TYPE_CHECKING:
     from types import TracebackType

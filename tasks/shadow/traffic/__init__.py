@@ -1,9 +1,9 @@
 """The traffic: a proxy before two servers, what it keeps (``recorder``), and traffic out of a file (``replay``)."""
 
-from tasks.shadow.traffic.proxy import ShadowProxy
-from tasks.shadow.traffic.recorder import Recorder
-from tasks.shadow.traffic.redaction import Redaction, open_redaction
-from tasks.shadow.traffic.replay import Replayed, Traffic, read_traffic, replay
+from mergegate.tasks.shadow.traffic.proxy import ShadowProxy
+from mergegate.tasks.shadow.traffic.recorder import Recorder
+from mergegate.tasks.shadow.traffic.redaction import Redaction, open_redaction
+from mergegate.tasks.shadow.traffic.replay import Replayed, Traffic, read_traffic, replay
 
 __all__ = [
     "Recorder",

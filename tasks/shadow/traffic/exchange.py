@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from starlette.types import Receive, Scope
 
-from tasks.shadow.traffic.arm import session_key
-from tasks.shadow.traffic.effects import is_a_question
-from tasks.shadow.traffic.upstream import Headers, passed_on
+from mergegate.tasks.shadow.traffic.arm import session_key
+from mergegate.tasks.shadow.traffic.effects import is_a_question
+from mergegate.tasks.shadow.traffic.upstream import Headers, passed_on
 
 Arm: TypeAlias = Literal["parent", "candidate"]
 ID_HEADER = b"x-request-id"

@@ -30,16 +30,16 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from tasks.shadow.arms import ArmRow
-from tasks.shadow.recorded import ShadowRecord
-from tasks.shadow.routing import FollowedRouting, Routing
-from tasks.shadow.settings import ShadowSettings
-from tasks.shadow.switch import kill_reason
-from tasks.shadow.traffic.arm import goes_to_candidate, session_of
-from tasks.shadow.traffic.effects import may_be_copied
-from tasks.shadow.traffic.exchange import ID_HEADER, MOST_BODY, Arm, ArmAnswer, AskedRequest, read_request
-from tasks.shadow.traffic.recorder import Recorder
-from tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
+from mergegate.tasks.shadow.arms import ArmRow
+from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.routing import FollowedRouting, Routing
+from mergegate.tasks.shadow.settings import ShadowSettings
+from mergegate.tasks.shadow.switch import kill_reason
+from mergegate.tasks.shadow.traffic.arm import goes_to_candidate, session_of
+from mergegate.tasks.shadow.traffic.effects import may_be_copied
+from mergegate.tasks.shadow.traffic.exchange import ID_HEADER, MOST_BODY, Arm, ArmAnswer, AskedRequest, read_request
+from mergegate.tasks.shadow.traffic.recorder import Recorder
+from mergegate.tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
 
 _COPY_S = 600.0
 # Nobody stands in for the parent, which may be busy; for the candidate the parent does.

@@ -16,9 +16,9 @@ from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tasks.shadow.recorded import ShadowRecord
-from tasks.shadow.records import Records
-from tasks.shadow.traffic.redaction import Redaction
+from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.records import Records
+from mergegate.tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
 _BATCH = 500

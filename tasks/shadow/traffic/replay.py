@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, read_plain
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, read_plain
 
 _CHAT = "/v1/chat/completions"
 _FORMS = "a line with messages, prompt, turns, or path and body"

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from merge_core.errors import InvalidInput
-from tasks.shadow.settings import ShadowServer
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.shadow.settings import ShadowServer
 
 Headers = list[tuple[bytes, bytes]]
 _IDLE_S = 2.0  # Servers close idle connections after five seconds: none is used again when that is near.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from merge_core.errors import InvalidInput
-from tasks.sweep.objective import Objective
-from tasks.sweep.samplers.contract import Sampler
-from tasks.sweep.samplers.evolution import EvolutionStrategy
-from tasks.sweep.samplers.through_optuna import OptunaSearch
-from tasks.sweep.samplers.uniform import RandomSearch
-from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sweep.objective import Objective
+from mergegate.tasks.sweep.samplers.contract import Sampler
+from mergegate.tasks.sweep.samplers.evolution import EvolutionStrategy
+from mergegate.tasks.sweep.samplers.through_optuna import OptunaSearch
+from mergegate.tasks.sweep.samplers.uniform import RandomSearch
+from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.space import Space
 
 
 def generation_size(dimensions: int, settings: SweepSettings) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from tasks.sweep.trials import Point
+from mergegate.tasks.sweep.trials import Point
 
 
 class Told(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.sweep.objective import Objective, rank
-from tasks.sweep.samplers.contract import Told
-from tasks.sweep.samplers.extras import installed
-from tasks.sweep.space import Space
-from tasks.sweep.trials import Point
+from mergegate.tasks.sweep.objective import Objective, rank
+from mergegate.tasks.sweep.samplers.contract import Told
+from mergegate.tasks.sweep.samplers.extras import installed
+from mergegate.tasks.sweep.space import Space
+from mergegate.tasks.sweep.trials import Point
 
 _RESAMPLED = 10  # times the number of coordinates, before a draw outside the range is drawn to its border
 _AT_START = 0.5  # chance of a choice to be the hand-written one, in the first generation

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tasks.sweep.objective import Objective
-from tasks.sweep.samplers.contract import Told
-from tasks.sweep.samplers.extras import hushed, installed
-from tasks.sweep.space import Space
-from tasks.sweep.trials import Point
+from mergegate.tasks.sweep.objective import Objective
+from mergegate.tasks.sweep.samplers.contract import Told
+from mergegate.tasks.sweep.samplers.extras import hushed, installed
+from mergegate.tasks.sweep.space import Space
+from mergegate.tasks.sweep.trials import Point
 
 _CONSTRAINTS = "constraints"
 

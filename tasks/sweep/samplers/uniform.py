@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.sweep.samplers.contract import Told
-from tasks.sweep.space import Space
-from tasks.sweep.trials import Point
+from mergegate.tasks.sweep.samplers.contract import Told
+from mergegate.tasks.sweep.space import Space
+from mergegate.tasks.sweep.trials import Point
 
 
 class RandomSearch:

@@ -13,9 +13,9 @@ import re
 import time
 from collections.abc import Mapping
 
-from merge_core.errors import Refused
-from tasks.checkpoints.hub import HubAccess, describe, is_worth_another_look
-from tasks.publish.targets.alias import ALIAS_NAME, is_a_version, no_such_version
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints.hub import HubAccess, describe, is_worth_another_look
+from mergegate.tasks.publish.targets.alias import ALIAS_NAME, is_a_version, no_such_version
 
 _ATTEMPTS, _LONGEST_WAIT_S = 6, 16.0
 

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from merge_core.errors import Refused
-from merge_core.store import HashMemo
-from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_worth_another_look
-from tasks.publish.content import CARD, ReleaseFile
-from tasks.publish.targets.contract import OnProgress
-from tasks.publish.targets.hub.state import (
+from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_worth_another_look
+from mergegate.tasks.publish.content import CARD, ReleaseFile
+from mergegate.tasks.publish.targets.contract import OnProgress
+from mergegate.tasks.publish.targets.hub.state import (
     MAIN,
     STAGING,
     ChangeSettings,

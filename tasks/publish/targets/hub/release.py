@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from merge_core.errors import InvalidInput, Refused, suggest
-from tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_worth_another_look
-from tasks.publish.content import is_content_version
-from tasks.publish.sums import sha256_of
-from tasks.publish.targets.contract import FIRST, CurrentRelease
-from tasks.publish.targets.hub.state import WRITTEN_BY_HUB
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_worth_another_look
+from mergegate.tasks.publish.content import is_content_version
+from mergegate.tasks.publish.sums import sha256_of
+from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease
+from mergegate.tasks.publish.targets.hub.state import WRITTEN_BY_HUB
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _SMALL = 1 << 22  # bytes

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tasks.checkpoints.hub import RemoteFile
+from mergegate.tasks.checkpoints.hub import RemoteFile
 
 Gated = Literal["auto", "manual", False]
 RepositoryVisibility = Literal["public", "private"]

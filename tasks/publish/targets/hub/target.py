@@ -12,15 +12,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from merge_core.store import HashMemo
-from tasks.checkpoints.hub import HubAccess, hub_access, require_writing
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.alias import require_alias_name
-from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
-from tasks.publish.targets.hub.aliases import move_tag, read_tag
-from tasks.publish.targets.hub.publication import publish_hub
-from tasks.publish.targets.hub.release import HubRelease, download_earlier, download_main, open_on_hub
-from tasks.publish.targets.hub.state import MAIN
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.checkpoints.hub import HubAccess, hub_access, require_writing
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.alias import require_alias_name
+from mergegate.tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
+from mergegate.tasks.publish.targets.hub.aliases import move_tag, read_tag
+from mergegate.tasks.publish.targets.hub.publication import publish_hub
+from mergegate.tasks.publish.targets.hub.release import HubRelease, download_earlier, download_main, open_on_hub
+from mergegate.tasks.publish.targets.hub.state import MAIN
 
 
 class HubTarget(PublishTarget):

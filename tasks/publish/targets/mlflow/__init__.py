@@ -1,5 +1,5 @@
 """MLflow's model registry as a target: it points to a release that stands at another target."""
 
-from tasks.publish.targets.mlflow.target import MlflowTarget
+from mergegate.tasks.publish.targets.mlflow.target import MlflowTarget
 
 __all__ = ["MlflowTarget"]

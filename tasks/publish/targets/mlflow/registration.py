@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import urlencode
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import digest, merkle
-from tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable
-from tasks.publish.content import PROVENANCE, ReleaseFile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import digest, merkle
+from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable
+from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile
 
 DIGEST_TAG, VERSION_TAG = "mergegate.digest", "mergegate.version"
 TIMEOUT_S = 60.0

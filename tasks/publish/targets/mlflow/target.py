@@ -11,15 +11,21 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.alias import no_such_version, require_alias_name
-from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishedRelease, PublishTarget, Release
-from tasks.publish.targets.hub import HubTarget
-from tasks.publish.targets.mlflow.registration import MlflowRegistry, registration_of, require_tracking
-from tasks.publish.targets.oci import OciTarget
-from tasks.publish.targets.s3 import S3Target
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.alias import no_such_version, require_alias_name
+from mergegate.tasks.publish.targets.contract import (
+    CurrentRelease,
+    OnProgress,
+    PublishedRelease,
+    PublishTarget,
+    Release,
+)
+from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.mlflow.registration import MlflowRegistry, registration_of, require_tracking
+from mergegate.tasks.publish.targets.oci import OciTarget
+from mergegate.tasks.publish.targets.s3 import S3Target
 
 _NAME = re.compile(r"models:/(?P<model>[^/@\s]+)(?:/(?P<version>\d+)|@(?P<alias>[\w.-]+))")
 _PLACES = (HubTarget, S3Target, OciTarget)

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import Refused
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.contract import OnProgress
-from tasks.publish.targets.oci.registry import MANIFEST_TYPE, Registry, digest_of
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.contract import OnProgress
+from mergegate.tasks.publish.targets.oci.registry import MANIFEST_TYPE, Registry, digest_of
 
 LATEST_TAG = "latest"
 ARTIFACT_TYPE = "application/vnd.mergegate.release.v1"

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.parsing import read_plain
-from tasks.outside import TRANSIENT_STATUSES, retrying
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import read_plain
+from mergegate.tasks.outside import TRANSIENT_STATUSES, retrying
 
 if TYPE_CHECKING:
     import httpx

@@ -2,6 +2,6 @@
 release as it stands there.
 """
 
-from tasks.publish.targets.s3.target import S3Target
+from mergegate.tasks.publish.targets.s3.target import S3Target
 
 __all__ = ["S3Target"]

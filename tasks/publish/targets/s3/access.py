@@ -16,8 +16,8 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from merge_core.errors import InvalidInput, MergegateError, Refused
-from tasks.outside import TRANSIENT_STATUSES, retrying
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.tasks.outside import TRANSIENT_STATUSES, retrying
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient

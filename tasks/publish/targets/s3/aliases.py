@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from merge_core.errors import Refused
-from tasks.publish.targets.alias import is_a_version, no_such_version
-from tasks.publish.targets.s3.access import S3Place, status_code
-from tasks.publish.targets.s3.publication import parse_pointer
-from tasks.publish.targets.s3.state import POINTER, Pointer, ReleasedVersion
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.targets.alias import is_a_version, no_such_version
+from mergegate.tasks.publish.targets.s3.access import S3Place, status_code
+from mergegate.tasks.publish.targets.s3.publication import parse_pointer
+from mergegate.tasks.publish.targets.s3.state import POINTER, Pointer, ReleasedVersion
 
 _ROUNDS = 5
 

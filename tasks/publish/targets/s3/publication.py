@@ -21,12 +21,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from merge_core.errors import Refused
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.contract import OnProgress
-from tasks.publish.targets.s3.access import PART_SIZE, S3Answer, S3Place, encoded_sha256, is_of_client, refusal
-from tasks.publish.targets.s3.access import status_code as status_of_s3
-from tasks.publish.targets.s3.state import (
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.contract import OnProgress
+from mergegate.tasks.publish.targets.s3.access import (
+    PART_SIZE,
+    S3Answer,
+    S3Place,
+    encoded_sha256,
+    is_of_client,
+    refusal,
+)
+from mergegate.tasks.publish.targets.s3.access import status_code as status_of_s3
+from mergegate.tasks.publish.targets.s3.state import (
     LISTINGS,
     NOTHING_THERE,
     POINTER,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.store import merkle
+from mergegate.merge_core.store import merkle
 
 POINTER = "latest.json"
 LISTINGS = ".listings/"

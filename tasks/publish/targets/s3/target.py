@@ -8,15 +8,21 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from merge_core.store import HashMemo
-from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.alias import require_alias_name
-from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
-from tasks.publish.targets.s3.access import S3_URL, S3Place, require_boto3, s3_place
-from tasks.publish.targets.s3.aliases import move_alias, read_alias
-from tasks.publish.targets.s3.publication import WHOLE_UP_TO, publish_s3
-from tasks.publish.targets.s3.release import S3Release, download_current, download_named, in_words, open_in_bucket
-from tasks.publish.targets.s3.state import POINTER
+from mergegate.merge_core.store import HashMemo
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets.alias import require_alias_name
+from mergegate.tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
+from mergegate.tasks.publish.targets.s3.access import S3_URL, S3Place, require_boto3, s3_place
+from mergegate.tasks.publish.targets.s3.aliases import move_alias, read_alias
+from mergegate.tasks.publish.targets.s3.publication import WHOLE_UP_TO, publish_s3
+from mergegate.tasks.publish.targets.s3.release import (
+    S3Release,
+    download_current,
+    download_named,
+    in_words,
+    open_in_bucket,
+)
+from mergegate.tasks.publish.targets.s3.state import POINTER
 
 
 class S3Target(PublishTarget):
