@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.evaluation.document_scores import read_document_scores
-from mergegate.tasks.gate.bounded import graded_documents_needed, refuted
+from mergegate.tasks.gate.graded_scores import graded_documents_needed, refuted
 from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
 
 CONFIDENCE = 0.95

@@ -48,11 +48,11 @@ def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
     """One round into ``out``."""
     from mergegate.merge_core import load_recipe, merge_weights, plan_merge
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-    from mergegate.tasks.merge import prepared
+    from mergegate.tasks.merge import prepare_recipe
 
     read = load_recipe(dict(recipe))
     pinned = {one.ref: one for one in pin_checkpoints(resolve_parents(read), hashes)}
-    ready = prepared(read, pinned.__getitem__)
+    ready = prepare_recipe(read, pinned.__getitem__)
     merge_weights(plan_merge(ready, {ref: one.open() for ref, one in pinned.items()}), out, device="cpu")
 
 
@@ -84,8 +84,8 @@ def after_rounds(
 
 def main() -> int:
     """Print the table."""
-    from mergegate.merge_core.store import HashMemo
-    from mergegate.tasks.checkpoints import end_child
+    from mergegate.merge_core.files import HashMemo
+    from mergegate.tasks.checkpoints import end_model_process
 
     alike = "--alike" in sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="mergegate-rounds-") as name:
@@ -108,7 +108,7 @@ def main() -> int:
                 _, reversed_, shifted = means_of(setting, recipe, "confirmation")["exact"]
                 cells.append(f"{100 * reversed_:.1f} / {100 * shifted:.1f}")
             print(f"| {who} | {' | '.join(cells)} |", flush=True)
-        end_child()
+        end_model_process()
     return 0
 
 

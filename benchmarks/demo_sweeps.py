@@ -52,8 +52,8 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
     """Search and confirm, as the flow does; nothing is kept but the ledger."""
     from mergegate.flows.attempt import prepare_search
     from mergegate.flows.profile import load_profile
-    from mergegate.tasks.outside import open_runner
-    from mergegate.tasks.sweep import Confirmation, Workshop, open_ledger, study_key
+    from mergegate.tasks.runners import open_runner
+    from mergegate.tasks.sweep import Confirmation, TrialPool, open_ledger, study_key
 
     profile = load_profile(PROJECT / "profiles" / f"{name}.yaml")
     assert profile.sweep is not None
@@ -63,7 +63,7 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
     places = search.setting.digest(), study_key(search.space, search.settings)
     began = time.perf_counter()
     with open_runner(profile.runner) as runner, open_ledger(*places) as ledger:
-        workshop = Workshop(search, runner, ledger, profile.runner.at_a_time)
+        workshop = TrialPool(search, runner, ledger, profile.runner.at_a_time)
         study = workshop.search_all(lambda progress: None)
         took = time.perf_counter() - began
         verdict = workshop.confirm(study)

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from mergegate.tasks.evaluation.scoring import looks
-from mergegate.tasks.gate.bounded import refuted
+from mergegate.tasks.evaluation.scoring import interim_looks
 from mergegate.tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from mergegate.tasks.gate.graded_scores import refuted
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds
 
@@ -157,9 +157,9 @@ def graded(runs: int, rng: np.random.Generator) -> list[str]:
             for parts in (1, 4):
                 cells = []
                 for n in DOCUMENTS:
-                    found = published(draw, drop, looks(n, math.ceil(n / parts)), samples, rng)
+                    found = published(draw, drop, interim_looks(n, math.ceil(n / parts)), samples, rng)
                     cells.append(" · ".join(f"{100 * share:.{digits}f}" for share in found))
-                rows.append(_row(name, str(len(looks(100, 100 // parts))), *cells))
+                rows.append(_row(name, str(len(interim_looks(100, 100 // parts))), *cells))
         rows.append("")
     return rows[:-1]
 

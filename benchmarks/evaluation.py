@@ -125,7 +125,7 @@ def score(told: str) -> None:
     """In a process of its own; what lm-eval logs of each document goes to a file."""
     from lm_eval import evaluator
 
-    from mergegate.merge_core.store import HashMemo
+    from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.evaluation import Scoring, pin_task
     from mergegate.tasks.evaluation.harness import count_documents, score_documents
@@ -158,10 +158,10 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
     """What ours has for a task of lm-eval's that reads texts: the perplexity of a profile, of the same texts."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    from mergegate.merge_core.store import JournalPlace, sha256_file
+    from mergegate.merge_core.files import JournalPlace, sha256_file
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.perplexity import HeldOutText, WindowSettings
-    from mergegate.tasks.perplexity.measuring import measure
+    from mergegate.tasks.perplexity.measurement import measure
 
     rows = [json.loads(line) for line in (folder / "theirs/data/wikitext-test.jsonl").read_text().splitlines()]
     texts = folder / "texts.jsonl"

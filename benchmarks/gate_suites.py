@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mergegate.tasks.gate.alpha_spending import anchor_confidence
 from mergegate.tasks.gate.guards import GateRule, Guard
 from mergegate.tasks.gate.power import DrawnDrops, draw, passing
-from mergegate.tasks.gate.ratchet import anchor_confidence
 from mergegate.tasks.gate.regression import is_worse
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods import mask_key, merge_methods
-from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, glanced_at
+from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, sampled_pieces
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
@@ -172,7 +172,7 @@ def stored_blocks(inputs: Numbers, kind: str, grain: int) -> Iterator[StoredBloc
 
 def glanced_blocks(inputs: Numbers, kind: str, grain: int, glance: int) -> Iterator[StoredBlock]:
     """What the engine would hand to kernels for a glance."""
-    size, numbers = glanced_at(inputs.shape[1], grain, glance)
+    size, numbers = sampled_pieces(inputs.shape[1], grain, glance)
     return blocks_of(inputs, kind, grain, size, numbers)
 
 

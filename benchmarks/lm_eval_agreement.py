@@ -26,10 +26,10 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import yaml
 
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation import Scoring, pin_task
-from mergegate.tasks.evaluation.shipped import shipped_leaves
+from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 
 Row = dict[str, Any]
 EXAMPLES = 2

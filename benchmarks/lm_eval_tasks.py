@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from mergegate.tasks.evaluation.shipped import LeafConfig
+from mergegate.tasks.evaluation.lm_eval_index import LeafConfig
 from mergegate.tasks.evaluation.support import refusal_of_leaf
 
 CRASH = "crash"

@@ -42,7 +42,7 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens":
 
 def make_family(place: Path, shape: tuple[int, int]) -> None:
     """A base and two models of one matrix, and what a text of as many positions as it has columns would show."""
-    from mergegate.merge_core.checkpoint import file_of_moments, packed_moments, write_inputs
+    from mergegate.merge_core.checkpoint import moments_file_name, pack_moments, write_inputs
 
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(shape, generator=draw) * 0.02
@@ -57,8 +57,8 @@ def make_family(place: Path, shape: tuple[int, int]) -> None:
         (place / name / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {}}}')
         inputs = torch.randn(shape[1], shape[1], generator=draw)
         (place / f"{name}-inputs").mkdir()
-        moments = torch.from_numpy(packed_moments((inputs.T @ inputs / shape[1]).numpy()))
-        save_file({NAME: moments}, place / f"{name}-inputs" / file_of_moments(0))
+        moments = torch.from_numpy(pack_moments((inputs.T @ inputs / shape[1]).numpy()))
+        save_file({NAME: moments}, place / f"{name}-inputs" / moments_file_name(0))
         write_inputs(place / f"{name}-inputs", {NAME: NAME}, shape[1])
 
 
@@ -66,13 +66,13 @@ def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
     """The plan of a merge of two models."""
     from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
     from mergegate.merge_core.checkpoint import open_moments
-    from mergegate.merge_core.recipe import MeasuredInputs
+    from mergegate.merge_core.recipe import InputMeasurements
 
     text = {"text": str(place / TEXT)} if method in READERS else {}
     models = [{"model": name, **text} for name in ("a", "b")]
     recipe = load_recipe({"merge_method": method, "base_model": "base", "models": models})
     if recipe.texts and (place / "a-inputs").is_dir():
-        known = {name: MeasuredInputs(name, name, open_moments(place / f"{name}-inputs")) for name in ("a", "b")}
+        known = {name: InputMeasurements(name, name, open_moments(place / f"{name}-inputs")) for name in ("a", "b")}
         recipe = replace(recipe, measured=known)
     return plan_merge(recipe, {name: open_checkpoint(place / name) for name in ("base", "a", "b")})
 
@@ -80,11 +80,11 @@ def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
 def merge_one(method: str, place: Path) -> None:
     """Merge in one thread; print seconds, peak memory, and what the plan says of both."""
     from mergegate.merge_core import EngineSettings, merge_tensors
-    from mergegate.merge_core.engine.forecast import needs_of
+    from mergegate.merge_core.engine.forecast import estimate_needs
 
     plan = plan_of(method, place)
     settings = EngineSettings(threads=1)
-    needs = needs_of(plan, settings, cores=1, device="cpu")
+    needs = estimate_needs(plan, settings, cores=1, device="cpu")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_bytes()
     began = time.process_time()
@@ -190,7 +190,7 @@ def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyp
     """What the plan says of it, from headers."""
     from sparse_models import LLAMA_70B, llama, save_sparse
 
-    from mergegate.merge_core.store import HashMemo
+    from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.merge.statistics_cost import statistics_needs
 
     with tempfile.TemporaryDirectory(prefix="mergegate-text-") as name:
@@ -206,12 +206,12 @@ def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tupl
     from sparse_models import LLAMA_70B, llama, save_sparse
 
     from mergegate.merge_core import EngineSettings
-    from mergegate.merge_core.engine.forecast import needs_of
+    from mergegate.merge_core.engine.forecast import estimate_needs
 
     with tempfile.TemporaryDirectory(prefix="mergegate-plan-") as name:
         for model in ("base", "a", "b"):
             save_sparse(Path(name) / model, llama(**(sizes or LLAMA_70B)))
-        needs = needs_of(plan_of(method, Path(name)), EngineSettings(threads=1), cores=1, device="cpu")
+        needs = estimate_needs(plan_of(method, Path(name)), EngineSettings(threads=1), cores=1, device="cpu")
     return needs.products / speed / 3600, needs.held / 2**30
 
 

@@ -98,17 +98,17 @@ def demo_setting(
         measures: What is asked of every document.
     """
     from mergegate.merge_core import load_recipe
-    from mergegate.merge_core.store import HashMemo
+    from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-    from mergegate.tasks.evaluation import Division, Scoring, pin_data, pin_task
-    from mergegate.tasks.merge import prepared
+    from mergegate.tasks.evaluation import DocumentSplits, Scoring, pin_data, pin_task
+    from mergegate.tasks.merge import prepare_recipe
     from mergegate.tasks.sweep import TrialSetting
     from mergegate.tasks.sweep.trial import TrialSet
-    from mergegate.tasks.sweep.trials import Asked
+    from mergegate.tasks.sweep.trials import MetricKey
 
     hashes = HashMemo(place / "hashes.db")
     tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
-    division = Division(search=sizes["search"], confirmation=sizes["confirmation"])
+    division = DocumentSplits(search=sizes["search"], confirmation=sizes["confirmation"])
 
     def of(name: Any) -> TrialSet:
         only = {"only": division.of(name), "data_digest": None}
@@ -117,8 +117,8 @@ def demo_setting(
     parents = pin_checkpoints(resolve_parents(load_recipe(dict(recipe), where="methods")), hashes)
     by_ref = {parent.ref: parent for parent in parents}
     os.environ["MERGEGATE_HOME"] = str(place / "home")
-    read = [prepared(load_recipe(dict(one)), by_ref.__getitem__) for one in reading]
-    asked: Any = [Asked(skill, measure) for skill in SKILLS for measure in measures]  # type: ignore[arg-type]
+    read = [prepare_recipe(load_recipe(dict(one)), by_ref.__getitem__) for one in reading]
+    asked: Any = [MetricKey(skill, measure) for skill in SKILLS for measure in measures]  # type: ignore[arg-type]
     return TrialSetting(
         parents=parents,
         sets={"search": of("search"), "confirmation": of("confirmation")},
@@ -144,7 +144,7 @@ def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, l
 def main() -> int:
     """Print the table."""
     from mergegate.merge_core.methods import merge_methods
-    from mergegate.tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_model_process
 
     measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
@@ -174,7 +174,7 @@ def main() -> int:
             else:
                 cells += ["", "", "", ""]
             print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
-        end_child()
+        end_model_process()
     return 0
 
 

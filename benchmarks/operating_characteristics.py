@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.evaluation.scoring import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
@@ -86,7 +86,7 @@ def characteristics(runs: int, rng: np.random.Generator) -> list[str]:
     """One row for each task and discordance: pass / inconclusive / fail at each true drop."""
     rows = [_row("documents", "discordance", *(f"{100 * drop:g} points" for drop in DROPS)), _rule(2 + len(DROPS))]
     for n in DOCUMENTS:
-        for schedule in dict.fromkeys((looks(n, None), looks(n, FIRST_LOOK))):
+        for schedule in dict.fromkeys((interim_looks(n, None), interim_looks(n, FIRST_LOOK))):
             for discordance in DISCORDANCES:
                 cells = []
                 for drop in DROPS:
@@ -106,7 +106,7 @@ def errors(runs: int, rng: np.random.Generator) -> list[str]:
     heads = (f"{what} {discordance:.2f}" for what in ("publishes", "alarms") for discordance in DISCORDANCES)
     rows = [_row("documents", *heads), _rule(1 + 2 * len(DISCORDANCES))]
     for n in DOCUMENTS:
-        for schedule in dict.fromkeys((looks(n, None), looks(n, FIRST_LOOK))):
+        for schedule in dict.fromkeys((interim_looks(n, None), interim_looks(n, FIRST_LOOK))):
             published = [simulate(MARGIN, d, schedule, runs, rng).passed for d in DISCORDANCES]
             alarmed = [simulate(0.0, d, schedule, runs, rng).failed for d in DISCORDANCES]
             name = f"{n:,}" if len(schedule) == 1 else f"{n:,} in {len(schedule)} looks"

@@ -43,7 +43,7 @@ def recipe_of(texts: tuple[str, str], off_diagonals: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_model_process
 
     with tempfile.TemporaryDirectory(prefix="mergegate-regmean-") as name:
         place = Path(name)
@@ -77,7 +77,7 @@ def main() -> int:
         for case, recipe in recipes.items():
             copied, reversed_, shifted = (100 * share for share in means_of(setting, recipe, "confirmation")["exact"])
             print(f"| {case} | {reversed_:.1f} | {shifted:.1f} | {copied:.1f} |", flush=True)
-        end_child()
+        end_model_process()
     return 0
 
 

@@ -51,7 +51,7 @@ def recipe_of(method: str, models: list[str], scale: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_model_process
 
     draw = torch.Generator().manual_seed(0)
     base, *tuned = (load_file(DEMO / "models" / name / "model.safetensors") for name in ("base", "reverser", "shifter"))
@@ -79,7 +79,7 @@ def main() -> int:
                     _, reversed_, shifted = means_of(setting, recipe, "confirmation")["exact"]
                     cells.append(f"{100 * reversed_:.1f} / {100 * shifted:.1f}")
                 print(f"| {who} | {scale:g} | {' | '.join(cells)} |", flush=True)
-        end_child()
+        end_model_process()
     return 0
 
 

@@ -45,7 +45,7 @@ def next_release(place: Path, said: Mapping[str, Any], released: Path | None, nu
 
     from mergegate.flows.candidates import client_round
     from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-    from mergegate.merge_core.store import sha256_file
+    from mergegate.merge_core.files import sha256_file
 
     def digest_of(model: Path) -> str:
         return sha256_file(model / WEIGHTS)
@@ -87,7 +87,7 @@ def _asked() -> list[str]:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_child
+    from mergegate.tasks.checkpoints import end_model_process
 
     with tempfile.TemporaryDirectory(prefix="mergegate-steps-") as name:
         os.environ["MERGEGATE_HOME"] = str(Path(name) / "home")
@@ -104,7 +104,7 @@ def main() -> int:
                 released = next_release(place, said, released, number)
                 cells.append(skills(released, place))
             print(f"| {step} | {' | '.join(cells)} |", flush=True)
-        end_child()
+        end_model_process()
     return 0
 
 

@@ -56,8 +56,8 @@ def measure(kind: str, workers: int) -> dict[str, Any]:
     with local_api():
         from mergegate.flows import release as module
         from mergegate.flows.profile import load_profile
-        from mergegate.tasks.checkpoints import end_child
-        from mergegate.tasks.outside import RunnerSettings
+        from mergegate.tasks.checkpoints import end_model_process
+        from mergegate.tasks.runners import RunnerSettings
 
         seconds = {}
         assess = module.assess_merge
@@ -72,7 +72,7 @@ def measure(kind: str, workers: int) -> dict[str, Any]:
         profile = load_profile(PROJECT / "profiles" / "demo.yaml")
         settings = RunnerSettings.model_validate({"kind": kind, "workers": workers})
         module.release(profile.model_copy(update={"runner": settings, "publish": None}))
-        end_child()
+        end_model_process()
     ours, theirs = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     cpu = sum(one.ru_utime + one.ru_stime for one in (ours, theirs))
     return {**seconds, "cpu of the whole run": round(cpu, 1)}

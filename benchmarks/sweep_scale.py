@@ -75,10 +75,10 @@ def measured_in(home: Path) -> Measured:
 
 def generations(sampler: str, dimensions: int, trials: int, population: int | None) -> list[int]:
     """How many candidates the product's search hands out at a time: the hand-written recipe first."""
-    from mergegate.merge_core.store import RecordJournal
+    from mergegate.merge_core.files import RecordJournal
     from mergegate.tasks.sweep import (
-        Asked,
         Ledger,
+        MetricKey,
         SweepSettings,
         TrialRequest,
         TrialScores,
@@ -106,7 +106,7 @@ def generations(sampler: str, dimensions: int, trials: int, population: int | No
         for number, request in enumerate(requests):
             weights = [float(model["parameters"]["weight"]) for model in request.recipe["models"]]
             score = -sum((weight - 0.7) ** 2 for weight in weights)
-            yield number, TrialScores({Asked("task", "log_likelihood"): np.full(20, score)})
+            yield number, TrialScores({MetricKey("task", "log_likelihood"): np.full(20, score)})
 
     space = make_space({"merge_method": "linear", "models": models}, settings, None, "scale.yaml")
     objective = objective_of(settings, {"task": "task"})

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from mergegate.merge_core.store import RecordJournal
+from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.sweep import (
-    Asked,
     Confirmation,
     Ledger,
+    MetricKey,
     Study,
     SweepSettings,
     TrialRequest,
@@ -35,8 +35,8 @@ from mergegate.tasks.sweep import (
     confirm,
     hand_written_recipes,
     make_space,
-    nothing_to_confirm,
     objective_of,
+    reason_not_to_confirm,
     recipe_key,
     search,
 )
@@ -119,7 +119,7 @@ class DrawnModels:
         return np.asarray(score * np.exp(2 * latent))
 
     def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        asked = Asked("task", "exact" if self.kind.measure == "exact" else "log_likelihood")
+        asked = MetricKey("task", "exact" if self.kind.measure == "exact" else "log_likelihood")
         for number, request in enumerate(requests):
             whole, race = self.numbers(request), request.race
             seen, dropped = whole, False
@@ -156,7 +156,7 @@ def sweep(models: DrawnModels, settings: SweepSettings) -> Study:
 
 def confirmed(models: DrawnModels, study: Study, on: str = "confirmation") -> Confirmation | None:
     """The test of the winner; None: there was nothing to test."""
-    if nothing_to_confirm(study) or study.best is None:
+    if reason_not_to_confirm(study) or study.best is None:
         return None
     asked = study.objective.asked[0]
     found = [

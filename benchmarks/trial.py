@@ -118,11 +118,11 @@ def recipe_of(models: Path, method: str, weight: float) -> dict[str, Any]:
 def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) -> dict[str, Any]:
     """Seconds of processor time of the parts of a trial, and the most memory: of the first, of the others."""
     from mergegate.merge_core import load_recipe
-    from mergegate.merge_core.store import HashMemo
+    from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
     from mergegate.tasks.evaluation import Scoring, pin_task
     from mergegate.tasks.sweep import network, trial
-    from mergegate.tasks.sweep.trials import Asked
+    from mergegate.tasks.sweep.trials import MetricKey
 
     def ask_here(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
         return function(*arguments, lambda done, total: None)
@@ -137,7 +137,7 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
     setting = trial.TrialSetting(
         parents=parents,
         sets={"search": trial.TrialSet(pinned)},
-        asked=tuple(Asked(name, "log_likelihood") for name in names),
+        asked=tuple(MetricKey(name, "log_likelihood") for name in names),
         scoring=Scoring(),
         threads=threads,
     )

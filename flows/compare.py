@@ -20,22 +20,22 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from mergegate.flows.attempt import Assessment, assess_merge
-from mergegate.flows.outcome import RunOutcome, concluded, in_time, name_run, reported_outcome
+from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, reported_outcome, within_limits
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
+    apply_adapters,
     fetch_weights,
     find_checkpoint,
-    loadable,
     pin_checkpoints,
 )
 from mergegate.tasks.evaluation import join_parts, pin_data
 from mergegate.tasks.gate import distinct_guards
-from mergegate.tasks.outside import open_runner
 from mergegate.tasks.preflight import Evidence, stored_dtypes
 from mergegate.tasks.report import Library, ReportContent, ReportedModel, write_report
+from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import store, versions
 
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
@@ -51,7 +51,9 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
         profile: A profile file, relative to the project, or a whole profile. Its recipe and target play no part.
     """
     name = comparison_name(Path(reference).name, Path(candidate).name)
-    return concluded(lambda: in_time(partial(make_comparison, reference, candidate), load_profile(profile)), name)
+    return conclude_flow(
+        lambda: within_limits(partial(make_comparison, reference, candidate), load_profile(profile)), name
+    )
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
@@ -60,7 +62,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     against, judged_one = (model.name for model in found)
     evidence = pin_against(profile, found[0], stored_dtypes(found))
     fetch_weights(found, store().hashes)
-    models = loadable(pin_checkpoints(found, store().hashes))
+    models = apply_adapters(pin_checkpoints(found, store().hashes))
 
     with open_runner(profile.runner) as runner:
         measured = assess_merge(models[1], models[:1], None, evidence, runner=runner)

@@ -24,34 +24,33 @@ from mergegate.merge_core.errors import (
     findings_of,
     worst_first,
 )
-from mergegate.merge_core.store import StoredValue
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from mergegate.tasks.evaluation import (
+    CalibrationTexts,
+    ContaminatedDocuments,
     CountLimit,
-    DocumentsRead,
     EvalTask,
     TaskPreview,
-    TextsRead,
     TokenizerPlace,
     choose_known_metrics,
     count_task,
     data_revisions,
-    documents_read,
+    find_contaminated_documents,
     preview,
 )
-from mergegate.tasks.gate import PastGuard, needs_champion, power_finding
+from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.preflight import (
     Compatibility,
     Evidence,
     HeaderDigest,
     check_compatibility,
+    collect_calibration_texts,
+    forecast_power,
     header_digests,
     machine_findings,
-    night_power,
+    measure_machine_capacity,
     overlap_findings,
-    texts_read,
-    this_machine,
 )
 from mergegate.tasks.preflight.licenses import (
     AncestorLookup,
@@ -67,6 +66,7 @@ from mergegate.tasks.publish.targets import check_target
 from mergegate.tasks.report import read_history
 from mergegate.tasks.serve import check_server
 from mergegate.tasks.stage import announce, home, store
+from mergegate.tasks.store import StoredValue
 
 # Any of these is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -280,11 +280,11 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     for recipe in recipes:
         with problems.noted():
-            if (read := texts_read(recipe, store().hashes)) is None:
+            if (read := collect_calibration_texts(recipe, store().hashes)) is None:
                 continue
 
-            def documents_of(task: EvalTask, texts: TextsRead) -> DocumentsRead:
-                found: DocumentsRead = problems.ask(documents_read, task, texts, limit).value
+            def documents_of(task: EvalTask, texts: CalibrationTexts) -> ContaminatedDocuments:
+                found: ContaminatedDocuments = problems.ask(find_contaminated_documents, task, texts, limit).value
                 return found
 
             found = list(overlap_findings(read, evidence, documents_of))
@@ -325,16 +325,16 @@ def _note_power(
     evidence: Evidence, parents: Sequence[ResolvedCheckpoint], profile: Profile, candidates: int, problems: Problems
 ) -> None:
     """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
-    if power := night_power(evidence, parents, candidates + profile.proposed, past_guards(profile.name)):
+    if power := forecast_power(evidence, parents, candidates + profile.proposed, past_guards(profile.name)):
         problems.summary += power.lines()
         problems.add([finding] if (finding := power_finding(power)) else [])
 
 
-def past_guards(profile: str) -> tuple[PastGuard, ...]:
+def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
     """What the last nights of a profile showed of each guard that its merge did not fail, in their order. A merge that
     failed says nothing about how one will differ that is as good as its reference."""
     return tuple(
-        PastGuard(score.task, score.reference, score.documents, score.differing)
+        PastGuardOutcome(score.task, score.reference, score.documents, score.differing)
         for record in read_history(home() / "reports").records
         if record.profile == profile and record.flow in ("release", "sweep")
         for score in record.scores
@@ -412,7 +412,7 @@ def _clear(
         headers = header_digests(found)
         fits = problems.ask(check_compatibility, candidate.recipe, headers, found, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where
-        machine = this_machine(fits.value, found, device)
+        machine = measure_machine_capacity(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
         problems.add([*fits.value.remarks, *lacking])
         if problems.stop_at_once and (blocking := [one for one in lacking if one.severity == "block"]):

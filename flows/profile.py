@@ -36,39 +36,39 @@ from mergegate.flows.candidates import (
     searched_recipe,
 )
 from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.parsing import (
     LocalPath,
-    as_written,
+    describe_kind,
     expectation,
-    kind_of,
-    one_of_several,
+    format_value,
+    join_expectations,
     read_yaml,
     with_overrides,
 )
-from mergegate.merge_core.store import FileIdentity, HashMemo, file_identity
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.evaluation import find_backend
 from mergegate.tasks.gate import EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
-from mergegate.tasks.merge import MergeSettings, kept_place
-from mergegate.tasks.outside import RunnerSettings
+from mergegate.tasks.merge import MergeSettings, find_optimizer_state
 from mergegate.tasks.perplexity import PerplexitySettings
 from mergegate.tasks.preflight import (
     CodeSettings,
     Evidence,
     TokenizerSettings,
     check_references,
-    in_computed_dtype,
     pin_evidence,
     stored_dtypes,
+    with_supported_dtype,
 )
 from mergegate.tasks.preflight.licenses import LicenseSettings
 from mergegate.tasks.publish import ApprovalSettings
 from mergegate.tasks.publish.targets import Target, publish_targets
+from mergegate.tasks.runners import RunnerSettings
 from mergegate.tasks.serve import ServeSettings
 from mergegate.tasks.shadow import ShadowSettings
 from mergegate.tasks.stage import Limits, device_kind, formats_without_units, store
-from mergegate.tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep, relocated
+from mergegate.tasks.sweep import SweepEvidence, SweepSettings, pin_sweep, relocate_recipe, start_recipe
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -211,7 +211,7 @@ class Profile(ProfileSection):
             )
         recipe = self.searched_recipe()
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
-        searching = self.with_recipe(relocated(content, recipe.directory, self.root))
+        searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
         return Profile.model_validate({**dict(searching), "sweep": settings})
 
     @property
@@ -257,7 +257,7 @@ class Profile(ProfileSection):
         own: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
-            own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
+            own = replace(searched, document=start_recipe(searched.document, self.sweep, searched.where))
         written = [one for one in self.remedies if one not in (AUTO, TUNE)]
         if (tonight := self._client_round) is not None:
             read = recipe_of_documents(tonight[0].documents, tonight[1], f"profile {self.name}: recipe")
@@ -277,7 +277,7 @@ class Profile(ProfileSection):
             f"profile {self.name}: recipe",
             released=released.directory if released else None,
             digest_of=lambda place: client_digest(place, store().hashes),
-            kept_place=kept_place,
+            kept_place=find_optimizer_state,
         )
         return made, directory
 
@@ -318,7 +318,7 @@ class Profile(ProfileSection):
         evidence = pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
         if without_units := formats_without_units(device_kind()):
             others = self._written_dtypes() if made is None else made
-            evidence = in_computed_dtype(evidence, {*stored_dtypes(parents), *others}, without_units)
+            evidence = with_supported_dtype(evidence, {*stored_dtypes(parents), *others}, without_units)
         searching = self if self.sweep else self.tuning
         if searching is None:
             return evidence
@@ -479,7 +479,7 @@ def parse_profile(data: Mapping[str, object], where: str) -> Profile:
 def _mapping_in(file: Path) -> Mapping[str, object]:
     documents = _documents_in(file)
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
-        found = f"{len(documents)} documents" if len(documents) > 1 else kind_of(documents[0])
+        found = f"{len(documents)} documents" if len(documents) > 1 else describe_kind(documents[0])
         raise InvalidInput(str(file), found=found, expected="one mapping with name, recipe, publish, …")
     return documents[0]
 
@@ -503,7 +503,7 @@ def settings_faults(error: ValidationError, where: str, model: type[BaseModel] =
     ways: dict[str, list[tuple[str, str]]] = {}
     for place, said, remedy in each:
         ways.setdefault(place, []).append((said, remedy))
-    faults = [(place, one_of_several([said for said, _ in both]), both[0][1]) for place, both in ways.items()]
+    faults = [(place, join_expectations([said for said, _ in both]), both[0][1]) for place, both in ways.items()]
     if len(faults) == 1:
         (place, found, remedy) = faults[0]
         return InvalidInput(f"{where}: {place}" if place else where, found=found, remedy=remedy)
@@ -521,7 +521,7 @@ def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:
     message = expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
     # Of a whole section the place says enough; some messages say themselves what was found.
     is_said = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
-    return message if is_said else f"{as_written(fault['input'])}: {message}", ""
+    return message if is_said else f"{format_value(fault['input'])}: {message}", ""
 
 
 def _place(location: tuple[int | str, ...]) -> str:

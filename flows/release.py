@@ -26,40 +26,48 @@ from mergegate.flows.attempt import (
     FurtherJudgement,
     JudgedMerge,
     assess_merge,
-    ensemble_of,
     judge_answers,
+    measure_ensemble,
     proposed_remedy,
     serve_merge,
     tuned_remedy,
 )
 from mergegate.flows.outcome import (
     RunOutcome,
-    already_released,
-    concluded,
-    found_by_looking,
-    in_time,
+    already_released_outcome,
+    conclude_flow,
     name_run,
     profile_name,
     public_names,
     report_content,
     reported_outcome,
+    run_dry_pass,
+    within_limits,
 )
-from mergegate.flows.prefect_api import required_decision
+from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile
 from mergegate.merge_core.errors import ChangedInput, DiskRefused, Refused
-from mergegate.merge_core.store import Artifact
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
 from mergegate.tasks.gate import needs_champion
-from mergegate.tasks.merge import kept_names, merge, merged_model, numerics, optimizer_state, prepared, still_named
-from mergegate.tasks.outside import Runner, RunnerSettings, open_runner
+from mergegate.tasks.merge import (
+    merge,
+    merged_model,
+    numerics,
+    optimizer_state,
+    optimizer_steps,
+    prepare_recipe,
+    select_named_parents,
+)
 from mergegate.tasks.preflight import Evidence
-from mergegate.tasks.publish import PublicNames, ReleaseParts, beside_state, pending_release, publish
+from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import find_anchor, find_champion
 from mergegate.tasks.publish.targets import Target
 from mergegate.tasks.report import Report, ReportContent, write_report
-from mergegate.tasks.stage import about_to, announce, store
+from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
+from mergegate.tasks.stage import announce, require_work_allowed, store
+from mergegate.tasks.store import Artifact
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
@@ -83,12 +91,12 @@ def release(
             what the refusal itself proposes ('auto'); absent: as the profile says.
     """
     make = partial(make_release, publishing=publish)
-    return concluded(
-        lambda: in_time(make, load_profile(profile, overrides).remedied(remedy)), profile_name(profile), overrides
+    return conclude_flow(
+        lambda: within_limits(make, load_profile(profile, overrides).remedied(remedy)), profile_name(profile), overrides
     )
 
 
-def quiet_release(
+def run_release_dry_pass(
     profile: Path, overrides: tuple[str, ...], publish: bool, remedy: RemedyChoice | None
 ) -> RunOutcome | None:
     """What :func:`release` would come to, told by the same story, if it had nothing to do; else None. In a second, and
@@ -97,11 +105,11 @@ def quiet_release(
     def make() -> RunOutcome:
         read = load_profile(profile, overrides).remedied(remedy)
         if read.runner.kind != "local":
-            about_to("ask a cluster")
+            require_work_allowed("ask a cluster")
         here = read.model_copy(update={"runner": RunnerSettings()})
-        return in_time(partial(make_release, publishing=publish), here)
+        return within_limits(partial(make_release, publishing=publish), here)
 
-    return found_by_looking(make, "release", profile_name(profile), overrides)
+    return run_dry_pass(make, "release", profile_name(profile), overrides)
 
 
 def make_release(
@@ -116,8 +124,8 @@ def make_release(
         ready = preflight_profile(profile, Problems(stop_at_once=True))
         assert ready.evidence is not None  # or its problem had been raised
 
-        attempt, earlier = first_that_passes(
-            with_tuned(ready.cleared, profile, runner),
+        attempt, earlier = try_candidates(
+            add_tuned_candidate(ready.cleared, profile, runner),
             profile,
             ready.evidence,
             judgements,
@@ -125,24 +133,26 @@ def make_release(
             most=len(ready.cleared) + bool(profile.tuning) + profile.proposed,
         )
     if isinstance(attempt, AlreadyReleased):
-        return already_released(profile.name, attempt)
+        return already_released_outcome(profile.name, attempt)
 
     names = public_names(profile, attempt, earlier)
     content = report_content(profile, attempt, earlier, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
-    return published(profile, profile.publish, attempt, content, report, names)
+    return publish_attempt(profile, profile.publish, attempt, content, report, names)
 
 
-def with_tuned(cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner) -> Iterator[ClearedCandidate]:
+def add_tuned_candidate(
+    cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
+) -> Iterator[ClearedCandidate]:
     """What somebody wrote, the recipe and its remedies; then, where the profile says so, its best scale."""
     yield from cleared
     if profile.tuning and (found := tuned_remedy(cleared[0], profile, runner)):
         yield found
 
 
-def first_that_passes(
+def try_candidates(
     ahead: Iterator[ClearedCandidate],
     profile: Profile,
     evidence: Evidence,
@@ -188,7 +198,7 @@ def make_attempt(
     fetch_weights(cleared.found, store().hashes)
     parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
-    recipe = prepared(recipe, by_ref.__getitem__, in_flow=True)
+    recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
     pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
@@ -206,14 +216,14 @@ def make_attempt(
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
-    parents = loadable(still_named(recipe, pinned.parents))
+    parents = apply_adapters(select_named_parents(recipe, pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
-    model = loadable([adapted])[0] if adapted else model
+    model = apply_adapters([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
     gate = assessment.verdict.value
     whole = replace(pinned, parents=parents)
     explanation = explain_merge(whole, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
-    together = ensemble_of(parents, evidence)
+    together = measure_ensemble(parents, evidence)
     verdicts = [gate.as_verdict()]
     for judgement in judgements:
         if all(verdict.publishable for verdict in verdicts):
@@ -231,7 +241,7 @@ def make_attempt(
     )
 
 
-def published(
+def publish_attempt(
     profile: Profile,
     target: Target,
     attempt: Attempt,
@@ -242,8 +252,8 @@ def published(
     """Publish what passed; with a person's yes, where the profile asks for one."""
     license, numeric = attempt.cleared.license, numerics(profile.merge)
     state = None
-    if kept_names(attempt.pinned):  # for the next round
-        state = optimizer_state(attempt.pinned, numeric, beside_state(attempt.pinned.parents, license.value))
+    if optimizer_steps(attempt.pinned):  # for the next round
+        state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def released(approved: str | None = None) -> RunOutcome:
@@ -255,7 +265,7 @@ def published(
     # All that costs is done and kept: a run that waits for a person holds nothing, and goes on from here.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
-    decision = required_decision(target.asks, content, unpublished.report, find_pending)
+    decision = require_decision(target.asks, content, unpublished.report, find_pending)
     if decision is None:
         return released()
     if not decision.publish:

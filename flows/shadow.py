@@ -20,9 +20,18 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from mergegate.flows.outcome import RunOutcome, concluded, in_time, name_run, profile_name
+from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, profile_name, within_limits
 from mergegate.flows.profile import Profile, load_profile
-from mergegate.flows.watching import Followed, ended, followed, judge_new, open_watch, promoted, survey, told_once
+from mergegate.flows.watching import (
+    Followed,
+    apply_decision,
+    conclude_shadow,
+    judge_new_pairs,
+    open_watch,
+    plan_judging,
+    promote_candidate,
+    report_once,
+)
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.report import ShadowContent
 
@@ -41,7 +50,7 @@ def shadow(
     """
     by_hand: Followed = "promoted" if say == "promote" else "rolled back"
     make = make_look if say == "look" else partial(decide_by_hand, serving=by_hand, why=why, by=by)
-    return concluded(lambda: in_time(make, load_profile(profile)), profile_name(profile))
+    return conclude_flow(lambda: within_limits(make, load_profile(profile)), profile_name(profile))
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
@@ -49,21 +58,21 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
     watch = open_watch(profile)
     with watch.ledger() as ledger:
         known = len(ledger.pairs)
-        sample, lost = judge_new(watch, ledger, now) if watch.is_open else survey(watch, ledger, now)
+        sample, lost = judge_new_pairs(watch, ledger, now) if watch.is_open else plan_judging(watch, ledger, now)
         verdict = watch.verdict(ledger)
     told = watch.told()
     content = watch.content(watch.routing, verdict, ledger, sample, lost, now())
     if watch.is_open:
         if verdict.outcome == "promote":
-            return promoted(watch, content, verdict.reason, now)
+            return promote_candidate(watch, content, verdict.reason, now)
         if verdict.outcome in ("roll back", "kill"):
             serving: Followed = "killed" if verdict.outcome == "kill" else "rolled back"
-            return followed(watch, content, serving, verdict.reason, now)
+            return apply_decision(watch, content, serving, verdict.reason, now)
         nothing_new = told.says(watch.routing) and len(ledger.pairs) == known
         watch.tell("watch", told.alias_before)
-        return ended(content, "nothing new" if nothing_new else "waiting")
+        return conclude_shadow(content, "nothing new" if nothing_new else "waiting")
     # The proxy has killed it, or somebody has decided by hand.
-    return ended(content, "nothing new") if told.says(watch.routing) else told_once(watch, content)
+    return conclude_shadow(content, "nothing new") if told.says(watch.routing) else report_once(watch, content)
 
 
 def decide_by_hand(
@@ -78,9 +87,11 @@ def decide_by_hand(
         raise InvalidInput("--why", found="no reason", expected="--why TEXT: it is kept beside what was decided")
     watch = open_watch(profile)
     ledger = watch.read_ledger()
-    sample, lost = survey(watch, ledger, now)
+    sample, lost = plan_judging(watch, ledger, now)
     content = watch.content(watch.routing, watch.verdict(ledger), ledger, sample, lost, now())
-    return followed(watch, content, serving, f"{why.strip()} (by hand{f', {by}' if by else ''})", now, by_hand=True)
+    return apply_decision(
+        watch, content, serving, f"{why.strip()} (by hand{f', {by}' if by else ''})", now, by_hand=True
+    )
 
 
 def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
@@ -91,5 +102,5 @@ def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> S
     """
     watch = open_watch(profile)
     ledger = watch.read_ledger()
-    sample, lost = survey(watch, ledger, now)
+    sample, lost = plan_judging(watch, ledger, now)
     return watch.content(watch.routing, watch.verdict(ledger), ledger, sample, lost, now())

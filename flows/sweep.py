@@ -18,13 +18,21 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from mergegate.flows.attempt import open_workshop, prepare_search, watched_confirmation, watched_search
-from mergegate.flows.outcome import RunOutcome, concluded, in_time, keep_sweep, name_run, profile_name, sweep_report
+from mergegate.flows.attempt import open_trial_pool, prepare_search, run_confirmation, run_search
+from mergegate.flows.outcome import (
+    RunOutcome,
+    conclude_flow,
+    name_run,
+    profile_name,
+    store_sweep_page,
+    sweep_report,
+    within_limits,
+)
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.release import make_release
-from mergegate.merge_core.store import state_directory, write_state
-from mergegate.tasks.outside import open_runner
+from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.report import sweep_sentence
+from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import announce, home
 from mergegate.tasks.sweep import (
     Confirmation,
@@ -32,7 +40,7 @@ from mergegate.tasks.sweep import (
     Trial,
     open_view,
     recipe_text,
-    relocated,
+    relocate_recipe,
     study_key,
 )
 
@@ -47,19 +55,19 @@ def sweep(profile: Path | Profile, release: bool = True, view: str | None = None
         view: Where the study is written for Optuna's dashboard, if not where the profile says.
     """
     make = partial(make_sweep, release=release, view=view)
-    return concluded(lambda: in_time(make, load_profile(profile)), profile_name(profile))
+    return conclude_flow(lambda: within_limits(make, load_profile(profile)), profile_name(profile))
 
 
 def make_sweep(profile: Profile, *, release: bool = True, view: str | None = None) -> RunOutcome:
     """The story. Raises whatever a check refuses; that no candidate was confirmed comes back with its report."""
     search = prepare_search(profile)
-    with open_runner(profile.runner) as runner, open_workshop(search, profile, runner) as workshop:
+    with open_runner(profile.runner) as runner, open_trial_pool(search, profile, runner) as workshop:
         power = workshop.power()
         announce(power.brief())
-        study = watched_search(workshop, study_view(profile, search, view or profile.sweep_view()))
-        verdict = watched_confirmation(workshop, study)
+        study = run_search(workshop, study_view(profile, search, view or profile.sweep_view()))
+        verdict = run_confirmation(workshop, study)
     content = sweep_report(profile, search, study, verdict, power)
-    page = keep_sweep(content)
+    page = store_sweep_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         message = f"no candidate confirmed\n{sweep_sentence(content)}"
         return RunOutcome(status="refused", message=message, report=page, sweep=content)
@@ -68,7 +76,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     announce(f"confirmed: the winner is {file}")
     if not release:
         return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page, sweep=content)
-    released = make_release(profile.with_recipe(relocated(winner, search.directory, profile.root)))
+    released = make_release(profile.with_recipe(relocate_recipe(winner, search.directory, profile.root)))
     return released.model_copy(update={"sweep": content})
 
 
@@ -84,5 +92,7 @@ def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str)
     """The winner as a recipe file that can be merged, read and moved into a project."""
     place = state_directory(home() / "sweeps")
     file = place / f"{name}-winner.yaml"
-    write_state(file, recipe_text(relocated(winner, directory, place), f"Found by `mergegate sweep`. {why}").encode())
+    write_state(
+        file, recipe_text(relocate_recipe(winner, directory, place), f"Found by `mergegate sweep`. {why}").encode()
+    )
     return file

@@ -3,7 +3,7 @@ says of the machine.
 
 Merging needs none of it to be right. Where a call is absent (macOS, the BSDs), reading is less far ahead, a full disk
 is found while writing, a step of a chain lies in a temporary file instead of memory. What needs Linux and has no other
-way is refused where a child process is begun (``tasks/outside/linux.py``).
+way is refused where a child process is begun (``tasks/sandbox/linux.py``).
 """
 
 from __future__ import annotations

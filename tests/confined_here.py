@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.tasks.outside import Confinement, SupervisedProcess, environment_of_child
+from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child
 
 
 @cache

@@ -19,7 +19,7 @@ from confined_here import directory_of_nobody, require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks.outside import Confinement, SupervisedProcess, environment_of_child
+from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child
 
 SECRET = "hf_planted_where_nobody_may_look"
 
@@ -165,7 +165,7 @@ def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a kernel without Landlock, in a container that forbids namespaces: it runs, and the log says so."""
-    import mergegate.tasks.outside.supervised as supervised
+    import mergegate.tasks.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())
     for name in ("supervised.py", "confinement.py"):

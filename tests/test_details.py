@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from mergegate.merge_core.wording import detail, heard_by, wants_details, without_secrets
+from mergegate.merge_core.wording import detail, detail_listener, has_detail_listener, without_secrets
 
 
 def test_lines_are_heard_from_any_thread_and_only_while_somebody_listens() -> None:
     heard: list[str] = []
     detail("before")
-    assert not wants_details()
-    with heard_by(heard.append):
-        assert wants_details()
+    assert not has_detail_listener()
+    with detail_listener(heard.append):
+        assert has_detail_listener()
         thread = threading.Thread(target=detail, args=("process %d", 7))
         thread.start()
         thread.join()
@@ -27,7 +27,7 @@ def test_a_line_that_cannot_be_made_is_no_end_of_anything() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    with heard_by(lambda line: None):
+    with detail_listener(lambda line: None):
         detail("%s", Odd())
 
 
@@ -48,6 +48,6 @@ def test_no_secret_is_told(line: str, told: str, monkeypatch: pytest.MonkeyPatch
 
 def test_what_rewrites_a_terminal_is_spelt_out() -> None:
     heard: list[str] = []
-    with heard_by(heard.append):
+    with detail_listener(heard.append):
         detail("reads %s", "\x1b[2Jmodel")
     assert heard == ["reads \\x1b[2Jmodel"]

@@ -25,16 +25,16 @@ FLOORS = ("merge_core", "tasks", "flows")
 # Where what only Linux has may be asked for, and why there.
 LINUX = {
     "merge_core/system.py": "what merging takes of it, each with what stands in for it; what its kernel says",
-    "tasks/outside/supervised.py": "run by path with a bare interpreter; refused elsewhere before it is started",
-    "tasks/outside/confinement.py": "loaded by path, by that",
-    "tasks/outside/program_child.py": "run by path in a confined process",
-    "tasks/outside/programs.py": "what such a process may read",
-    "tasks/outside/gpu_lock.py": "NVIDIA's driver, which names its devices under /proc",
+    "tasks/sandbox/supervision.py": "run by path with a bare interpreter; refused elsewhere before it is started",
+    "tasks/sandbox/confinement.py": "loaded by path, by that",
+    "tasks/sandbox/program_child.py": "run by path in a confined process",
+    "tasks/sandbox/programs.py": "what such a process may read",
+    "tasks/sandbox/gpu_lock.py": "NVIDIA's driver, which names its devices under /proc",
 }
 # What every POSIX system has and Windows has not: file by file, so that a new one is looked at.
 POSIX = {
-    "merge_core/store/locks.py": {"fcntl", "os.geteuid"},
-    "merge_core/store/state.py": {"os.geteuid"},
+    "merge_core/files/locks.py": {"fcntl", "os.geteuid"},
+    "merge_core/files/state.py": {"os.geteuid"},
     "tasks/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},
     "tasks/checkpoints/model_process.py": {"pass_fds", "signal.SIGKILL"},
 }
@@ -102,7 +102,7 @@ def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
         if file not in LINUX
         and (names := {name for kind, name in asked if kind == "linux"} - CTYPES_TOO.get(file, set()) - ADDRESSES)
     }
-    assert stray == {}, "put it into merge_core/system.py, with what is done elsewhere, or into tasks/outside/linux.py"
+    assert stray == {}, "put it into merge_core/system.py, with what is done elsewhere, or into tasks/sandbox/linux.py"
 
 
 ADDRESSES = {"/runs/flow-run/"}  # of Prefect's pages, not of a disk

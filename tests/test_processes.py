@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from mergegate.tasks.outside import NotStarted, ProcessEnd, SupervisedProcess
+from mergegate.tasks.sandbox import NotStarted, ProcessEnd, SupervisedProcess
 
 Start = Callable[..., SupervisedProcess]
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from loopback import answering
 
-from mergegate.tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_worth_another_look
-from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
+from mergegate.tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_retryable
+from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retry_transient
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
 SECRET = "sesame-open"
@@ -90,21 +90,21 @@ def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
 def test_what_may_pass_is_asked_again_and_the_last_answer_returned(status: int) -> None:
     waits: list[float] = []
     with saying(status, "not now") as server:
-        answer = retrying(3, sleep=waits.append)(JsonClient(server.url, 5).request, "/")
+        answer = retry_transient(3, sleep=waits.append)(JsonClient(server.url, 5).request, "/")
     assert (answer.status, len(server.asked), waits) == (status, 3, [1, 2])
 
 
 @pytest.mark.parametrize("status", [200, 204, 301, 400, 401, 403, 404, 409, 412, 422, 501])
 def test_an_answer_is_an_answer(status: int) -> None:
     with saying(status, "" if status == 204 else "no") as server:
-        retrying(3, sleep=lambda seconds: pytest.fail("waited"))(JsonClient(server.url, 5).request, "/")
+        retry_transient(3, sleep=lambda seconds: pytest.fail("waited"))(JsonClient(server.url, 5).request, "/")
     assert len(server.asked) == 1
 
 
 def test_silence_is_asked_again_and_then_raised_as_it_is() -> None:
     waits: list[float] = []
     with pytest.raises(Unreachable, match="refused"):
-        retrying(4, sleep=waits.append)(JsonClient(nobody(), 5).request, "/")
+        retry_transient(4, sleep=waits.append)(JsonClient(nobody(), 5).request, "/")
     assert waits == [1, 2, 4]
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_trouble_on_the_way_is_raised_at_once() -> None:
         raise ValueError("ours")
 
     with pytest.raises(ValueError, match="ours"):
-        retrying(5, sleep=lambda seconds: pytest.fail("waited"))(wrong)
+        retry_transient(5, sleep=lambda seconds: pytest.fail("waited"))(wrong)
 
 
 class Refusal(Exception):
@@ -153,5 +153,5 @@ def test_the_same_request_again_helps_less_often_than_another_look(
     error: BaseException, transient: bool, another_look: bool
 ) -> None:
     assert is_transient(error) is transient
-    assert is_worth_another_look(error) is another_look
+    assert is_retryable(error) is another_look
     assert LOOK_AGAIN_STATUSES > TRANSIENT_STATUSES

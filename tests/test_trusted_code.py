@@ -12,17 +12,18 @@ from samples import sampled
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo, digest
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import (
     Model,
     ResolvedCheckpoint,
-    ask_child,
+    call_model_process,
     deciding_files,
-    end_child,
+    end_model_process,
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.store import digest
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -58,7 +59,7 @@ def own(tmp_path: Path) -> Path:
 def answer_of(model: Model) -> Reference:
     """What the model says, in the process that holds models."""
     asked = (model, ("the old pig",), "rev: abcd>", "float32", "cpu", 64)
-    return ask_child(make_reference, asked, where=model.name, models=[model])
+    return call_model_process(make_reference, asked, where=model.name, models=[model])
 
 
 def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
@@ -86,7 +87,7 @@ def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_oth
             with pytest.raises(InvalidInput, match="cannot be loaded"):
                 answer_of(model)
     finally:
-        end_child()
+        end_model_process()
 
 
 def test_what_was_measured_without_its_code_is_not_taken_for_what_it_computes(own: Path) -> None:

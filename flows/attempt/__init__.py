@@ -2,7 +2,7 @@
 (``assessment``), asked for what else a profile wants (``judgements``), and kept as a frozen value (``attempt``); and
 what to merge, searched for (``search``)."""
 
-from mergegate.flows.attempt.assessment import Assessment, assess_merge, ensemble_of
+from mergegate.flows.attempt.assessment import Assessment, assess_merge, measure_ensemble
 from mergegate.flows.attempt.attempt import (
     AlreadyReleased,
     Attempt,
@@ -14,13 +14,13 @@ from mergegate.flows.attempt.attempt import (
 )
 from mergegate.flows.attempt.judgements import judge_answers, serve_merge
 from mergegate.flows.attempt.search import (
-    all_candidates,
-    labels_of,
-    open_workshop,
+    open_trial_pool,
     prepare_search,
+    recipe_labels,
+    run_confirmation,
+    run_search,
+    sweep_candidates,
     tuned_remedy,
-    watched_confirmation,
-    watched_search,
 )
 
 __all__ = [
@@ -30,17 +30,17 @@ __all__ = [
     "FailedMerge",
     "FurtherJudgement",
     "JudgedMerge",
-    "all_candidates",
     "assess_merge",
-    "ensemble_of",
     "judge_answers",
-    "labels_of",
+    "measure_ensemble",
     "open_remedies",
-    "open_workshop",
+    "open_trial_pool",
     "prepare_search",
     "proposed_remedy",
+    "recipe_labels",
+    "run_confirmation",
+    "run_search",
     "serve_merge",
+    "sweep_candidates",
     "tuned_remedy",
-    "watched_confirmation",
-    "watched_search",
 ]

@@ -12,38 +12,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from mergegate.merge_core.store import Artifact, StoredValue
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
 from mergegate.tasks.evaluation import (
     EvalTask,
     Scores,
+    count_missing_documents,
     document_seconds,
-    evaluate_to,
+    evaluate_documents,
     find_backend,
     known_scores,
     pin_data,
-    unknown_documents,
 )
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
     GateVerdict,
     anchor_confidence,
-    anchor_refused,
+    cannot_pass,
     comparable_parents,
+    count_refusals,
     gate,
-    lost_for_good,
+    is_refused_by_anchor,
     needs_champion,
-    note_refusal,
+    order_by_information,
     perplexity_drift,
-    refused_by,
-    soonest_decided,
+    record_refusal,
     undecided_tasks,
 )
-from mergegate.tasks.outside import Runner, here
 from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
-from mergegate.tasks.preflight import Evidence, planned_looks, planned_tasks
+from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
+from mergegate.tasks.runners import Runner, local_runner
 from mergegate.tasks.stage import runtime
+from mergegate.tasks.store import Artifact, StoredValue
 
 # By model, the parts of each task.
 AllScores = dict[str, list[Artifact[Scores]]]
@@ -76,10 +76,10 @@ def assess_merge(
         anchor: The release that the profile anchors the champion's guards to; None where that is the champion.
         runner: Who measures; None: this process, one model after another.
     """
-    runner = runner or here()
+    runner = runner or local_runner()
     rule, limits = evidence.rule, evidence.limits
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
-    refusals = refused_by(anchor.digest, but=merge.digest) if anchor else 0
+    refusals = count_refusals(anchor.digest, but=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
     likelihoods = measure_perplexity((*parents, merge), evidence, runner)
@@ -91,7 +91,7 @@ def assess_merge(
     broken = limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
     tasks = () if broken else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
     evidence = evidence._replace(tasks=tasks)
-    plan = {task.name: planned_looks(task, evidence) for task in tasks}
+    plan = {task.name: plan_interim_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
     judging: dict[str, Any] = {
         "merged": merge.name,
@@ -102,7 +102,7 @@ def assess_merge(
     }
 
     def is_lost(task: str, scores: AllScores) -> bool:
-        return lost_for_good(task, guards, scores, rule, **judging)
+        return cannot_pass(task, guards, scores, rule, **judging)
 
     scores: AllScores = {model.name: [] for model in models}
     look = {task: planned[0] for task, planned in plan.items()}
@@ -111,13 +111,13 @@ def assess_merge(
         scores, waiting = run_look(models, looked_at, evidence, look, scores, is_lost, runner)
         verdict = gate(guards, scores, compared, limits, rule, waiting=waiting, **judging)
         if not (looked_at := undecided_tasks(verdict.value)):
-            if anchor and anchor_refused(verdict.value):
-                note_refusal(anchor.digest, merge.digest)
+            if anchor and is_refused_by_anchor(verdict.value):
+                record_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict, evidence)
         look |= {task: next(end for end in plan[task] if end > look[task]) for task in looked_at}
 
 
-def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
+def measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
     """The held-out text under all parents together; None where the profile does not ask, or there is one only."""
     members = tuple(parent for parent in parents if not parent.is_base)
     if not evidence.ensemble or evidence.documents is None or evidence.windows is None or len(members) < 2:
@@ -173,7 +173,7 @@ def run_look(
             left_out = {other.name for other, _ in order[order.index(together[0]) :]}
             return scores, tuple(task.name for task in tasks if task.name in left_out)
         each = [asked(model, task) for task, _ in together for model in models if _is_asked(model, task, evidence)]
-        found = _all(runner if missing else here(), _score, each)
+        found = _all(runner if missing else local_runner(), _score, each)
         for task, count in together:
             unchecked = [task.name] if count else [*unchecked, task.name]
             new = {one.model.name: parts for one, parts in zip(each, found, strict=True) if one.task is task}
@@ -223,7 +223,7 @@ def _read(one: _Reading) -> Artifact[Likelihoods]:
 
 
 def _score(one: _Scoring) -> list[Artifact[Scores]]:
-    return evaluate_to(one.model, one.task, one.evidence.scoring, one.documents, runtime())
+    return evaluate_documents(one.model, one.task, one.evidence.scoring, one.documents, runtime())
 
 
 def _all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:
@@ -266,7 +266,7 @@ def _in_order(
     for task in tasks:
         asked = [model for model in models if _is_asked(model, task, evidence)]
         parts = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in asked}
-        counts = (unknown_documents(task, evidence.scoring, look[task.name], each) for each in parts.values())
+        counts = (count_missing_documents(task, evidence.scoring, look[task.name], each) for each in parts.values())
         missing[task.name] = sum(counts)
         known[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
     if not any(missing.values()):
@@ -275,7 +275,7 @@ def _in_order(
     seconds = {name: count * each_takes[name] for name, count in missing.items()}
     planned = [one for one in planned_tasks(evidence, models[:-1]) if one.guard.task in missing]
     by_name = {task.name: task for task in tasks}
-    return [(by_name[name], missing[name]) for name in soonest_decided(planned, look, seconds)]
+    return [(by_name[name], missing[name]) for name in order_by_information(planned, look, seconds)]
 
 
 def _is_asked(model: Model, task: EvalTask, evidence: Evidence) -> bool:

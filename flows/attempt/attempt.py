@@ -15,16 +15,16 @@ from mergegate.flows.preflight import ClearedCandidate, clear_further
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, Refused
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.explain import Explanation, Remedy, by_content, untried
+from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.merge import Merged
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import RunRecord, read_history
-from mergegate.tasks.stage import JointVerdict, Verdict, announce, combined, home
+from mergegate.tasks.stage import JointVerdict, Verdict, announce, combine_verdicts, home
+from mergegate.tasks.store import Artifact
 
 E = TypeVar("E", bound=BaseModel)
 
@@ -77,7 +77,7 @@ class Attempt:
     @property
     def verdict(self) -> JointVerdict:
         """What all judgements come to together."""
-        return combined(self.verdicts)
+        return combine_verdicts(self.verdicts)
 
     def evidence_of(self, kind: type[E]) -> E | None:
         """The evidence of that kind, if any judgement has it."""
@@ -115,8 +115,8 @@ def open_remedies(attempt: Attempt, tried: Sequence[Attempt | FailedMerge]) -> t
     refused = [*_refused_before(attempt, frozenset(contents.values()))]
     for one in tried:
         if (document := one.cleared.candidate.document) is not None:
-            refused.append(by_content(document, _contents(one) if isinstance(one, Attempt) else contents))
-    return untried(attempt.explanation.remedies, recipe, refused, contents)
+            refused.append(normalize_recipe(document, _contents(one) if isinstance(one, Attempt) else contents))
+    return drop_tried_remedies(attempt.explanation.remedies, recipe, refused, contents)
 
 
 def proposed_remedy(tried: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
@@ -160,7 +160,7 @@ def _refused_before(attempt: Attempt, known: frozenset[str]) -> Iterator[dict[st
             continue
         if len(documents) == 1 and isinstance(documents[0], Mapping):
             held = {parent.ref: parent.digest for parent in record.parents if parent.digest in known}
-            yield by_content(documents[0], held)
+            yield normalize_recipe(documents[0], held)
 
 
 def _as_strict(gate: GateVerdict, record: RunRecord) -> bool:

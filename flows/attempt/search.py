@@ -20,30 +20,30 @@ from mergegate.merge_core import plan_merge
 from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
-from mergegate.tasks.merge import numerics, prepared
-from mergegate.tasks.outside import Runner
+from mergegate.tasks.merge import numerics, prepare_recipe
 from mergegate.tasks.perplexity import WindowSettings
 from mergegate.tasks.report import sweep_line
-from mergegate.tasks.stage import about_to, announce, report_stage, runtime, say_progress, store
+from mergegate.tasks.runners import Runner
+from mergegate.tasks.stage import announce, report_stage, require_work_allowed, runtime, say_progress, store
 from mergegate.tasks.sweep import (
     Confirmation,
     HandWritten,
+    NothingToConfirm,
     PreparedSearch,
     Study,
     Trial,
+    TrialPool,
     TrialSetting,
-    Unconfirmed,
-    Workshop,
-    at_start,
-    base_of,
+    count_layers,
+    cumulative_shares,
+    enumerate_recipes,
     hand_written_recipes,
-    layers_among,
     make_space,
-    named_by,
     objective_of,
     open_ledger,
-    relocated,
-    shares_after_looks,
+    reference_parent,
+    relocate_recipe,
+    start_recipe,
     study_key,
     trial_sets,
 )
@@ -54,11 +54,11 @@ def _nobody(trials: Sequence[Trial]) -> None:
 
 
 @contextmanager
-def open_workshop(search: PreparedSearch, profile: Profile, runner: Runner) -> Iterator[Workshop]:
+def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) -> Iterator[TrialPool]:
     """Where the trials of ``search`` are scored and kept; another search for the same waits."""
     scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
     with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
-        yield Workshop(search, runner, ledger, workers=profile.runner.at_a_time)
+        yield TrialPool(search, runner, ledger, workers=profile.runner.at_a_time)
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
@@ -76,7 +76,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="what is free in its recipe, and what it is searched for",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, named = profile.searched_recipe(), all_candidates(profile)
+    recipe, named = profile.searched_recipe(), sweep_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), named.searched, named.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
@@ -92,11 +92,11 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     by_ref = {parent.ref: parent for parent in parents}
     first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
     # What a candidate is merged from beside weights, whatever its values: texts are read once, before the search.
-    read = [prepared(one.recipe, by_ref.__getitem__, in_flow=True) for one in (*named.searched, *named.by_hand)]
-    space = make_space(recipe.document, settings, layers_among(job.output.name for job in first.jobs), recipe.where)
+    read = [prepare_recipe(one.recipe, by_ref.__getitem__, in_flow=True) for one in (*named.searched, *named.by_hand)]
+    space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.where)
     by_hand = [
         HandWritten(label, one.document or {}, recipe.directory)
-        for label, one in zip(labels_of(profile), named.by_hand, strict=True)
+        for label, one in zip(recipe_labels(profile), named.by_hand, strict=True)
     ]
     return PreparedSearch(
         settings=settings,
@@ -115,8 +115,8 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             device=runtime().device,
             merge_device=numerics(profile.merge).where,
             seed=profile.merge.seed,
-            base=base_of(parents) if settings.change_penalty else "",
-            looks=shares_after_looks(settings.racing),
+            base=reference_parent(parents) if settings.change_penalty else "",
+            looks=cumulative_shares(settings.racing),
             threads=max(1, usable_cores() // profile.runner.at_a_time),
             measured={what: found for recipe in read for what, found in recipe.what_was_read().items()},
         ),
@@ -135,7 +135,7 @@ class NamedCandidates(NamedTuple):
     by_hand: tuple[Candidate, ...]
 
 
-def all_candidates(profile: Profile) -> NamedCandidates:
+def sweep_candidates(profile: Profile) -> NamedCandidates:
     """What a sweep has to be allowed to merge.
 
     Raises:
@@ -143,11 +143,11 @@ def all_candidates(profile: Profile) -> NamedCandidates:
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
-    choices = list(named_by(recipe.document, profile.sweep))
+    choices = list(enumerate_recipes(recipe.document, profile.sweep))
     files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
-    others = [relocated(one.document, one.directory, recipe.directory) for one in files]
+    others = [relocate_recipe(one.document, one.directory, recipe.directory) for one in files]
     read = candidate_recipes(
-        replace(recipe, document=at_start(recipe.document, profile.sweep, recipe.where)),
+        replace(recipe, document=start_recipe(recipe.document, profile.sweep, recipe.where)),
         [replace(recipe, document=document) for document in (*choices, *others)],
         profile.root,
         f"profile {profile.name}",
@@ -155,7 +155,7 @@ def all_candidates(profile: Profile) -> NamedCandidates:
     return NamedCandidates(read[: 1 + len(choices)], read[1 + len(choices) :])
 
 
-def labels_of(profile: Profile) -> list[str]:
+def recipe_labels(profile: Profile) -> list[str]:
     """What people call the further recipes that a winner must beat: their files' names, or where two are alike all of
     what the profile says."""
     assert profile.sweep is not None
@@ -171,7 +171,7 @@ def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tupl
     return pin_checkpoints(found, store().hashes, profile.checks.code.trusted)
 
 
-def watched_search(workshop: Workshop, on_generation: Callable[[Sequence[Trial]], object] = _nobody) -> Study:
+def run_search(workshop: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = _nobody) -> Study:
     """The search, as a stage that people watch."""
     with report_stage("search", "") as said:
         study = workshop.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
@@ -179,7 +179,7 @@ def watched_search(workshop: Workshop, on_generation: Callable[[Sequence[Trial]]
     return study
 
 
-def watched_confirmation(workshop: Workshop, study: Study) -> Confirmation | Unconfirmed:
+def run_confirmation(workshop: TrialPool, study: Study) -> Confirmation | NothingToConfirm:
     """The one test, as a stage that people watch."""
     with report_stage("confirm", "") as said:
         verdict = workshop.confirm(study)
@@ -196,12 +196,12 @@ def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) ->
         runner: Who scores the trials.
     """
     assert profile.tuning is not None
-    about_to("search for a scale")
+    require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
     search = prepare_search(profile.tuning)
-    with open_workshop(search, profile.tuning, runner) as workshop:
-        study = watched_search(workshop)
-        verdict = watched_confirmation(workshop, study)
+    with open_trial_pool(search, profile.tuning, runner) as workshop:
+        study = run_search(workshop)
+        verdict = run_confirmation(workshop, study)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return None
     change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}

@@ -16,7 +16,7 @@ from mergegate.flows.candidates.candidates import (
     searched_recipe,
 )
 from mergegate.flows.candidates.clients import ClientRound, client_digest, client_round, clients_document
-from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_a_scale, scale_search
+from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
 
 __all__ = [
     "AUTO",
@@ -33,7 +33,7 @@ __all__ = [
     "client_digest",
     "client_round",
     "clients_document",
-    "has_a_scale",
+    "has_searchable_scale",
     "recipe_of_documents",
     "scale_search",
     "searched_recipe",

@@ -31,10 +31,10 @@ from mergegate.flows.candidates.server_step import Adam, parse_adam, with_adam, 
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
 from mergegate.merge_core.parsing import read_yaml
-from mergegate.merge_core.recipe import CLIENT_KEYS, expanded
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path
 from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
 from mergegate.tasks.publish import CARD
 
@@ -219,7 +219,7 @@ def _places(patterns: Sequence[str], directory: Path, remarks: list[str], where:
     for pattern in patterns:
         named = not _PATTERN & set(pattern)
         try:
-            path = expanded(pattern)
+            path = expand_user_path(pattern)
             start = Path(path.anchor) if path.is_absolute() else directory
             found = [directory / path] if named else sorted(start.glob(str(path.relative_to(path.anchor))))
             places = [place for place in found if place.is_dir()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import parse_json, read_plain, read_yaml
-from mergegate.merge_core.recipe import expanded, parse_reference
+from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints import files_digest
 from mergegate.tasks.publish import PROVENANCE, RECIPE
 
@@ -50,7 +50,9 @@ def is_as_made(released: Path, directory: Path, digest_of: Callable[[Path], str]
         place, wanted = reference.path, digest["sha256"]
         if adapter:  # what it is applied to is a parent of its own
             place, wanted = str(reference.adapter), files_digest(adapter["files"])
-        return (directory / expanded(place)).is_dir() and digest_of(directory / expanded(place)) == wanted
+        return (directory / expand_user_path(place)).is_dir() and digest_of(
+            directory / expand_user_path(place)
+        ) == wanted
 
     try:
         parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]

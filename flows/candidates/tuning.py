@@ -59,7 +59,7 @@ def scale_search(
     return {**recipe.document, "parameters": parameters}, settings
 
 
-def has_a_scale(recipe: str) -> bool:
+def has_searchable_scale(recipe: str) -> bool:
     """Whether :func:`scale_search` would find what it searches for in a recipe as YAML."""
     try:
         documents = parse_yaml(recipe, "recipe")

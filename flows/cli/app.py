@@ -138,7 +138,7 @@ def run_command(
             read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
             read = read if publish else read.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
-        from mergegate.flows.release import quiet_release, release
+        from mergegate.flows.release import release, run_release_dry_pass
 
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
@@ -150,13 +150,13 @@ def run_command(
             read.remedied(choice).headline(),
             profile,
             console,
-            look=partial(quiet_release, *told),
+            look=partial(run_release_dry_pass, *told),
             approve=approve,
             events=events,
             verbose=verbose,
         )
         if events:
-            from mergegate.flows.cli.events import print_event
+            from mergegate.flows.cli.json_events import print_event
 
             print_event("finished", **_told(outcome))
         else:
@@ -854,7 +854,7 @@ def _console(as_json: bool) -> Any:
 
 def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> Any:
     """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
-    from mergegate.flows.outcome import keep_refusal
+    from mergegate.flows.outcome import record_refused_run
     from mergegate.flows.profile import load_profile
 
     try:
@@ -862,7 +862,7 @@ def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> A
         read.headline()
     except MergegateError as error:
         if isinstance(profile, Path):
-            keep_refusal(error, profile, flow)
+            record_refused_run(error, profile, flow)
         raise
     return read
 
@@ -884,10 +884,10 @@ def _watched(
         look: The outcome without the flow, where nothing is to be done; else None.
     """
     from mergegate.flows.cli.approve import TerminalApproval
-    from mergegate.flows.cli.events import EventLines
+    from mergegate.flows.cli.json_events import EventLines
     from mergegate.flows.cli.progress import TerminalProgress
-    from mergegate.flows.outcome import RunOutcome, outcome_of
-    from mergegate.flows.prefect_api import asked_by, has_server, local_api, require_writable
+    from mergegate.flows.outcome import RunOutcome, flow_outcome
+    from mergegate.flows.prefect_api import approval_function, has_server, local_api, require_writable
 
     progress = TerminalProgress(console, verbose=verbose)
     lines = EventLines()
@@ -903,13 +903,13 @@ def _watched(
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        with watching(), asked_by(TerminalApproval(progress, console, beforehand=approve)):
+        with watching(), approval_function(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()
             except Exception as failure:
                 require_writable(Path(os.environ["MERGEGATE_HOME"]))
                 raise failure from None
-    outcome = outcome_of(state)
+    outcome = flow_outcome(state)
     if isinstance(outcome, RunOutcome):
         return outcome
     # Prefect's API says of a full disk only that it failed.
@@ -938,7 +938,7 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
 
 def _print_made(record: dict[str, Any]) -> None:
     """What a command made, in the shape of every JSON object."""
-    from mergegate.flows.cli.answer import print_answer
+    from mergegate.flows.cli.output import print_answer
 
     said = "made" if record.pop("new", True) else "nothing new"
     print_answer(said, said, record)
@@ -969,7 +969,7 @@ def _refusals(as_json: bool) -> Iterator[None]:
 
 
 def _refusal_of(error: OSError) -> MergegateError:
-    from mergegate.merge_core.store import disk_refusal
+    from mergegate.merge_core.files import disk_refusal
 
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
         return DiskRefused(
@@ -997,7 +997,7 @@ def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> Non
     """The message, where it can still be said: the disk that is full may hold our output, too."""
     try:
         if as_json:
-            from mergegate.flows.cli.answer import print_answer
+            from mergegate.flows.cli.output import print_answer
 
             print_answer(status, message, {}, findings)
             sys.stdout.flush()

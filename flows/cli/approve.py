@@ -9,15 +9,15 @@ import sys
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.server import optional_nights
 from mergegate.flows.prefect_api import (
     ApprovalRequest,
     Decision,
     answer_run,
-    choose_waiting,
     find_site,
+    select_waiting_run,
     site_client,
     waiting_runs,
 )
@@ -38,7 +38,7 @@ def approve_run(named: str | None, console: Console, as_json: bool, *, reject: b
         raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")
     site = find_site(optional_nights())
     with site_client(site) as client:
-        run = choose_waiting(waiting_runs(client), named)
+        run = select_waiting_run(waiting_runs(client), named)
         if not as_json:
             console.print(Markdown(run.summary))
         answer_run(client, run, publish=not reject, by=who_is_here(), reason=reason)

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.night import plan_night
+from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.run_plan import plan_night
 from mergegate.flows.cli.sweep import swept_profile
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
@@ -51,9 +51,9 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         if (night := plan_night(profile, ready, problems.examples)) and night.left:
             problems.summary.append(f"time: {night.time()}")
     else:
-        from mergegate.flows.attempt import all_candidates
+        from mergegate.flows.attempt import sweep_candidates
 
-        named = all_candidates(profile)
+        named = sweep_candidates(profile)
         preflight_profile(profile, problems, named.searched, named.by_hand)
     report = CheckReport(
         file=str(file),

@@ -8,17 +8,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.prefect_api import (
     NIGHTS,
+    desired_deployments,
+    desired_rules,
     find_site,
-    keep_deployments,
-    keep_rules,
-    load_nights,
+    load_schedules,
     make_pool,
     site_client,
-    wanted_deployments,
-    wanted_rules,
+    sync_deployments,
+    sync_rules,
 )
 
 _MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
@@ -30,14 +30,14 @@ def deploy_nights(console: Console, as_json: bool) -> None:
     Raises:
         InvalidInput: for a file or a profile that means nothing, or a server that does not answer or let us in.
     """
-    nights = load_nights(Path(NIGHTS))
+    nights = load_schedules(Path(NIGHTS))
     site = find_site(nights)
-    wanted = wanted_deployments(nights, site.root)
+    wanted = desired_deployments(nights, site.root)
     with site_client(site) as client:
         make_pool(client)
-        done = keep_deployments(client, wanted, site)
+        done = sync_deployments(client, wanted, site)
         ids = {one.name: one.id for one in done}
-        rules = keep_rules(client, wanted_rules(nights, wanted), nights.tell, ids, site)
+        rules = sync_rules(client, desired_rules(nights, wanted), nights.tell, ids, site)
     if as_json:
         more = {"server": site.address, "deployments": [one._asdict() for one in done], "rules": dict(rules)}
         print_answer("deployed", f"{len(done)} deployments", more)

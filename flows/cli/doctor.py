@@ -11,21 +11,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.merge_core.store import (
-    ASIDE,
-    StateFinding,
-    examine_database,
-    examine_store,
-    found_damaged,
-    mend_state,
-    passed_over,
-    size_of,
-)
+from mergegate.flows.cli.output import print_answer
+from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.gate import anchor_faults
 from mergegate.tasks.report import HISTORY, mend_history, read_history
 from mergegate.tasks.stage import home
+from mergegate.tasks.store import (
+    StateFinding,
+    directory_bytes,
+    examine_database,
+    examine_store,
+    is_leftover,
+    mend_state,
+    set_aside_count,
+)
 
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 
@@ -40,7 +40,7 @@ def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
     found = list(_examine(place))
     done = [_mended(one) if mend else "" for one in found]
     sick = any(one.kind == "damaged" and not what for one, what in zip(found, done, strict=True))
-    sizes = {name: size_of(place / name) for name in _FOLDERS if (place / name).exists()}
+    sizes = {name: directory_bytes(place / name) for name in _FOLDERS if (place / name).exists()}
     if as_json:
         told = [
             {"kind": one.kind, "path": str(one.path), "what": one.what, "bytes": one.bytes, "done": what}
@@ -74,20 +74,20 @@ def _examine(place: Path) -> Iterator[StateFinding]:
         return
     for entry in sorted(place.iterdir()):
         if ASIDE not in entry.name and entry.name in _FOLDERS and not entry.is_dir():
-            yield found_damaged(entry, "no directory")
-        elif (passed := passed_over(entry)) is not None:
+            yield set_aside_count(entry, "no directory")
+        elif (passed := is_leftover(entry)) is not None:
             yield passed
     yield from examine_store(place / "store")
     yield from examine_database(place / "prefect" / "prefect.db")
     for damage in anchor_faults():
-        yield found_damaged(damage.path, damage.why)
+        yield set_aside_count(damage.path, damage.why)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (place / folder).is_dir():
             for entry in sorted((place / folder).iterdir()):
-                if (passed := passed_over(entry)) is not None:
+                if (passed := is_leftover(entry)) is not None:
                     yield passed
                 elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
-                    yield found_damaged(entry, "no file")
+                    yield set_aside_count(entry, "no file")
     yield from _of_the_reports(place / "reports")
 
 
@@ -95,9 +95,9 @@ def _of_the_reports(reports: Path) -> Iterator[StateFinding]:
     if not reports.is_dir():
         return
     if damage := read_history(reports).said_of_damage():
-        yield found_damaged(reports / HISTORY, damage.rstrip("."))
+        yield set_aside_count(reports / HISTORY, damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
-        if (passed := passed_over(page)) is not None:
+        if (passed := is_leftover(page)) is not None:
             yield passed
         elif page.is_symlink() or not page.is_file():
-            yield found_damaged(page, "no file")
+            yield set_aside_count(page, "no file")

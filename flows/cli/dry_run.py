@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
 from mergegate.flows.cli.check import print_findings
-from mergegate.flows.cli.night import PlannedNight, PlannedStage, plan_night
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
+from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_night
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.wording import format_duration, format_roughly
-from mergegate.tasks.preflight import plan_once
+from mergegate.tasks.preflight import plan_cached
 
 
 def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:
@@ -81,13 +81,13 @@ def _further(profile: Profile) -> Iterator[str]:
 def _forecast(profile: Profile, own: ClearedCandidate, prices: dict[str, float]) -> Forecast | None:
     """What the merge needs; by the plan that the check has made, where it was made now."""
     recipe = own.candidate.recipe
-    planned, _ = plan_once(recipe, own.found, own.headers, profile.checks.tokenizer.accepted)
+    planned, _ = plan_cached(recipe, own.found, own.headers, profile.checks.tokenizer.accepted)
     if planned.plan is None:
         return None
     return forecast_of(recipe, own.found, planned.plan, Path(), "auto", prices, None)
 
 
-def _table(night: PlannedNight) -> Table:
+def _table(night: PlannedRun) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("stage", "of", "in the store", "takes"):
         table.add_column(column)

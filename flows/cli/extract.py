@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
-from mergegate.merge_core.store import new_directory
+from mergegate.merge_core.files import new_directory
 from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import (
-    AskedDataset,
     FetchedDataset,
+    TaskDataset,
     fetch_datasets,
     is_file_name,
     named_data,
@@ -34,7 +34,7 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
             remedy="add 'data: eval-data' under 'evaluate'",
         )
     root = (profile.root / profile.evaluate.data).absolute()
-    asked: list[AskedDataset] = []
+    asked: list[TaskDataset] = []
     for task in profile.asked_tasks():
         require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
         asked += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)

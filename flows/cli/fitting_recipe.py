@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mergegate.flows.cli.draft import RecipeDraft, recipe_drafts, with_template
+from mergegate.flows.cli.profile_draft import RecipeDraft, recipe_drafts, with_template
 from mergegate.flows.cli.recipe_parents import clear_recipe
 from mergegate.merge_core import Checkpoint, load_recipe
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.recipe import expanded
+from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint
 
 
 def named_model(text: str, base: str) -> ResolvedCheckpoint:
     """A model; a directory with an adapter is one that is applied to the base."""
-    place = expanded(text)
+    place = expand_user_path(text)
     is_adapter = (place / "adapter_config.json").is_file() and not (place / "config.json").is_file()
     return find_checkpoint(f"{base}+{text}" if is_adapter else text)
 
@@ -33,7 +33,7 @@ def written_in(parent: ResolvedCheckpoint, out: Path) -> object:
 
 
 def _relative(text: str, out: Path) -> str:
-    place = expanded(text)
+    place = expand_user_path(text)
     if not place.is_dir():
         return text
     path = Path(os.path.relpath(place.absolute(), out)).as_posix()

@@ -21,24 +21,24 @@ from rich.console import Console
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.store import Artifact, digest
 from mergegate.tasks.evaluation import (
     SCORES_FILE,
     ResultsFile,
     Scores,
     TaskResults,
-    check_alike,
     find_results,
     is_file_name,
     join_parts,
     precision_differences,
     read_definition,
     read_task,
+    require_same_conditions,
     score_table,
     write_document_scores,
 )
 from mergegate.tasks.gate import GateVerdict, Guard, distinct_guards, gate, reference_models
 from mergegate.tasks.report import ReportContent, ReportedModel
+from mergegate.tasks.store import Artifact, digest
 
 MERGE, REFERENCE = "merge", "reference"
 
@@ -64,7 +64,7 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
     for guard, name in ((held, name) for held in guards for name in reference_models(held, places, MERGE)):
         where = f"{guard.task}: {MERGE} against {name}"
         ours, theirs = results[name, guard.task], results[MERGE, guard.task]
-        check_alike(ours, theirs, where)
+        require_same_conditions(ours, theirs, where)
         for difference in precision_differences(ours, theirs):
             console.print(f"! {where}: {difference}: this alone can move scores by tenths of a point", style="yellow")
     if profile.perplexity:

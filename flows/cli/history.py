@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
+from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.styles import OUTCOME_STYLES, short_path
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.wording import format_duration
-from mergegate.tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
+from mergegate.tasks.report import RunRecord, format_run_time, outcome_of_status, read_history, worst_drop
 from mergegate.tasks.stage import home
 
 
@@ -71,7 +71,7 @@ def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
     for one in runs:
         lost = worst_drop(one)
         table.add_row(
-            night_of(one),
+            format_run_time(one),
             *([Text(one.profile)] if with_profile else []),
             Text(one.status, style=OUTCOME_STYLES[outcome_of_status(one.status)]),
             Text(one.version or ""),

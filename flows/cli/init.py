@@ -25,9 +25,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.asking import ask
-from mergegate.flows.cli.draft import (
+from mergegate.flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
+from mergegate.flows.cli.new_files import directory_for_new_files, require_new, write_new_files
+from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.profile_draft import (
     GuardDraft,
     LicenseDraft,
     ProfileDraft,
@@ -36,13 +37,12 @@ from mergegate.flows.cli.draft import (
     commented_recipe,
     profile_text,
 )
-from mergegate.flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
-from mergegate.flows.cli.new_files import directory_for_new_files, require_new, write_new_files
+from mergegate.flows.cli.prompts import ask
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.store import state_directory, write_state
+from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, read_card
 from mergegate.tasks.evaluation import pin_data, pin_task
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from mergegate.flows.cli.made_before import made_of, recall, remember
+from mergegate.flows.cli.merge_cache import made_of, recall, remember
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
-from mergegate.merge_core.store import FileIdentity, new_directory, remove_contents
+from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import (
     ResolvedCheckpoint,
@@ -25,7 +25,7 @@ from mergegate.tasks.checkpoints import (
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import Snapshot, download_snapshots
-from mergegate.tasks.merge import combine_parents, prepared
+from mergegate.tasks.merge import combine_parents, prepare_recipe
 from mergegate.tasks.stage import store
 
 
@@ -84,7 +84,7 @@ def _merge_to(
     """Merge into ``place``, which is called ``out`` to people."""
     found = cleared.found
     by_ref = {parent.ref: parent for parent in found}
-    recipe = prepared(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+    recipe = prepare_recipe(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}")
     if recipe.output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core import merge_methods
 from mergegate.merge_core.methods import REQUIRED, Method, Parameter
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, MergePlan, Recipe, load_recipe
-from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, input_files, needs_of
+from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes
@@ -167,13 +167,13 @@ def forecast_of(
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """From what the store knows; nothing is loaded or counted for it."""
     from mergegate.flows.preflight import past_guards
-    from mergegate.tasks.evaluation import pinned_data_before
-    from mergegate.tasks.preflight import night_power
+    from mergegate.tasks.evaluation import find_pinned_data
+    from mergegate.tasks.preflight import forecast_power
     from mergegate.tasks.stage import store
 
     evidence = profile.pin_evidence(found, store().hashes)
-    tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
-    return night_power(
+    tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
+    return forecast_power(
         evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
     )
 
@@ -193,7 +193,7 @@ def make_forecast(
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
     place, cores = nearest(out), usable_cores()
-    needs = needs_of(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
+    needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
     rates = machine_rates(inputs, place, cores, device, probe)
     return Forecast(

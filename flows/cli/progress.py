@@ -25,8 +25,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.merge_core.wording import format_duration, heard_by
-from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
+from mergegate.merge_core.wording import detail_listener, format_duration
+from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, progress_watcher
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
@@ -110,7 +110,7 @@ class TerminalProgress:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Draw every stage that runs inside."""
-        with watched_by(self), heard_by(self._detailed) if self._verbose else nullcontext():
+        with progress_watcher(self), detail_listener(self._detailed) if self._verbose else nullcontext():
             if not self._lives:
                 try:
                     yield

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergegate.merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, plan_with_findings
-from mergegate.merge_core.store import FileIdentity, file_identity
+from mergegate.merge_core.files import FileIdentity, file_identity
 from mergegate.tasks.checkpoints import (
     ResolvedCheckpoint,
-    adapter_remarks,
+    adapter_findings_of_parents,
     identify_parents,
     open_parent,
     require_combinable,
@@ -69,14 +69,14 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
     planned = plan_with_findings(recipe, opened)
     findings = planned.findings
     if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
-        from mergegate.tasks.preflight import with_shares
+        from mergegate.tasks.preflight import add_segmentation_shares
 
-        findings = with_shares(planned)
+        findings = add_segmentation_shares(planned)
     if blocking := [finding for finding in findings if finding.severity == "block"]:
         raise blocking[0].refusal()
     assert planned.plan is not None  # else something blocks
     texts = _texts(recipe)
-    findings = (*recipe.all_findings, *findings, *adapter_remarks(found))
+    findings = (*recipe.all_findings, *findings, *adapter_findings_of_parents(found))
     return ClearedRecipe(recipe, found, looked, opened, planned.plan, findings, texts)
 
 
@@ -84,7 +84,7 @@ def _texts(recipe: Recipe) -> dict[Path, FileIdentity]:
     documents = [document for document in (*recipe.steps, recipe) if document.texts]
     if not documents:
         return {}
-    from mergegate.tasks.merge import pinned_texts
+    from mergegate.tasks.merge import pin_calibration_texts
 
-    pinned = [text for document in documents for _, text in pinned_texts(document, store().hashes)]
+    pinned = [text for document in documents for _, text in pin_calibration_texts(document, store().hashes)]
     return {text.path: file_identity(text.path) for text in pinned}

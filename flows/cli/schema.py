@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mergegate.flows.cli.answer import answer_schema
+from mergegate.flows.cli.output import answer_schema
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import recipe_schema

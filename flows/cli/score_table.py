@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.looks import OUTCOME_STYLES
+from mergegate.flows.cli.styles import OUTCOME_STYLES
 from mergegate.tasks.report import Row, ScoreTable
 
 _BEST = " *"  # how plain tables mark the best of the parents; bold here

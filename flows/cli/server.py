@@ -13,18 +13,18 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from mergegate.flows.cli.looks import short_path
+from mergegate.flows.cli.styles import short_path
 from mergegate.flows.prefect_api import (
     NIGHTS,
     POOL,
     PORT,
-    Nights,
+    Schedules,
     database_url,
     find_site,
-    load_nights,
+    load_or_create_secret,
+    load_schedules,
     make_pool,
-    make_secret,
-    rearm_when_served,
+    rearm_rules_when_ready,
     require_database,
     serve_prefect,
     site_client,
@@ -53,7 +53,7 @@ def run_server(host: str, port: int | None, console: Console) -> None:
     if (database := database_url(nights)) is not None:
         require_database(database)
     near = "127.0.0.1" if host in _ANYWHERE else host
-    secret = make_secret()
+    secret = load_or_create_secret()
     site = replace(find_site(address=said or f"http://{near}:{port}"), secret=secret)
     console.print(f"Prefect's pages: {site.address}, secret in {short_path(site.home / 'prefect' / 'auth')}")
     if not write_settings(site):
@@ -61,7 +61,7 @@ def run_server(host: str, port: int | None, console: Console) -> None:
     if host in _ANYWHERE or not host.startswith(("127.", "localhost")):
         console.print("listening beyond this machine: one password and no TLS, so put a proxy before it")
     os.environ.update(site.server_environment(database))
-    rearm_when_served(replace(site, address=f"http://{near}:{port}"))
+    rearm_rules_when_ready(replace(site, address=f"http://{near}:{port}"))
     serve_prefect(host, port)
 
 
@@ -89,13 +89,13 @@ def become_worker(once: bool, console: Console) -> NoReturn:
     os.execve(sys.executable, command, site.worker_environment())
 
 
-def optional_nights() -> Nights | None:
+def optional_nights() -> Schedules | None:
     """``nights.yaml`` of this directory, where there is one.
 
     Raises:
         InvalidInput: for one that means nothing.
     """
-    return load_nights(Path(NIGHTS)) if Path(NIGHTS).exists() else None
+    return load_schedules(Path(NIGHTS)) if Path(NIGHTS).exists() else None
 
 
 def _require_free(host: str, port: int) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.looks import short_path
+from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.styles import short_path
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.watching import shadow_settings
 from mergegate.merge_core.errors import InvalidInput, Refused

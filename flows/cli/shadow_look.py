@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.score_table import print_table
+from mergegate.flows.cli.styles import OUTCOME_STYLES, short_path
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import load_profile
 from mergegate.flows.shadow import shadow_state

@@ -9,14 +9,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import digest
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, find_checkpoint, loadable_alone, pin_checkpoints
+from mergegate.tasks.checkpoints import (
+    Model,
+    PinnedCheckpoint,
+    apply_adapters_outside_flow,
+    find_checkpoint,
+    pin_checkpoints,
+)
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
 from mergegate.tasks.stage import device_kind, home, store
+from mergegate.tasks.store import digest
 
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
 
@@ -98,7 +104,7 @@ def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
         download_snapshots(found.snapshots, store().hashes)
     if found.adapter:
         (adapted,) = pin_checkpoints([found], store().hashes)
-        return loadable_alone([adapted])[0], adapted
+        return apply_adapters_outside_flow([adapted])[0], adapted
     # Nothing is cached here, so the place is identity enough.
     return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory), None
 

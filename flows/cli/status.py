@@ -16,14 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.flows.cli.looks import OUTCOME_STYLES, short_path
-from mergegate.flows.prefect_api import NIGHTS, load_nights
+from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.styles import OUTCOME_STYLES, short_path
+from mergegate.flows.prefect_api import NIGHTS, load_schedules
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.store import read_runs, store_bytes
 from mergegate.merge_core.wording import format_bytes, format_duration
-from mergegate.tasks.report import RunRecord, file_name, night_of, outcome_of_status, read_history
+from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history
 from mergegate.tasks.stage import home, runs_directory
+from mergegate.tasks.store import read_runs, store_bytes
 
 
 def print_status(console: Console, as_json: bool) -> None:
@@ -37,7 +37,7 @@ def print_status(console: Console, as_json: bool) -> None:
     last = {one.profile: one for one in read_history(home() / "reports").records}
     nights = Path(NIGHTS)
     due = (
-        [(str(one.profile), one.schedule or "when triggered") for one in load_nights(nights).profiles]
+        [(str(one.profile), one.schedule or "when triggered") for one in load_schedules(nights).profiles]
         if nights.is_file()
         else []
     )
@@ -70,7 +70,7 @@ def print_status(console: Console, as_json: bool) -> None:
             "last     ",
             Text(one.profile),
             "  ",
-            night_of(one),
+            format_run_time(one),
             "  ",
             Text(one.status, style=style),
             f"  {first}",
@@ -124,7 +124,9 @@ def explain_run(console: Console, wanted: str, as_json: bool) -> None:
         return
     style = OUTCOME_STYLES[outcome_of_status(one.status)]
     console.print(
-        Text(f"{one.profile}: {one.status}", style=style), f" {night_of(one)}, {format_duration(one.seconds)}", sep=""
+        Text(f"{one.profile}: {one.status}", style=style),
+        f" {format_run_time(one)}, {format_duration(one.seconds)}",
+        sep="",
     )
     if one.method:
         console.print(f"  merged    {one.method}: {', '.join(parent.name for parent in one.parents)}")

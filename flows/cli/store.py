@@ -22,24 +22,24 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.store import (
+from mergegate.merge_core.wording import format_bytes, parse_bytes
+from mergegate.tasks.stage import home, runs_directory, store_quota
+from mergegate.tasks.store import (
     EntryName,
     RetentionPlan,
     RetentionRule,
     StoreEntry,
     collect_garbage,
     examine_store,
+    explain_retention,
     forget_profile,
-    keeping_reasons,
     list_store,
     plan_collection,
     read_runs,
     store_bytes,
 )
-from mergegate.merge_core.wording import format_bytes, parse_bytes
-from mergegate.tasks.stage import home, runs_directory, store_quota
 
 _DAY_S = 86_400.0
 _NOBODY = "nobody needs it"
@@ -61,7 +61,7 @@ def list_artifacts(console: Console, as_json: bool) -> None:
     Raises:
         OSError: when the store cannot be read.
     """
-    needed, now = keeping_reasons(runs_directory()), time.time()
+    needed, now = explain_retention(runs_directory()), time.time()
     subjects = {name: subject for run in read_runs(runs_directory()) for name, subject in run.used.items()}
     entries = sorted(list_store(home() / "store"), key=lambda one: (one.stage, -one.used, one.name))
     told = [(one, subjects.get(one.made_by, ""), _why(one, needed)) for one in entries]
@@ -84,7 +84,7 @@ def print_sizes(console: Console, as_json: bool) -> None:
         InvalidInput: for a quota that is none.
         OSError: when the store cannot be read.
     """
-    needed, quota = keeping_reasons(runs_directory()), store_quota()
+    needed, quota = explain_retention(runs_directory()), store_quota()
     total, by_stage = store_bytes(home() / "store"), defaultdict[str, list[StoreEntry]](list)
     for entry in list_store(home() / "store"):
         by_stage[entry.stage or "set aside"].append(entry)

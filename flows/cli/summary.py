@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.candidates import has_a_scale
-from mergegate.flows.cli.looks import short_path
+from mergegate.flows.candidates import has_searchable_scale
 from mergegate.flows.cli.score_table import print_scores, print_table
+from mergegate.flows.cli.styles import short_path
 from mergegate.flows.cli.sweep_summary import sweep_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.tasks.report import CostTable, costs, cut_off_answers, final_table
@@ -79,7 +79,7 @@ def what_next(outcome: RunOutcome, profile: Path) -> str:
         return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
     if outcome.status == "refused" and outcome.content is not None:
         offer = "add what is under 'to try' to the profile, then run again; " if outcome.to_try else ""
-        if outcome.content.scoring and has_a_scale(outcome.content.recipe):
+        if outcome.content.scoring and has_searchable_scale(outcome.content.recipe):
             offer += f"mergegate tune {profile} looks for the scale of this merge that is best; "
         return f"{offer}mergegate open {outcome.content.name} shows the report"
     return f"mergegate check {profile}"

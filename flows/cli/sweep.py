@@ -13,7 +13,7 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.stage import home
-from mergegate.tasks.sweep import layers_among, profile_of_evolve, serve_dashboard
+from mergegate.tasks.sweep import count_layers, profile_of_evolve, serve_dashboard
 
 PORT = 8080
 
@@ -62,4 +62,4 @@ def _layers(content: Mapping[str, object], directory: Path) -> int | None:
     name = first.get("model") if isinstance(first, Mapping) else first
     if not isinstance(name, str) or not (directory / name).is_dir():
         return None
-    return layers_among(open_checkpoint(directory / name).tensors)
+    return count_layers(open_checkpoint(directory / name).tensors)

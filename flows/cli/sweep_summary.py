@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.tasks.report import SweepContent, sweep_outcome, sweep_sentence, sweep_table, sweep_title, what_it_took
+from mergegate.tasks.report import SweepContent, search_effort, sweep_outcome, sweep_sentence, sweep_table, sweep_title
 from mergegate.tasks.stage import Outcome
 
 _STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
@@ -43,4 +43,4 @@ def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterat
     if with_verdict:
         yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_STYLES[outcome])
         yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
-    yield Padding(Text(what_it_took(content), style="dim"), (0, 0, 0, 2 if with_verdict else 0))
+    yield Padding(Text(search_effort(content), style="dim"), (0, 0, 0, 2 if with_verdict else 0))

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
 from mergegate.merge_core.engine import Transplant, transplant_tokenizer
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.store import new_directory
+from mergegate.merge_core.files import new_directory
 from mergegate.tasks.checkpoints import find_checkpoint, open_parent
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.answer import print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.server import optional_nights
 from mergegate.flows.outcome import run_name
 from mergegate.flows.prefect_api import (
-    Nights,
+    Schedules,
     deployment_names,
     find_deployment,
     find_site,
@@ -62,7 +62,7 @@ def trigger_run(named: str, console: Console, as_json: bool, *, wait: bool) -> i
     return ended.exit_code
 
 
-def _meant(named: str, nights: Nights | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+def _meant(named: str, nights: Schedules | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """Full name of the deployment, and parameters other than its own."""
     if named in deployed:
         return named, {}

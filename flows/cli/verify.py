@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mergegate.flows.cli.answer import print_answer
-from mergegate.tasks.publish.releases import Verified, check_release
+from mergegate.flows.cli.output import print_answer
+from mergegate.tasks.publish.releases import VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
 _SIGNED = {
@@ -72,5 +72,5 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
         console.print(f"  = {name}")
 
 
-def _plain(verified: Verified) -> dict[str, object]:
+def _plain(verified: VerifiedRelease) -> dict[str, object]:
     return {name: value for name, value in asdict(verified).items() if name != "statement"}

@@ -6,40 +6,40 @@
     outcome_of(state)                                                                              # what came of it
 """
 
+from mergegate.flows.outcome.archive import record_refused_run
 from mergegate.flows.outcome.content import public_names, report_content, sweep_report
+from mergegate.flows.outcome.dry_pass import run_dry_pass
 from mergegate.flows.outcome.ending import (
     RunOutcome,
-    already_released,
-    keep_shadow,
-    keep_sweep,
+    already_released_outcome,
     reported_outcome,
     stopped_outcome,
+    store_shadow_page,
+    store_sweep_page,
 )
-from mergegate.flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of, show_in_prefect
-from mergegate.flows.outcome.keeping import keep_refusal
-from mergegate.flows.outcome.naming import name_run, profile_name, run_name
-from mergegate.flows.outcome.watched import shadow_report
-from mergegate.flows.outcome.without_work import found_by_looking
+from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, publish_artifact, within_limits
+from mergegate.flows.outcome.run_names import name_run, profile_name, run_name
+from mergegate.flows.outcome.shadow_report import shadow_report
 
 __all__ = [
     "RunOutcome",
     "StoppedRun",
-    "already_released",
-    "concluded",
-    "found_by_looking",
-    "in_time",
-    "keep_refusal",
-    "keep_shadow",
-    "keep_sweep",
+    "already_released_outcome",
+    "conclude_flow",
+    "flow_outcome",
     "name_run",
-    "outcome_of",
     "profile_name",
     "public_names",
+    "publish_artifact",
+    "record_refused_run",
     "report_content",
     "reported_outcome",
+    "run_dry_pass",
     "run_name",
     "shadow_report",
-    "show_in_prefect",
     "stopped_outcome",
+    "store_shadow_page",
+    "store_sweep_page",
     "sweep_report",
+    "within_limits",
 ]

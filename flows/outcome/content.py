@@ -10,7 +10,6 @@ from mergegate.flows.attempt import Attempt, FailedMerge, open_remedies
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import Recipe
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import StoredValue
 from mergegate.tasks.evaluation import join_parts
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
@@ -33,12 +32,13 @@ from mergegate.tasks.report import (
 )
 from mergegate.tasks.serve import ServedModels
 from mergegate.tasks.stage import Outcome, versions
+from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import (
     Confirmation,
     ConfirmationPower,
+    NothingToConfirm,
     PreparedSearch,
     Study,
-    Unconfirmed,
     parameter_importances,
 )
 
@@ -227,7 +227,7 @@ def sweep_report(
     profile: Profile,
     search: PreparedSearch,
     study: Study,
-    verdict: Confirmation | Unconfirmed,
+    verdict: Confirmation | NothingToConfirm,
     power: ConfirmationPower,
 ) -> SweepContent:
     """All that was found out by a sweep, as its page and the final table want it."""

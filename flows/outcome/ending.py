@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.flows.attempt import AlreadyReleased
 from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
-from mergegate.merge_core.store import Artifact, state_directory, write_state
+from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.explain import Remedy
 from mergegate.tasks.publish import Release
 from mergegate.tasks.report import (
@@ -23,6 +23,7 @@ from mergegate.tasks.report import (
     render_sweep,
 )
 from mergegate.tasks.stage import home
+from mergegate.tasks.store import Artifact
 
 
 class RunOutcome(BaseModel):
@@ -89,7 +90,7 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
     )
 
 
-def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:
+def already_released_outcome(name: str, attempt: AlreadyReleased) -> RunOutcome:
     """The end of a run whose merge is what is released today, in a profile that holds merges against that."""
     release = attempt.release
     page = release.directory / "report.html"
@@ -102,12 +103,12 @@ def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:
     )
 
 
-def keep_sweep(content: SweepContent) -> Path:
+def store_sweep_page(content: SweepContent) -> Path:
     """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
     return _keep_latest(render_sweep(content), f"{content.name}.sweep.html")
 
 
-def keep_shadow(content: ShadowContent) -> Path:
+def store_shadow_page(content: ShadowContent) -> Path:
     """The page of a watched release, where a person looks for it."""
     return _keep_latest(render_shadow(content), f"{content.name}.shadow.html")
 

@@ -22,13 +22,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mergegate.flows.outcome.archive import RunClock, keep_outcome, running_flow
 from mergegate.flows.outcome.ending import RunOutcome, stopped_outcome
-from mergegate.flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from mergegate.flows.outcome.markdown import prefect_page
-from mergegate.flows.prefect_api import made_up_for_by
+from mergegate.flows.prefect_api import find_replacement_run
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name
-from mergegate.merge_core.store import refusing_disk
+from mergegate.merge_core.files import disk_errors_refused
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.stage import (
     LostArtifact,
@@ -37,10 +37,10 @@ from mergegate.tasks.stage import (
     home,
     keep_quota,
     limited,
+    log_shared_store_savings,
     logged_for_machines,
-    noted_run,
-    noted_stages,
-    said_what_arrived,
+    record_run,
+    recorded_stages,
     store_quota,
 )
 
@@ -61,7 +61,7 @@ class StoppedRun(Exception):
         return (StoppedRun, (self.outcome,))
 
 
-def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
+def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
     """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
 
     Whatever the end, there is a page about it and a line in the history; but not of a night that was made up for.
@@ -77,15 +77,15 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
     from prefect import get_run_logger
     from prefect.states import Cancelled, Completed, Failed
 
-    if later := made_up_for_by():
+    if later := find_replacement_run():
         return Cancelled(message=f"made up for by {later}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     about = {"run": run, "flow": flow, "profile": name}
-    with logged_for_machines(about, watcher) as say, noted_stages(watcher) as noted:
+    with logged_for_machines(about, watcher) as say, recorded_stages(watcher) as noted:
         try:
-            with refusing_disk(home()):
+            with disk_errors_refused(home()):
                 outcome = _noted(make, name)
         except MergegateError as error:
             outcome = stopped_outcome(error)
@@ -97,14 +97,14 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
             kept = keep_outcome(outcome, name, clock, noted.stages)
             if kept.report is not None:
                 failure.add_note(f"report: {kept.report}")
-            show_in_prefect(kept, name)
+            publish_artifact(kept, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, noted.stages)
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
-    show_in_prefect(outcome, name)
+    publish_artifact(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
         _leave_out_tracebacks_of_refusals()
@@ -114,7 +114,7 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
     return Completed(name=state, message=outcome.message, data=outcome)
 
 
-def in_time(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
+def within_limits(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
     """What ``make`` comes to within the limits of ``profile``.
 
     Raises:
@@ -124,7 +124,7 @@ def in_time(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutco
         return make(profile)
 
 
-def outcome_of(state: State[Any]) -> RunOutcome | BaseException | None:
+def flow_outcome(state: State[Any]) -> RunOutcome | BaseException | None:
     """What a flow run came to; where that was no outcome, the exception that ended it."""
     found = state.result(raise_on_failure=False)
     if isinstance(found, StoppedRun):
@@ -136,7 +136,7 @@ def _noted(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
     """The outcome of a run whose use of the store is noted: nobody removes what it needs, now or until the next one.
     At its end the store is brought below its quota."""
     store_quota()  # a setting that means nothing is said before anything is done
-    with said_what_arrived(), noted_run(name) as run:
+    with log_shared_store_savings(), record_run(name) as run:
         try:
             outcome = _once_more_if_lost(make)
         except MergegateError as error:
@@ -158,7 +158,7 @@ def _once_more_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
         return make()
 
 
-def show_in_prefect(outcome: RunOutcome, name: str) -> None:
+def publish_artifact(outcome: RunOutcome, name: str) -> None:
     """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it.
 
     Nothing that goes wrong with it is an error of the run: what was found stands in the report.

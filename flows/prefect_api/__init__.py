@@ -6,35 +6,41 @@ and follows what is deployed, ``approval`` has a run wait for a person, and ``wa
 Prefect before it is used.
 """
 
-from mergegate.flows.prefect_api.approval import ApprovalRequest, Decision, asked_by, asked_decision, required_decision
-from mergegate.flows.prefect_api.automations import SILENCE_S, keep_rules, wanted_rules
+from mergegate.flows.prefect_api.approval import (
+    ApprovalRequest,
+    Decision,
+    approval_function,
+    request_decision,
+    require_decision,
+)
+from mergegate.flows.prefect_api.automations import SILENCE_S, desired_rules, sync_rules
 from mergegate.flows.prefect_api.deployments import (
     POOL,
     DeployedChange,
     deployment_names,
+    desired_deployments,
     find_deployment,
-    keep_deployments,
     make_pool,
-    wanted_deployments,
+    sync_deployments,
 )
 from mergegate.flows.prefect_api.embedded import configure, has_server, local_api, require_writable
-from mergegate.flows.prefect_api.missed import made_up_for_by
-from mergegate.flows.prefect_api.nights import NIGHTS, Nights, load_nights
-from mergegate.flows.prefect_api.rearming import rearm_when_served
+from mergegate.flows.prefect_api.missed_schedules import find_replacement_run
+from mergegate.flows.prefect_api.rule_timers import rearm_rules_when_ready
 from mergegate.flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
-from mergegate.flows.prefect_api.serving import serve_prefect
+from mergegate.flows.prefect_api.schedules import NIGHTS, Schedules, load_schedules
+from mergegate.flows.prefect_api.server import serve_prefect
 from mergegate.flows.prefect_api.site import (
     PORT,
     Site,
     database_url,
     find_site,
-    make_secret,
+    load_or_create_secret,
     page_of_run,
     require_database,
     require_site,
     write_settings,
 )
-from mergegate.flows.prefect_api.waiting import WaitingRun, answer_run, choose_waiting, waiting_runs
+from mergegate.flows.prefect_api.waiting_runs import WaitingRun, answer_run, select_waiting_run, waiting_runs
 
 __all__ = [
     "NIGHTS",
@@ -45,39 +51,39 @@ __all__ = [
     "Decision",
     "DeployedChange",
     "FinishedRun",
-    "Nights",
+    "Schedules",
     "Site",
     "StartedRun",
     "WaitingRun",
     "answer_run",
-    "asked_by",
-    "asked_decision",
-    "choose_waiting",
+    "approval_function",
     "configure",
     "database_url",
     "deployment_names",
+    "desired_deployments",
+    "desired_rules",
     "find_deployment",
+    "find_replacement_run",
     "find_site",
     "follow_run",
     "has_server",
-    "keep_deployments",
-    "keep_rules",
-    "load_nights",
+    "load_or_create_secret",
+    "load_schedules",
     "local_api",
-    "made_up_for_by",
     "make_pool",
-    "make_secret",
     "page_of_run",
-    "rearm_when_served",
+    "rearm_rules_when_ready",
+    "request_decision",
     "require_database",
+    "require_decision",
     "require_site",
     "require_writable",
-    "required_decision",
+    "select_waiting_run",
     "serve_prefect",
     "site_client",
     "start_run",
+    "sync_deployments",
+    "sync_rules",
     "waiting_runs",
-    "wanted_deployments",
-    "wanted_rules",
     "write_settings",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mergegate.flows.prefect_api.waiting import QUESTION, question_keys, suspended_runs
+from mergegate.flows.prefect_api.waiting_runs import QUESTION, question_keys, suspended_runs
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish import ApprovalSettings, PendingRelease
 from mergegate.tasks.report import ReportContent, as_markdown
@@ -88,7 +88,7 @@ _asker: ContextVar[AskPerson | None] = ContextVar("asker", default=None)
 
 
 @contextmanager
-def asked_by(ask: AskPerson) -> Iterator[None]:
+def approval_function(ask: AskPerson) -> Iterator[None]:
     """Runs inside that are not deployed ask by ``ask``."""
     token = _asker.set(ask)
     try:
@@ -97,7 +97,7 @@ def asked_by(ask: AskPerson) -> Iterator[None]:
         _asker.reset(token)
 
 
-def required_decision(
+def require_decision(
     settings: ApprovalSettings,
     content: ReportContent,
     report: Path | None,
@@ -117,12 +117,12 @@ def required_decision(
     pending = find_pending()
     if pending.stands:
         return None
-    return asked_decision(
+    return request_decision(
         ApprovalRequest(content.name, pending, _summary(content, pending, report), settings.timeout_s)
     )
 
 
-def asked_decision(request: ApprovalRequest) -> Decision:
+def request_decision(request: ApprovalRequest) -> Decision:
     """What a person says to ``request``.
 
     A deployed run is suspended here, and does not come back in this process.

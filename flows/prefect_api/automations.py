@@ -3,7 +3,8 @@
 A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient has one for each occasion;
 three need no recipient: a run that nothing is heard from any more has crashed, which frees its slot, so has one that a
 worker took and never began, and one that nobody approved in time is refused. What should be there is a pure function of
-the files (:func:`wanted_rules`); rules of this project are known by their description, so whatever else is there stays.
+the files (:func:`desired_rules`); rules of this project are known by their description, so whatever else is there
+stays.
 
 An address or password comes from the environment at this moment and is kept by Prefect as a block, encrypted.
 """
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from mergegate.flows.prefect_api.deployments import DeployChange, WantedDeployment
-from mergegate.flows.prefect_api.nights import NIGHTS, RESERVED, Nights, Occasion, Recipient
+from mergegate.flows.prefect_api.deployments import DeployChange, DesiredDeployment
+from mergegate.flows.prefect_api.schedules import NIGHTS, RESERVED, Occasion, Recipient, Schedules
 from mergegate.flows.prefect_api.site import HEARTBEAT_S, Site
 from mergegate.merge_core.errors import InvalidInput
 
@@ -91,7 +92,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class WantedRule:
+class DesiredRule:
     """A rule as it should stand on the server.
 
     Attributes:
@@ -107,18 +108,18 @@ class WantedRule:
     silence_s: float | None = None
 
 
-def wanted_rules(nights: Nights, deployments: Sequence[WantedDeployment]) -> tuple[WantedRule, ...]:
+def desired_rules(nights: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
     """All rules of a project: what is done about silence, then what is said to whom."""
     everywhere = tuple(one.full_name for one in deployments)
     rules = [
-        WantedRule(
+        DesiredRule(
             "mergegate: a run without a sign of life has crashed",
             everywhere,
             (*(f"prefect.flow-run.{state}" for state in BEGUN), "prefect.flow-run.heartbeat"),
             StateChange("CRASHED", "Crashed", f"nothing was heard from it for {SILENCE_S} seconds"),
             SILENCE_S,
         ),
-        WantedRule(
+        DesiredRule(
             "mergegate: a run that was taken and not begun has crashed",
             everywhere,
             tuple(f"prefect.flow-run.{state}" for state in TAKEN),
@@ -132,7 +133,7 @@ def wanted_rules(nights: Nights, deployments: Sequence[WantedDeployment]) -> tup
             done = "promoted" if one.flow == "shadow" else "published"
             why = f"nobody approved it within {asks.timeout}: nothing is {done}"
             rules.append(
-                WantedRule(
+                DesiredRule(
                     f"mergegate: {one.full_name} is refused without approval",
                     (one.full_name,),
                     ("prefect.flow-run.Suspended",),
@@ -144,7 +145,7 @@ def wanted_rules(nights: Nights, deployments: Sequence[WantedDeployment]) -> tup
         for occasion in dict.fromkeys(recipient.of):
             states, body, subject = _TOLD[occasion]
             rules.append(
-                WantedRule(
+                DesiredRule(
                     f"mergegate: tell {_label(nights, number)} of {occasion}",
                     everywhere,
                     tuple(f"prefect.flow-run.{state}" for state in states),
@@ -154,9 +155,9 @@ def wanted_rules(nights: Nights, deployments: Sequence[WantedDeployment]) -> tup
     return tuple(rules)
 
 
-def keep_rules(
+def sync_rules(
     client: SyncPrefectClient,
-    wanted: Sequence[WantedRule],
+    wanted: Sequence[DesiredRule],
     recipients: Sequence[Recipient],
     ids: Mapping[str, str],
     site: Site,
@@ -194,7 +195,7 @@ def keep_rules(
     return tuple(done)
 
 
-def _label(nights: Nights, number: int) -> str:
+def _label(nights: Schedules, number: int) -> str:
     """``slack``; of several, ``slack 2``."""
     kinds = [one.to for one in nights.tell]
     same = kinds[: number + 1].count(kinds[number])
@@ -202,7 +203,7 @@ def _label(nights: Nights, number: int) -> str:
 
 
 def _as_prefect_has_it(
-    rule: WantedRule, blocks: Sequence[str], ids: Mapping[str, str], owner: str
+    rule: DesiredRule, blocks: Sequence[str], ids: Mapping[str, str], owner: str
 ) -> dict[str, object]:
     watched = [f"prefect.deployment.{ids[name]}" for name in rule.deployments]
     trigger: dict[str, object] = {

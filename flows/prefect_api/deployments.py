@@ -2,7 +2,7 @@
 
 ``release/release``, ``sweep/sweep`` and ``shadow/shadow`` take any profile, as in ``prefect.yaml``; each listed
 profile has one of its own (``release/support-assistant``), whose form, schedule and limit are its own. What should be
-there is a pure function of the files (:func:`wanted_deployments`); what differs on the server is changed, and what
+there is a pure function of the files (:func:`desired_deployments`); what differs on the server is changed, and what
 carries our tag, belongs to this directory and is listed no more is removed, with the runs that it had ahead.
 
 A deployment starts in the project's directory, because profiles are named relative to it.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mergegate.flows.prefect_api.nights import NIGHTS, RESERVED, Night, Nights
+from mergegate.flows.prefect_api.schedules import NIGHTS, RESERVED, ScheduledProfile, Schedules
 from mergegate.flows.prefect_api.site import Site
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -34,7 +34,7 @@ DeployChange = Literal["made", "changed", "unchanged", "removed"]
 
 
 @dataclass(frozen=True)
-class WantedDeployment:
+class DesiredDeployment:
     """What should stand on the server.
 
     Attributes:
@@ -80,7 +80,7 @@ class DeployedChange(NamedTuple):
     id: str = ""
 
 
-def wanted_deployments(nights: Nights, root: Path) -> tuple[WantedDeployment, ...]:
+def desired_deployments(nights: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
     """What should be on the server: those that take any profile, then one for each that is listed.
 
     Args:
@@ -127,8 +127,8 @@ def wanted_deployments(nights: Nights, root: Path) -> tuple[WantedDeployment, ..
     return tuple(found)
 
 
-def keep_deployments(
-    client: SyncPrefectClient, wanted: Sequence[WantedDeployment], site: Site
+def sync_deployments(
+    client: SyncPrefectClient, wanted: Sequence[DesiredDeployment], site: Site
 ) -> tuple[DeployedChange, ...]:
     """Bring the server in step: what was done about each, in their order, those that were removed at the end.
 
@@ -174,14 +174,14 @@ def deployment_names(client: SyncPrefectClient) -> tuple[str, ...]:
     return tuple(name for name, one in _deployed(client).items() if TAG in one.tags)
 
 
-def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> WantedDeployment:
+def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> DesiredDeployment:
     """As in ``prefect.yaml``."""
     about = {
         "release": "Make one release now, of any profile.",
         "sweep": "Search a recipe's numbers, confirm the winner, release it: any profile with a section 'sweep'.",
         "shadow": "Look at a release on users' traffic, promote or roll back: any profile with a section 'shadow'.",
     }
-    return WantedDeployment(
+    return DesiredDeployment(
         flow,
         flow,
         about[flow],
@@ -191,7 +191,7 @@ def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> Wanted
     )
 
 
-def _of_profile(night: Night, profile: Profile) -> WantedDeployment:
+def _of_profile(night: ScheduledProfile, profile: Profile) -> DesiredDeployment:
     every = night.every_s
     schedule: Mapping[str, Any] | None = None
     if every is not None:
@@ -199,7 +199,7 @@ def _of_profile(night: Night, profile: Profile) -> WantedDeployment:
     elif night.schedule is not None:
         schedule = {"cron": " ".join(night.schedule.split()), "timezone": night.timezone}
     nightly = ("nightly",) if schedule else ()
-    return WantedDeployment(
+    return DesiredDeployment(
         night.flow,
         profile.name,
         profile.headline(),
@@ -225,7 +225,7 @@ def make_pool(client: SyncPrefectClient) -> None:
 
 
 def _keep_one(
-    client: SyncPrefectClient, wanted: WantedDeployment, there: DeploymentResponse | None, site: Site
+    client: SyncPrefectClient, wanted: DesiredDeployment, there: DeploymentResponse | None, site: Site
 ) -> DeployedChange:
     fields = _fields(wanted, site)
     if there is not None and _fields_of(there) == _comparable(fields):
@@ -236,7 +236,7 @@ def _keep_one(
     return DeployedChange(wanted.full_name, "changed" if there else "made", str(made))
 
 
-def _fields(wanted: WantedDeployment, site: Site) -> dict[str, Any]:
+def _fields(wanted: DesiredDeployment, site: Site) -> dict[str, Any]:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
     from prefect.flows import load_flow_from_entrypoint
@@ -268,7 +268,7 @@ def _fields(wanted: WantedDeployment, site: Site) -> dict[str, Any]:
     }
 
 
-def _schedule(wanted: WantedDeployment) -> Any:
+def _schedule(wanted: DesiredDeployment) -> Any:
     from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
     from pydantic import ValidationError
 
@@ -332,5 +332,5 @@ def _project_of(there: DeploymentResponse) -> str | None:
     return str(steps[0]["directory"]) if steps else None
 
 
-def _names(wanted: Sequence[WantedDeployment]) -> list[str]:
+def _names(wanted: Sequence[DesiredDeployment]) -> list[str]:
     return [one.full_name for one in wanted]

@@ -31,12 +31,12 @@ from tempfile import NamedTemporaryFile
 
 from mergegate.flows.prefect_api.site import own_settings
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import (
+from mergegate.merge_core.files import (
+    disk_errors_refused,
     disk_refusal,
-    is_of_disk,
+    is_disk_error,
     locked,
-    make_way,
-    refusing_disk,
+    set_aside_damaged,
     set_sqlite_aside,
     sqlite_fault,
     state_directory,
@@ -88,7 +88,7 @@ def configure(home: Path) -> None:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(home))
             state_directory(place, private=place == home or place.parent == home)
         except OSError as error:
-            if is_of_disk(error):
+            if is_disk_error(error):
                 raise disk_refusal(error, place) from None
             raise InvalidInput(
                 str(place),
@@ -144,7 +144,7 @@ def local_api() -> Iterator[None]:
         PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "http://127.0.0.1",
     }
     with temporary_settings(closed), ExitStack() as held:
-        with refusing_disk(home):
+        with disk_errors_refused(home):
             held.enter_context(_one_migration_at_a_time(home))
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
@@ -224,7 +224,7 @@ def require_writable(place: Path) -> None:
     Raises:
         DiskRefused: when it cannot, or only a few bytes.
     """
-    with refusing_disk(place), NamedTemporaryFile(dir=place, prefix="probe-", suffix=".partial") as file:
+    with disk_errors_refused(place), NamedTemporaryFile(dir=place, prefix="probe-", suffix=".partial") as file:
         file.write(bytes(_PROBE_BYTES))
         file.flush()
         os.fsync(file.fileno())
@@ -233,7 +233,7 @@ def require_writable(place: Path) -> None:
 def forget_records(database: Path, why: str) -> None:
     """Set Prefect's database aside, with the note of what has been registered in it."""
     set_sqlite_aside(database, why)
-    make_way(database.with_name("memo_store.toml"), "it belongs to the database")
+    set_aside_damaged(database.with_name("memo_store.toml"), "it belongs to the database")
 
 
 def _database() -> Path | None:

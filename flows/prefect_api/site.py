@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mergegate.flows.prefect_api.nights import Nights
+from mergegate.flows.prefect_api.schedules import Schedules
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import disk_errors_refused, state_directory
 from mergegate.merge_core.parsing import open_plain, read_text
-from mergegate.merge_core.store import refusing_disk, state_directory
 from mergegate.tasks.stage import home
 
 SETTINGS = "prefect.toml"
@@ -108,7 +108,7 @@ class Site:
         return own
 
 
-def find_site(nights: Nights | None = None, *, address: str | None = None) -> Site:
+def find_site(nights: Schedules | None = None, *, address: str | None = None) -> Site:
     """The site of the project in the working directory.
 
     The address is what a caller says, else ``PREFECT_API_URL``, else ``nights.yaml``, else where ``mergegate server``
@@ -131,7 +131,7 @@ def find_site(nights: Nights | None = None, *, address: str | None = None) -> Si
     return Site(Path.cwd(), home(), plain, secret)
 
 
-def make_secret() -> str:
+def load_or_create_secret() -> str:
     """The project's secret, drawn when there is none: ``PREFECT_API_AUTH_STRING``, else what its file says.
 
     Raises:
@@ -140,7 +140,7 @@ def make_secret() -> str:
     if said := os.environ.get("PREFECT_API_AUTH_STRING"):
         return said
     file = _secret_file()
-    with refusing_disk(file):
+    with disk_errors_refused(file):
         state_directory(file.parent, private=True)
         if not (secret := _read_secret(file)):
             secret = f"mergegate:{secrets.token_urlsafe(32)}"
@@ -169,7 +169,7 @@ def write_settings(site: Site) -> bool:
         "analytics_enabled = false",
         "",
     ]
-    with refusing_disk(file):
+    with disk_errors_refused(file):
         _write_private(file, "\n".join(lines))
     return True
 
@@ -186,7 +186,7 @@ def own_settings() -> Mapping[str, str]:
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def database_url(nights: Nights | None) -> str | None:
+def database_url(nights: Schedules | None) -> str | None:
     """Where the server keeps its records: ``MERGEGATE_DATABASE``, else ``nights.yaml``; None: in a file.
 
     Raises:

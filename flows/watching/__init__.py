@@ -1,18 +1,18 @@
 """A release that is watched, as ``flows/shadow.py`` tells it: what is known of it, what a look judges, what follows."""
 
-from mergegate.flows.watching.following import Followed, ended, followed, promoted, told_once
-from mergegate.flows.watching.judging import judge_new, survey
+from mergegate.flows.watching.pair_judging import judge_new_pairs, plan_judging
+from mergegate.flows.watching.promotion import Followed, apply_decision, conclude_shadow, promote_candidate, report_once
 from mergegate.flows.watching.watch import Watch, open_watch, shadow_settings
 
 __all__ = [
     "Followed",
     "Watch",
-    "ended",
-    "followed",
-    "judge_new",
+    "apply_decision",
+    "conclude_shadow",
+    "judge_new_pairs",
     "open_watch",
-    "promoted",
+    "plan_judging",
+    "promote_candidate",
+    "report_once",
     "shadow_settings",
-    "survey",
-    "told_once",
 ]

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from mergegate.flows.outcome import shadow_report
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import Damaged, read_state, state_directory, write_state
+from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
 from mergegate.tasks.report import ShadowContent
 from mergegate.tasks.shadow import (
     ArmRow,
@@ -42,7 +42,7 @@ _ARMS_LOOKED_BACK = 7 * DAY
 _LEFT_OUT = ("not recorded", "not copied", "body not kept")
 
 
-class ToldState(BaseModel):
+class ReportedState(BaseModel):
     """What the last look has said: the next one says only what is new."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -111,14 +111,14 @@ class Watch:
         judged = ledger.pairs
         return shadow_report(name, settings, routing, verdict, judged, sample, lost, not_recorded=missed, looked=looked)
 
-    def told(self) -> ToldState:
+    def told(self) -> ReportedState:
         """What the last look has said."""
-        found = read_state(self._told_file, ToldState.model_validate_json)
-        return ToldState() if found is None or isinstance(found, Damaged) else found
+        found = read_state(self._told_file, ReportedState.model_validate_json)
+        return ReportedState() if found is None or isinstance(found, Damaged) else found
 
     def tell(self, serving: str, alias_before: str) -> None:
         """Note what this one says."""
-        said = ToldState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
+        said = ReportedState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
         state_directory(self.directory, private=True)
         write_state(self._told_file, said.model_dump_json().encode())
 

@@ -12,13 +12,13 @@ from mergegate.merge_core.adapters.adapter import (
     is_own_text,
     open_adapter,
 )
-from mergegate.merge_core.adapters.applying import adapter_findings, apply_adapter
+from mergegate.merge_core.adapters.application import adapter_findings, apply_adapter
 from mergegate.merge_core.adapters.combination import Combined, combine_adapters, require_products
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
 from mergegate.merge_core.adapters.names import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters.output import NewAdapter, write_adapter
 from mergegate.merge_core.adapters.size import CombinedSize, combined_size
-from mergegate.merge_core.adapters.writing import NewAdapter, write_adapter
 
 __all__ = [
     "CONFIG_FILE",

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergegate.merge_core.adapters.adapter import PREFIX, Adapter
-from mergegate.merge_core.adapters.applying import apply_adapter
+from mergegate.merge_core.adapters.application import apply_adapter
 from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
 from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
-from mergegate.merge_core.adapters.factoring import Factored, factor_change, factor_sum
+from mergegate.merge_core.adapters.factorization import LowRankChange, factor_change, factor_sum
 from mergegate.merge_core.adapters.names import memory_name
-from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor
-from mergegate.merge_core.adapters.writing import NewAdapter
+from mergegate.merge_core.adapters.output import NewAdapter
+from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
     AnyTensor,
@@ -165,7 +165,7 @@ def changes_of(
         own = base.tensors.get(name)
         if tensor is own:
             continue
-        if own is not None and len(own.shape) == 1 and isinstance(tensor, BroughtTensor | AdaptedBias):
+        if own is not None and len(own.shape) == 1 and isinstance(tensor, AdapterOwnTensor | AdaptedBias):
             brought[name] = tensor
             continue
         if not isinstance(tensor, AdaptedWeight) or not (
@@ -217,7 +217,7 @@ def plan_of_whole(recipe: Recipe, base: Checkpoint, brought: Mapping[str, Mappin
 
 def _is_copy(source: AnyTensor, own: AnyTensor | None) -> bool:
     """Whether a weight that an adapter brings along (an embedding, beside its factors) is the base's own."""
-    if own is None or not isinstance(source, BroughtTensor):
+    if own is None or not isinstance(source, AdapterOwnTensor):
         return False
     with opened_files() as read:
         brought, before = (read_whole(one, elements_of(one, read)) for one in (source, own))
@@ -255,7 +255,7 @@ def _summed(
     rank: int | None,
     kept_as: torch.dtype,
     read: ReadStored,
-) -> Factored:
+) -> LowRankChange:
     """``Σ coefficient · scale · B @ A``, with the coefficients that the method has for this tensor."""
     inputs = list(zip(job.inputs, job.per_input, strict=True))[1 if job.has_base else 0 :]
     weights = [float(values["weight"]) for _, values in inputs]
@@ -282,7 +282,7 @@ def _matrix(tensor: StoredTensor, read: ReadStored) -> torch.Tensor:
     return values if tensor.dtype.code == "F64" else values.float()
 
 
-def _cut(tensor: AnyTensor, module: _Module, rank: int, kept_as: torch.dtype, read: ReadStored) -> Factored:
+def _cut(tensor: AnyTensor, module: _Module, rank: int, kept_as: torch.dtype, read: ReadStored) -> LowRankChange:
     change = read_whole(tensor, lambda first, into: read(tensor.parts[0], first, into)).view(tensor.shape)
     return factor_change(change.T if module.transposed else change, rank, kept_as=kept_as)
 
@@ -311,7 +311,7 @@ def _result(
     adapters: Mapping[str, Adapter],
     names: list[str],
     modules: Mapping[str, _Module],
-    found: Mapping[str, Factored],
+    found: Mapping[str, LowRankChange],
     whole: Mapping[str, torch.Tensor],
 ) -> Combined:
     configs = [adapter.config for adapter in adapters.values()]

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import edge, read_json
+from mergegate.merge_core.parsing import parsing_errors, read_json
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -262,7 +262,7 @@ def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[st
             raise InvalidInput(
                 place, found="a pattern that may take forever", expected="a module's name, or a simple pattern of it"
             )
-        with edge(place, "no regular expression"):
+        with parsing_errors(place, "no regular expression"):
             _compiled(pattern)
     return list(table.items())
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.adapters.applying import is_conv1d
+from mergegate.merge_core.adapters.application import is_conv1d
 from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
-from mergegate.merge_core.adapters.factoring import factor_change
+from mergegate.merge_core.adapters.factorization import factor_change
 from mergegate.merge_core.adapters.names import memory_name
-from mergegate.merge_core.adapters.writing import NewAdapter
+from mergegate.merge_core.adapters.output import NewAdapter
 from mergegate.merge_core.architecture import (
-    before_layers,
+    is_before_layers,
     is_embedding,
     is_head,
     is_optional,
-    layer_place,
+    parse_layer_place,
     ties_embeddings,
 )
 from mergegate.merge_core.checkpoint import BY_TORCH_NAME, AnyTensor, Checkpoint, read_into
@@ -198,7 +198,7 @@ class _Extraction:
         import torch
 
         kept_as = getattr(torch, self.settings.dtype)
-        is_table = is_embedding(name) or (layer_place(name) is None and before_layers(name))
+        is_table = is_embedding(name) or (parse_layer_place(name) is None and is_before_layers(name))
         transposed = not is_table and is_conv1d(self.tuned.config, module)
         matrix = change.T if transposed or is_table else change
         found = factor_change(matrix, self.settings.rank, epsilon=self.settings.epsilon, kept_as=kept_as)

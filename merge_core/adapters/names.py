@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.architecture.experts import expert_names
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
 from mergegate.merge_core.errors import InvalidInput
@@ -83,7 +83,7 @@ def memory_name(name: str, checkpoint: Checkpoint) -> str:
 
 def _in_mixture(name: str, config: Mapping[str, Any]) -> str:
     """The name in memory of a tensor of a layer, where mixtures have another there."""
-    at = layer_place(name)
+    at = parse_layer_place(name)
     for memory, disk in expert_names(config).renamed if at else ():
         if at is not None and at.part.startswith(disk):
             return f"{at.stack}.{at.index}.{memory}{at.part.removeprefix(disk)}"
@@ -156,7 +156,7 @@ class StoredNames:
         ]
 
     def _on_disk(self, name: str) -> str:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         return name if at is None else f"{at.stack}.{at.index}.{self._expert_names.on_disk(at.part)}"
 
     def _reduce(self, name: str) -> str:

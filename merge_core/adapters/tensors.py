@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BroughtTensor(DerivedTensor):
+class AdapterOwnTensor(DerivedTensor):
     """A tensor that the adapter brings along whole, in the place and format of the model's own."""
 
     place: AnyTensor

@@ -16,7 +16,7 @@ import numpy as np
 _STEPS, _SMOOTH = 200, 1e-6
 
 
-def outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]:
+def find_outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]:
     """Task vectors that are more than ``beyond`` times as long as the median one, with how many times.
 
     A model that was not trained at all is no outlier; where half of them were not, nobody is.
@@ -28,7 +28,7 @@ def outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]
     return {at: float(one / middle) for at, one in enumerate(lengths) if one > beyond * middle}
 
 
-def lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
+def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
     """Of each task vector its length, and its median distance to the others (None: there are none), both over the
     median length."""
     products = np.asarray(gram, float)

@@ -27,12 +27,12 @@ from mergegate.merge_core.architecture import (
     KINDS,
     TensorKind,
     find_tensor,
-    in_layout_of,
-    layer_place,
+    parse_layer_place,
+    rename_to_layout,
     stacks,
     tensor_kind,
 )
-from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, numbers
 from mergegate.merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from mergegate.merge_core.errors import InvalidInput
@@ -58,7 +58,7 @@ _POOL_BYTES = 64 << 20
 _FUSE_FROM_BYTES = 64 << 20
 
 
-class Spot(BaseModel):
+class TensorGroup(BaseModel):
     """A kind of tensor in one layer, or outside the layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,7 +89,7 @@ class Interference(BaseModel):
 
     vectors: int
     has_merge: bool
-    spots: tuple[Spot, ...]
+    spots: tuple[TensorGroup, ...]
     skipped: tuple[Skipped, ...]
 
     @property
@@ -128,9 +128,9 @@ def measure_interference(
         InvalidInput: A file cannot be read, or no tensor can be compared.
     """
     skipped: dict[str, list[str]] = {}
-    origin, parents = by_expert(origin), [by_expert(parent) for parent in parents]
-    parents = [in_layout_of(origin, parent) for parent in parents]
-    merge = in_layout_of(origin, by_expert(merge)) if merge is not None else None
+    origin, parents = split_experts(origin), [split_experts(parent) for parent in parents]
+    parents = [rename_to_layout(origin, parent) for parent in parents]
+    merge = rename_to_layout(origin, split_experts(merge)) if merge is not None else None
     if merge is not None and stacks(merge.tensors) != stacks(origin.tensors):
         skipped.setdefault("the merge has other layers than its parents", []).extend(merge.tensors)
         merge = None
@@ -143,7 +143,7 @@ def measure_interference(
         if not all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row))):
             skipped.setdefault(NOT_FINITE, []).append(name)
             continue
-        at = layer_place(name)
+        at = parse_layer_place(name)
         parts.setdefault((at.stack if at else "", at.index if at else -1, tensor_kind(name)), []).append(tally)
     if not parts:
         raise InvalidInput(
@@ -157,7 +157,7 @@ def measure_interference(
         vectors=len(parents),
         has_merge=merge is not None,
         spots=tuple(
-            Spot(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
+            TensorGroup(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
             for stack, layer, kind in sorted(parts, key=_place_in_network)
         ),
         skipped=tuple(Skipped(reason=why, tensors=len(names), example=names[0]) for why, names in skipped.items()),

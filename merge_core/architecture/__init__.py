@@ -17,18 +17,18 @@ from mergegate.merge_core.architecture.architecture import (
     with_vocabulary,
 )
 from mergegate.merge_core.architecture.families import described_families, find_family, text_part
-from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer
-from mergegate.merge_core.architecture.layers import before_layers, layer_place, stacks
-from mergegate.merge_core.architecture.layouts import in_layout_of
+from mergegate.merge_core.architecture.layer_kinds import layer_kinds
+from mergegate.merge_core.architecture.layers import is_before_layers, parse_layer_place, stacks
+from mergegate.merge_core.architecture.layouts import rename_to_layout
 from mergegate.merge_core.architecture.meaning import differing_settings
 from mergegate.merge_core.architecture.parts import (
     is_of_head,
     main_depth,
     main_stack,
-    places_outside,
+    positions_outside_layers,
     prediction_tensors,
 )
-from mergegate.merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
+from mergegate.merge_core.architecture.stacking import LayerOrigin, keeps_layer_positions, stacked_config
 from mergegate.merge_core.architecture.tensor_kinds import (
     KINDS,
     TensorKind,
@@ -44,7 +44,6 @@ __all__ = [
     "KINDS",
     "LayerOrigin",
     "TensorKind",
-    "before_layers",
     "class_difference",
     "described_families",
     "differing_settings",
@@ -53,10 +52,9 @@ __all__ = [
     "find_tensor",
     "has_own_head",
     "has_vocabulary_rows",
-    "in_layout_of",
-    "in_place",
     "input_width",
     "is_base_class",
+    "is_before_layers",
     "is_embedding",
     "is_head",
     "is_inputs_first",
@@ -64,13 +62,15 @@ __all__ = [
     "is_optional",
     "is_projection",
     "is_routed_expert",
-    "kinds_of_layer",
+    "keeps_layer_positions",
     "layer_count",
-    "layer_place",
+    "layer_kinds",
     "main_depth",
     "main_stack",
-    "places_outside",
+    "parse_layer_place",
+    "positions_outside_layers",
     "prediction_tensors",
+    "rename_to_layout",
     "stacked_config",
     "stacks",
     "tensor_kind",

@@ -32,7 +32,7 @@ _HARMLESS = re.compile(
 )
 
 
-def kinds_of_layer(part: TextPart, index: int, depth: int, where: str) -> dict[str, Any]:
+def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str, Any]:
     """Name of each respect in which layers of the family differ → what layer ``index`` is.
 
     Args:

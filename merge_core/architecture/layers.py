@@ -27,7 +27,7 @@ class LayerPlace:
 
 # A plan asks many times; a mixture of 384 experts in 61 layers has 70,000 names.
 @lru_cache(maxsize=1 << 17)
-def layer_place(name: str) -> LayerPlace | None:
+def parse_layer_place(name: str) -> LayerPlace | None:
     """Place of a tensor in a stack of layers; None for embeddings, final norm, heads."""
     match = _NUMBERED.match(name)
     # The same few words for all layers: each is kept once.
@@ -38,12 +38,12 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
     """Number of layers of each stack that occurs in ``names``."""
     counts: dict[str, int] = {}
     for name in names:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         if at is not None and at.index >= counts.get(at.stack, 0):
             counts[at.stack] = at.index + 1
     return counts
 
 
-def before_layers(name: str) -> bool:
+def is_before_layers(name: str) -> bool:
     """True for what stands before the layers (embeddings), False for what stands after them (norm, head)."""
-    return layer_place(name) is None and bool(_FIRST.search(name))
+    return parse_layer_place(name) is None and bool(_FIRST.search(name))

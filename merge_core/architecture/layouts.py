@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from mergegate.merge_core.architecture.architecture import is_optional
 from mergegate.merge_core.architecture.families import find_family
-from mergegate.merge_core.architecture.layers import layer_place
+from mergegate.merge_core.architecture.layers import parse_layer_place
 from mergegate.merge_core.checkpoint import Checkpoint
 
 
-def in_layout_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
+def rename_to_layout(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
     """Return ``other`` under the names of ``donor``; unchanged if it has them already or no renaming gives them.
 
     The renamings are those of the donor's family, in both directions, and the prefix of the base network (``bert.``,
@@ -40,7 +40,8 @@ def in_layout_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
 def _with_prefix_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
     """Return ``other`` with the donor's prefix of the base network, added or stripped; unchanged if no prefix fits."""
     mine, theirs = (
-        frozenset(at.stack for name in one.tensors if (at := layer_place(name)) is not None) for one in (donor, other)
+        frozenset(at.stack for name in one.tensors if (at := parse_layer_place(name)) is not None)
+        for one in (donor, other)
     )
     if mine & theirs:
         return other
@@ -48,7 +49,7 @@ def _with_prefix_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
         if all(prefix + stack in mine for stack in theirs):
             # Heads have no prefix in either layout.
             names = {
-                prefix + name if layer_place(name) or prefix + name in donor.tensors else name: name
+                prefix + name if parse_layer_place(name) or prefix + name in donor.tensors else name: name
                 for name in other.tensors
             }
         elif all(stack.removeprefix(prefix) in mine for stack in theirs):

@@ -16,7 +16,7 @@ from typing import Any
 
 from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
 from mergegate.merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, text_part
-from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer
+from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.errors import InvalidInput
 
 _NO_EFFECT = re.compile(
@@ -214,7 +214,7 @@ def _has_windows(part: TextPart) -> bool:
     if not listed:
         depth = min(layer_count(part.config) or 0, _MOST_LAYERS)
         try:
-            kinds = [kinds_of_layer(part, index, depth, "config.json") for index in range(depth)]
+            kinds = [layer_kinds(part, index, depth, "config.json") for index in range(depth)]
         except InvalidInput:
             return True
         if not any("attention" in layer for layer in kinds):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mergegate.merge_core.architecture.architecture import layer_count
 from mergegate.merge_core.architecture.families import find_family, text_part
-from mergegate.merge_core.architecture.layers import layer_place, stacks
+from mergegate.merge_core.architecture.layers import parse_layer_place, stacks
 from mergegate.merge_core.checkpoint import Checkpoint, is_head
 from mergegate.merge_core.errors import InvalidInput
 
@@ -30,7 +30,7 @@ _JOINT = "eh_proj.weight"
 def is_of_head(name: str) -> bool:
     """Return whether the tensor is outside what all classes of a family share: of a head, or a pooler."""
     words = name.split(".")
-    return layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
+    return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
 def main_stack(checkpoint: Checkpoint, where: str) -> str:
@@ -70,13 +70,13 @@ def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
     found = set()
     for name in checkpoint.tensors:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         if roots.intersection(name.split(".")) or (at is not None and at.index >= ends[at.stack]):
             found.add(name)
     return frozenset(found)
 
 
-def places_outside(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
+def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
     """Where tensors that are in no layer of ``stack`` stand to it.
 
     ``unknown`` where neither name nor family says it. What stands beside belongs together, whatever its name: the

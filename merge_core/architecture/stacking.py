@@ -15,7 +15,7 @@ from typing import Any
 
 from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
 from mergegate.merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
-from mergegate.merge_core.architecture.layer_kinds import kinds_of_layer, undescribed_key
+from mergegate.merge_core.architecture.layer_kinds import layer_kinds, undescribed_key
 from mergegate.merge_core.errors import InvalidInput
 
 
@@ -32,7 +32,7 @@ class LayerOrigin:
 Stack = Sequence[Sequence[LayerOrigin]]
 
 
-def in_place(layers: Stack) -> bool:
+def keeps_layer_positions(layers: Stack) -> bool:
     """Whether every layer has the number that it had, and none is left out or added: whole models, cut and rejoined."""
     return all(
         one.index == number and one.depth == len(layers) for number, origins in enumerate(layers) for one in origins
@@ -105,7 +105,7 @@ def _wanted_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
     wanted = []
     for origins in layers:
         kinds = [
-            kinds_of_layer(text_part(one.config), one.index, one.depth, f"{one.model}: config.json") for one in origins
+            layer_kinds(text_part(one.config), one.index, one.depth, f"{one.model}: config.json") for one in origins
         ]
         for one, other in zip(origins[1:], kinds[1:], strict=True):
             for name, value in kinds[0].items():
@@ -139,7 +139,7 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     part = text_part(config)
     parents = {one.model: one for origins in layers for one in origins}
     same_depth = layer_count(donor) == len(layers) or any(one.config == donor for one in parents.values())
-    if in_place(layers) and same_depth and not all(map(_is_described, parents.values())):
+    if keeps_layer_positions(layers) and same_depth and not all(map(_is_described, parents.values())):
         return config  # No layer has another number, so whatever depends on it is as it was.
     families = [check_described(one.config, one.depth, one.model) for one in parents.values()]
     family = families[0]
@@ -240,7 +240,7 @@ def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str,
 def _reads(part: TextPart, kind: LayerKind, column: Sequence[Any]) -> bool:
     depth = len(column)
     return all(
-        kinds_of_layer(part, index, depth, "the result: config.json")[kind.name] == value
+        layer_kinds(part, index, depth, "the result: config.json")[kind.name] == value
         for index, value in enumerate(column)
     )
 
@@ -248,7 +248,7 @@ def _reads(part: TextPart, kind: LayerKind, column: Sequence[Any]) -> bool:
 def _check(part: TextPart, wanted: Sequence[Mapping[str, Any]], where: str) -> None:
     """What was written for one kind may have changed another, which is read from the same keys."""
     for index, kinds in enumerate(wanted):
-        written = kinds_of_layer(part, index, len(wanted), "the result: config.json")
+        written = layer_kinds(part, index, len(wanted), "the result: config.json")
         for name, value in kinds.items():
             if written[name] != value:
                 raise InvalidInput(

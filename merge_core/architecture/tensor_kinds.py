@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mergegate.merge_core.architecture.layers import before_layers, layer_place
+from mergegate.merge_core.architecture.layers import is_before_layers, parse_layer_place
 from mergegate.merge_core.checkpoint import is_head
 
 TensorKind = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm", "embedding", "head", "other"]
@@ -50,7 +50,7 @@ def tensor_kind(name: str) -> TensorKind:
         # From the inside out: q_norm inside attention is a norm.
         if _NORM.search(word):
             return "norm"
-    return "embedding" if layer_place(name) is None and before_layers(name) else "other"
+    return "embedding" if parse_layer_place(name) is None and is_before_layers(name) else "other"
 
 
 # Kinds whose weight is the matrix of a linear layer.
@@ -65,7 +65,7 @@ def is_routed_expert(name: str) -> bool:
 def is_projection(name: str) -> bool:
     """Whether the tensor called ``name`` belongs to a linear layer inside a layer of the network: attention's and the
     feed-forward network's, not a router, a norm, an embedding or the head."""
-    return tensor_kind(name) in _PROJECTIONS and layer_place(name) is not None
+    return tensor_kind(name) in _PROJECTIONS and parse_layer_place(name) is not None
 
 
 def is_inputs_first(name: str) -> bool:

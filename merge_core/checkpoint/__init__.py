@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint.companions import (
     travels,
 )
 from mergegate.merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
-from mergegate.merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
+from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from mergegate.merge_core.checkpoint.dtypes import (
     BY_CODE,
     BY_TORCH_NAME,
@@ -54,7 +54,7 @@ from mergegate.merge_core.checkpoint.importance import (
     FILES_OF_IMPORTANCE,
     IMPORTANCE,
     ExpectedImportance,
-    file_of_importance,
+    importance_file_name,
     open_importance,
     write_importance,
 )
@@ -63,10 +63,10 @@ from mergegate.merge_core.checkpoint.moments import (
     INPUTS,
     ExpectedMoments,
     StoredMoments,
-    file_of_moments,
-    no_moments,
+    empty_moments,
+    moments_file_name,
     open_moments,
-    packed_moments,
+    pack_moments,
     write_inputs,
 )
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
@@ -115,10 +115,10 @@ __all__ = [
     "chosen_templates",
     "companion_kind",
     "config_parts",
+    "empty_moments",
     "fetch_header",
-    "file_of_importance",
-    "file_of_moments",
     "has_vocabulary",
+    "importance_file_name",
     "is_binary_vocabulary",
     "is_embedding",
     "is_head",
@@ -126,13 +126,13 @@ __all__ = [
     "is_read_template",
     "list_companions",
     "list_others",
+    "moments_file_name",
     "nested_names",
-    "no_moments",
     "numbers",
     "open_checkpoint",
     "open_importance",
     "open_moments",
-    "packed_moments",
+    "pack_moments",
     "patterns",
     "promote",
     "read_chat_templates",

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from mergegate.merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
 from mergegate.merge_core.checkpoint.companions import Companions, list_companions, list_others
 from mergegate.merge_core.checkpoint.configuration import read_config
-from mergegate.merge_core.checkpoint.derived import AnyTensor
+from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor
 from mergegate.merge_core.checkpoint.heads import settle_head
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
-from mergegate.merge_core.checkpoint.quantised import decode_quantised
+from mergegate.merge_core.checkpoint.quantized_tensors import decode_quantised
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.parsing import JsonBounds, read_json

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import JsonBounds, check_entries, edge, parse_json_object, plain_file, read_plain
+from mergegate.merge_core.parsing import (
+    JsonBounds,
+    check_entries,
+    parse_json_object,
+    parsing_errors,
+    plain_file,
+    read_plain,
+)
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -184,7 +191,7 @@ def list_companions(directory: Path) -> Companions:
     Raises:
         InvalidInput: The directory cannot be listed, or one of the files is a link that leaves it, a pipe, a device.
     """
-    with edge(str(directory), "not a directory that can be listed"):
+    with parsing_errors(str(directory), "not a directory that can be listed"):
         found = [*os.listdir(directory), *nested_names(directory)]  # noqa: PTH208
     names = sorted(name for name in found if travels(name))
     check_entries(directory, names)

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergegate.merge_core.checkpoint.measured_files import read_owners, write_owners
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.statistics_files import read_owners, write_owners
 from mergegate.merge_core.errors import InvalidInput
 
 IMPORTANCE = "importance.json"
@@ -40,7 +40,7 @@ class ExpectedImportance:
         return 4 * math.prod(self.shape)
 
 
-def file_of_importance(number: int) -> str:
+def importance_file_name(number: int) -> str:
     """Name of a file with the importance of a run of tensors; ``number`` from 0."""
     return f"importance-{number:05d}.safetensors"
 

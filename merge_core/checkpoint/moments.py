@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.measured_files import read_owners, write_owners
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_into
+from mergegate.merge_core.checkpoint.statistics_files import read_owners, write_owners
 from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ class ExpectedMoments:
         raise AssertionError("a merge was begun that nobody prepared")
 
 
-def no_moments(width: int, *, is_diagonal: bool) -> NDArray[np.float32]:
+def empty_moments(width: int, *, is_diagonal: bool) -> NDArray[np.float32]:
     """What is kept of an input that no position had."""
     return np.zeros((0, 0, width) if is_diagonal else (0, width), np.float32)
 
 
-def packed_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+def pack_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """``[in, in]`` or ``[in]`` as it is kept."""
     if moments.ndim == 1:
         return moments.astype(np.float32)
@@ -109,7 +109,7 @@ def _unpacked(triangle: NDArray[np.float32], width: int) -> NDArray[np.float64]:
     return whole
 
 
-def file_of_moments(number: int) -> str:
+def moments_file_name(number: int) -> str:
     """Name of a file with the moments of a run of layers; ``number`` from 0."""
     return f"inputs-{number:05d}.safetensors"
 

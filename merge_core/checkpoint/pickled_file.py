@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from mergegate.merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import edge, open_plain
+from mergegate.merge_core.parsing import open_plain, parsing_errors
 
 # A description takes about 200 bytes and 40 instructions per tensor; these bound what a hostile file makes us allocate,
 # and how long it is read.
@@ -116,7 +116,7 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
         InvalidInput: See :func:`read_pickled`.
     """
     remedy = f"an older file: {_RESAVE}; otherwise {_DAMAGED}"
-    with edge(
+    with parsing_errors(
         str(path), "not a zip that can be read", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
     ):
         _check_size_of_directory(file, size, path)
@@ -221,7 +221,7 @@ def _located(name: str, view: _View, start: int, size: int, path: Path) -> Store
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
     """The dictionary of tensors that the pickle describes."""
-    with edge(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
+    with parsing_errors(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
         value = _Machine(path).run(text)
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: data.pkl", found="no dictionary", expected="tensors by name", remedy=_RESAVE)

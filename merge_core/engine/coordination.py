@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mergegate.merge_core.engine.writer import PARTIAL, refusing_disk_errors
-from mergegate.merge_core.store import MARK_CONTENT, lock_file, locked, unlock_file
+from mergegate.merge_core.engine.writer import PARTIAL, shard_disk_errors_refused
+from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked, unlock_file
 
 NAME = f"merge{PARTIAL}"
 _FINISHING = f"finishing{PARTIAL}"
@@ -48,7 +48,7 @@ def one_at_a_time(out: Path) -> Iterator[None]:
     """Among the participants in ``out``, one at a time."""
     path = out / _FINISHING
     with ExitStack() as held:
-        with refusing_disk_errors(path):
+        with shard_disk_errors_refused(path):
             held.enter_context(locked(path, required=False))
         yield
 
@@ -58,7 +58,7 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
     while True:
         there = path.exists()
         check()
-        with refusing_disk_errors(path):
+        with shard_disk_errors_refused(path):
             try:
                 # Not created when it is gone by now: the others have finished, and their result must stay.
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if there else os.O_CREAT), 0o644)

@@ -25,10 +25,10 @@ from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from mergegate.merge_core.engine.pages import input_pages
 from mergegate.merge_core.engine.settings import EngineSettings
-from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
+from mergegate.merge_core.engine.writer import PARTIAL, name_shards, shard_disk_errors_refused
 from mergegate.merge_core.errors import Finding, worst_first
+from mergegate.merge_core.files import remove_any, remove_contents, state_directory
 from mergegate.merge_core.plan import MergePlan
-from mergegate.merge_core.store import remove_any, remove_contents, state_directory
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def merge_weights(
         check_directory(out, expected=file_names(plan))
 
     def prepare() -> None:
-        with refusing_disk_errors(out):
+        with shard_disk_errors_refused(out):
             (out / CONFIG).unlink(missing_ok=True)  # Until the merge is finished again.
 
     def tidy() -> None:
@@ -117,7 +117,7 @@ def merge_weights(
         if on_progress is not None:
             on_progress(done + written, total)
 
-    with refusing_disk_errors(out):
+    with shard_disk_errors_refused(out):
         out.mkdir(parents=True, exist_ok=True)
     with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
@@ -125,7 +125,7 @@ def merge_weights(
         pages = input_pages(parts)
         for part in parts:
             place = out if part is plan else out / STEPS / str(part.recipe.name)
-            with refusing_disk_errors(place):
+            with shard_disk_errors_refused(place):
                 place.mkdir(parents=True, exist_ok=True)
             with open_inputs(part, lambda step, name: out / STEPS / step / name) as files:
                 outcome = execute(
@@ -172,7 +172,7 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
     Raises:
         DiskRefused: when ``out`` cannot be written.
     """
-    with refusing_disk_errors(out):
+    with shard_disk_errors_refused(out):
         if not journal.exists(out):
             remove_contents(out)
         state_directory(out)

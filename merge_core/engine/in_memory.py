@@ -34,8 +34,8 @@ from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
 from mergegate.merge_core.engine.settings import EngineSettings
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.files import disk_refusal
 from mergegate.merge_core.plan import MergePlan, TensorJob
-from mergegate.merge_core.store import disk_refusal
 from mergegate.merge_core.system import nameless_file
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
 from mergegate.merge_core.plan import MergePlan, step_of
-from mergegate.merge_core.store import FileIdentity, file_identity, require_unchanged
 
 
 def require_prepared(plan: MergePlan) -> None:

@@ -28,9 +28,9 @@ from typing import Any
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.health import TensorHealth
-from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
+from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, shard_disk_errors_refused
+from mergegate.merge_core.files import ASIDE, LineChain, has_mark, remove_any, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
-from mergegate.merge_core.store import ASIDE, LineChain, has_mark, remove_any, try_open_locked
 from mergegate.merge_core.system import boot_id
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
@@ -87,7 +87,7 @@ class ShardJournal:
             self.close()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        with refusing_disk_errors(self._path):
+        with shard_disk_errors_refused(self._path):
             _write(self._fd, self._lines.line(json.dumps(entry).encode()))
 
 
@@ -98,7 +98,7 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
     complete, the claim is given back at once.
     """
     path = out / f"{shard.name}{_SUFFIX}"
-    with refusing_disk_errors(path):
+    with shard_disk_errors_refused(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = try_open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, required=False)
         if fd is None:

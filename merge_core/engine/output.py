@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import INDEX_NAME
 from mergegate.merge_core.engine.coordination import NAME
-from mergegate.merge_core.engine.writer import PARTIAL, refusing_disk_errors
+from mergegate.merge_core.engine.writer import PARTIAL, shard_disk_errors_refused
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import MARK, fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
-from mergegate.merge_core.plan import MergePlan, config_bytes, index_text, needs_index
-from mergegate.merge_core.store import MARK, fsync, has_mark
+from mergegate.merge_core.plan import MergePlan, index_text, requires_index, serialize_config
 
 CONFIG = "config.json"
 
@@ -34,7 +34,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
     Raises:
         InvalidInput: The directory holds anything else. mergegate would delete or mix up files of the user.
     """
-    with refusing_disk_errors(out):
+    with shard_disk_errors_refused(out):
         names = {path.name for path in out.iterdir()}
         # Listed first: another participant may create its journal now, which makes everything here ours.
         if has_mark(out / NAME):
@@ -65,14 +65,14 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
         InvalidInput: A file is not a plain file inside its checkpoint anymore.
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
-    if needs_index(plan.shards):
+    if requires_index(plan.shards):
         contents[INDEX_NAME] = index_text(plan.shards).encode()
-    contents[CONFIG] = config_bytes(dict(plan.config))
+    contents[CONFIG] = serialize_config(dict(plan.config))
     contents |= {name: _without_local_paths(name, content) for name, content in contents.items()}
     when_read()
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
-    with refusing_disk_errors(out):
+    with shard_disk_errors_refused(out):
         fsync(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
@@ -86,7 +86,7 @@ def _without_local_paths(name: str, content: bytes) -> bytes:
     except InvalidInput:  # a file that no library reads; it is copied as it is
         return content
     local = [field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))]
-    return config_bytes({key: value for key, value in config.items() if key not in local}) if local else content
+    return serialize_config({key: value for key, value in config.items() if key not in local}) if local else content
 
 
 def file_names(plan: MergePlan) -> set[str]:
@@ -94,13 +94,13 @@ def file_names(plan: MergePlan) -> set[str]:
     return {
         *(shard.name for shard in plan.shards),
         *plan.companions,
-        *([INDEX_NAME] if needs_index(plan.shards) else []),
+        *([INDEX_NAME] if requires_index(plan.shards) else []),
         CONFIG,
     }
 
 
 def _write(path: Path, content: bytes) -> None:
-    with refusing_disk_errors(path):
+    with shard_disk_errors_refused(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + PARTIAL)
         with partial.open("wb") as file:

@@ -26,8 +26,8 @@ from mergegate.merge_core.methods import (
     Steps,
     StoredBlock,
     combine,
-    glanced_at,
     mask_key,
+    sampled_pieces,
 )
 from mergegate.merge_core.plan import TensorJob
 
@@ -151,7 +151,7 @@ class TensorRun:
     def _glanced_at(self, glance: int) -> tuple[JobInputs, list[int]]:
         """The inputs in small pieces, and the numbers of a few."""
         inputs, context = self.inputs, self.context
-        piece, numbers = glanced_at(inputs.numel, inputs.grain, glance)
+        piece, numbers = sampled_pieces(inputs.numel, inputs.grain, glance)
         return JobInputs(self.job, context.files, block=piece, grain=inputs.grain, pool=context.pool), numbers
 
     def _block(self, number: int) -> None:

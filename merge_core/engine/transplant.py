@@ -23,12 +23,12 @@ from mergegate.merge_core.checkpoint.vocabulary import (
     combined_rows,
     read_tokenizer,
     sparse_combinations,
-    spelled_bytes,
+    token_bytes,
 )
 from mergegate.merge_core.engine.blocks import open_elements
 from mergegate.merge_core.engine.devices import choose_devices
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights
-from mergegate.merge_core.engine.writer import refusing_disk_errors
+from mergegate.merge_core.engine.writer import shard_disk_errors_refused
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain
 from mergegate.merge_core.plan import plan_transplant
@@ -91,7 +91,7 @@ def transplant_tokenizer(
     giving = {name: _given(donor, name, tables) for name in tables}
     size = next(iter(giving.values())).shape[0]
     rows = next(iter(tables.values())).shape[0]
-    own, others = (spelled_bytes(one) for one in tokenizers)
+    own, others = (token_bytes(one) for one in tokenizers)
     both = ((number, own[text]) for text, number in others.items() if text in own)
     pairs = sorted((number, row) for number, row in both if number < size and row < rows)
     if not pairs:
@@ -112,7 +112,7 @@ def transplant_tokenizer(
 
     errors: dict[str, float] = {}
     placed = _lay_out(tables, size, scratch)
-    with refusing_disk_errors(scratch), scratch.open("wb") as file:
+    with shard_disk_errors_refused(scratch), scratch.open("wb") as file:
         file.write(placed[0])
         for name, table in tables.items():
             whole, error = _new_table(table, giving[name], known, missing, method, k, device, told)

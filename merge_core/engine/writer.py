@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mergegate.merge_core.files import disk_refusal
 from mergegate.merge_core.plan import Shard
-from mergegate.merge_core.store import disk_refusal
 from mergegate.merge_core.system import forget_cached, read_at, reserve_space
 
 PARTIAL = ".partial"
@@ -112,7 +112,7 @@ class ShardFiles:
         """
         opened = self._open[shard]
         done = 0
-        with refusing_disk_errors(self._directory / f"{shard}{PARTIAL}"):
+        with shard_disk_errors_refused(self._directory / f"{shard}{PARTIAL}"):
             while done < len(data):
                 done += os.pwrite(opened.fd, data[done:], offset + done)
         run = _Run(offset, offset + len(data))
@@ -154,7 +154,7 @@ class ShardFiles:
 
     def _create(self, shard: Shard) -> int:
         path = self._directory / f"{shard.name}{PARTIAL}"
-        with refusing_disk_errors(path):
+        with shard_disk_errors_refused(path):
             final = self._directory / shard.name
             if final.exists():  # Killed between naming the files and the end: their content is as the journal says.
                 final.rename(path)
@@ -204,7 +204,7 @@ class ShardFiles:
                 self._hash_file(opened.fd, run, digest, buffer)
             with self._condition:
                 opened.hashed = run.end
-        with refusing_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
+        with shard_disk_errors_refused(self._directory / f"{opened.shard.name}{PARTIAL}"):
             os.fsync(opened.fd)
         if not self._keep_pages:
             forget_cached(opened.fd)
@@ -224,7 +224,7 @@ def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
     """Give the complete files their names, those that do not have them yet."""
     for shard in shards:
         path = directory / f"{shard.name}{PARTIAL}"
-        with refusing_disk_errors(path):
+        with shard_disk_errors_refused(path):
             if path.exists():
                 path.rename(directory / shard.name)
 
@@ -244,7 +244,7 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
     return None
 
 
-class refusing_disk_errors:  # noqa: N801  # reads as the statement it is: `with refusing_disk_errors(path):`
+class shard_disk_errors_refused:  # noqa: N801  # reads as the statement it is: `with refusing_disk_errors(path):`
     """Turn an OSError on ``path`` into a refusal that says what to do."""
 
     def __init__(self, path: Path) -> None:

@@ -25,8 +25,8 @@ from mergegate.merge_core.methods.contract import (
     fold_counts,
     fold_grains,
     fold_sums,
-    glanced_at,
     row_length,
+    sampled_pieces,
 )
 from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import find_method, merge_methods
@@ -58,8 +58,8 @@ __all__ = [
     "fold_counts",
     "fold_grains",
     "fold_sums",
-    "glanced_at",
     "mask_key",
     "merge_methods",
     "row_length",
+    "sampled_pieces",
 ]

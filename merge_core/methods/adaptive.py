@@ -51,7 +51,7 @@ def _moving(task: TensorTask, *, squared: bool) -> Map:
         from mergegate.merge_core.methods import kernels
 
         share = np.float32(1.0 - keep)
-        kernels.moving(block.data, block.rows, block.length, np.float32(keep), share, squared, out)
+        kernels.moving_average(block.data, block.rows, block.length, np.float32(keep), share, squared, out)
 
     return Map(of, fused)
 

@@ -229,7 +229,7 @@ class Fold:
         combine: Partial results in block order → result of the pass.
         eager: Whether partial results may be combined as they come, in any order, so that few are held.
         fused: Counterpart of ``of`` for stored numbers on the CPU.
-        glance: Not a whole pass, but a look at so many pieces (see :func:`glanced_at`), spread over the tensor. For
+        glance: Not a whole pass, but a look at so many pieces (see :func:`sampled_pieces`), spread over the tensor. For
             guesses, on which no result may depend.
         in_order: The blocks come one after the other, so that ``of`` may add each to what it holds.
     """
@@ -242,7 +242,7 @@ class Fold:
     in_order: bool = False
 
 
-def glanced_at(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
+def sampled_pieces(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
     """Elements of a piece, all whole grains, and the numbers of the pieces that a glance is at.
 
     The tensor has one whole piece at least.

@@ -33,7 +33,7 @@ def threshold(probability: float) -> int:
     return round(min(max(probability, 0.0), 1.0) * 2**32)
 
 
-def words(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
+def mask_words(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
     """``[count]`` uniform 32-bit words (int64) for the elements from index ``start``."""
     import torch
 

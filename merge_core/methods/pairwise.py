@@ -21,7 +21,14 @@ from mergegate.merge_core.methods.contract import (
     fold_grains,
     row_length,
 )
-from mergegate.merge_core.methods.selection import Request, ScoreFunction, counters, select, select_passes, value_of
+from mergegate.merge_core.methods.selection import (
+    ScoreFunction,
+    SelectionRequest,
+    counters,
+    select,
+    select_passes,
+    value_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +83,7 @@ def _fusion(task: TensorTask) -> Steps:
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
     scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
-    cuts = yield from select(scores, [Request(0, rank, numbered=False) for rank in ranks], task.numel)
+    cuts = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
     low, median, high = (value_of(cut, task.dtype) for cut in cuts)
     bound = median + 1.5 * (high - low)
 

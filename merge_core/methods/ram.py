@@ -49,7 +49,7 @@ def _amplified(task: TensorTask) -> Steps:
     def fused(block: StoredBlock) -> Any:
         from mergegate.merge_core.methods import kernels
 
-        return kernels.changes(block.data, block.rows, block.length, np.float32(epsilon))
+        return kernels.count_changes(block.data, block.rows, block.length, np.float32(epsilon))
 
     shared, unique = yield fold_counts(of, fused)
     factors = [

@@ -56,7 +56,7 @@ def _middle(skipped: int, scale: float) -> Map:
     def fused(block: StoredBlock, out: Any) -> None:
         from mergegate.merge_core.methods import kernels
 
-        kernels.middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
+        kernels.trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
 
     return Map(of, fused)
 

@@ -24,9 +24,9 @@ from mergegate.merge_core.methods.contract import (
 )
 from mergegate.merge_core.methods.selection import (
     NOTHING,
-    Cut,
-    Request,
     ScoreFunction,
+    SelectionRequest,
+    SelectionThreshold,
     bits,
     counters,
     select,
@@ -45,10 +45,10 @@ _LEAST_DIVISOR = 1e-6
 
 def _steps(task: TensorTask) -> Steps:
     share = float(task.shared["select_topk"])
-    cut: Cut | None = None
+    cut: SelectionThreshold | None = None
     if share < 1:
         scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
-        (cut,) = yield from select(scores, [Request(0, None, of_positive=share)], task.numel)
+        (cut,) = yield from select(scores, [SelectionRequest(0, None, of_positive=share)], task.numel)
         if cut is NOTHING:
             return Map(lambda block: block.base)
 

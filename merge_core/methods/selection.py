@@ -36,7 +36,7 @@ DIGITS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class SelectionRequest:
     """The ``k`` largest scores of stream ``stream``.
 
     Args:
@@ -53,7 +53,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SelectionThreshold:
     """The answer to a request.
 
     Args:
@@ -80,7 +80,7 @@ class Cut:
 _GROUP = 256  # bins
 
 
-NOTHING = Cut(2**31, 0, 0, np.empty(0, np.int64))
+NOTHING = SelectionThreshold(2**31, 0, 0, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ def bits(scores: torch.Tensor) -> torch.Tensor:
     return (scores + 0.0).contiguous().view(whole).long()
 
 
-def select(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Generator[Fold, Any, list[Cut]]:
+def select(
+    scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
+) -> Generator[Fold, Any, list[SelectionThreshold]]:
     """Fold passes that answer ``requests`` about ``numel`` scores; use with ``yield from``.
 
     A request for a part of the positive scores that comes to none is answered with :data:`NOTHING`.
@@ -157,13 +159,13 @@ def select(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Ge
     return [next(found) if request.k else NOTHING for request in requests]
 
 
-def _wanted(request: Request, positive: int) -> int:
+def _wanted(request: SelectionRequest, positive: int) -> int:
     return int(int(positive) * request.of_positive) if request.k is None else request.k
 
 
 def _by_windows(
-    scores: ScoreFunction, requests: Sequence[Request], numel: int
-) -> Generator[Fold, Any, list[Cut] | None]:
+    scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
+) -> Generator[Fold, Any, list[SelectionThreshold] | None]:
     """None when the answers were not where a glance has made look for them."""
     windows = yield from glance(scores, requests, numel)
     found = (yield from look(scores, windows)) if windows else []
@@ -179,12 +181,16 @@ def _by_windows(
     return cuts
 
 
-def _cut(key: int, wanted: int, tied: int, per_grain: Array) -> Cut:
+def _cut(key: int, wanted: int, tied: int, per_grain: Array) -> SelectionThreshold:
     all_of_them = wanted == tied
-    return Cut(key, wanted, tied, np.empty(0, np.int64) if all_of_them else np.cumsum(per_grain) - per_grain)
+    return SelectionThreshold(
+        key, wanted, tied, np.empty(0, np.int64) if all_of_them else np.cumsum(per_grain) - per_grain
+    )
 
 
-def _by_digits(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold, Any, list[Cut]]:
+def _by_digits(
+    scores: ScoreFunction, requests: Sequence[SelectionRequest]
+) -> Generator[Fold, Any, list[SelectionThreshold]]:
     (shift, width), *rest = DIGITS[scores.dtype]
     histogram = yield _first_digit(scores, shift, width)
     state = [_descend(histogram[request.stream], request.k or 0) for request in requests]
@@ -205,7 +211,7 @@ def _by_digits(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[
         per_grain = yield _ties(scores, streams, keys)
         for column, index in enumerate(partial):
             before[index] = np.cumsum(per_grain[:, column]) - per_grain[:, column]
-    return [Cut(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
+    return [SelectionThreshold(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
 
 
 def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered: bool = True) -> int:
@@ -216,7 +222,7 @@ def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered:
     return 1 if numel >= LARGE else len(DIGITS[dtype]) + numbered
 
 
-def taken(cut: Cut, keys: torch.Tensor, block: Block) -> torch.Tensor:
+def taken(cut: SelectionThreshold, keys: torch.Tensor, block: Block) -> torch.Tensor:
     """``[elements]`` of bool: which scores of a block (as :func:`bits`) are among the k largest."""
     import torch
 
@@ -230,7 +236,7 @@ def taken(cut: Cut, keys: torch.Tensor, block: Block) -> torch.Tensor:
     return (keys > cut.key) | (equal & ((rank * cut.stride) % cut.tied < cut.wanted))
 
 
-def value_of(cut: Cut, dtype: str) -> float:
+def value_of(cut: SelectionThreshold, dtype: str) -> float:
     """The k-th largest score itself."""
     whole = np.int32 if dtype == "float32" else np.int64
     return float(np.array(cut.key, whole).view(dtype))

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mergegate.merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
-from mergegate.merge_core.methods.kept import KeptNotes
-from mergegate.merge_core.methods.masks import threshold, words
+from mergegate.merge_core.methods.mask_cache import MaskCache
+from mergegate.merge_core.methods.masks import mask_words, threshold
 from mergegate.merge_core.methods.selection import (
     Counters,
-    Cut,
-    Request,
     ScoreFunction,
+    SelectionRequest,
+    SelectionThreshold,
     bits,
     select,
     select_passes,
@@ -50,8 +50,8 @@ class KeepNone:
 class MagnitudeWindow:
     """Kept are the elements taken by ``low`` but not by ``high`` (None: nothing is too large)."""
 
-    low: Cut
-    high: Cut | None = None
+    low: SelectionThreshold
+    high: SelectionThreshold | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Sparsifier:
 
     rules: tuple[SparsifyRule, ...]
     scales: tuple[float, ...]
-    notes: KeptNotes
+    notes: MaskCache
 
     def of(self, block: Block) -> torch.Tensor:
         """Sparsified task vectors ``[models, elements]``."""
@@ -159,17 +159,17 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
             if high is not None:
                 mask &= ~taken(high, keys, block)
         case KeepAtRandom(limit, key):
-            mask = words(key, block.start, len(delta), delta.device) < limit
+            mask = mask_words(key, block.start, len(delta), delta.device) < limit
         case KeepByRank(least, most, key):
             limits = (least + (most - least) * _row_ranks(delta.abs(), block)) * 2.0**32
-            mask = words(key, block.start, len(delta), delta.device) < limits
+            mask = mask_words(key, block.start, len(delta), delta.device) < limits
     return torch.where(mask, delta, 0.0)
 
 
 def dense(task: TensorTask) -> Folds:
     """Every element is kept, whatever ``density`` says."""
     count = len(task.column("weight"))
-    return Sparsifier((KeepAll(),) * count, (1.0,) * count, KeptNotes(count))
+    return Sparsifier((KeepAll(),) * count, (1.0,) * count, MaskCache(count))
     yield  # A generator without a fold.
 
 
@@ -178,9 +178,11 @@ def by_magnitude(task: TensorTask) -> Folds:
     densities = task.column("density")
     counts = [max(1, int(density * task.numel)) for density in densities]
     partial = [model for model, density in enumerate(densities) if 0 < density < 1]
-    cuts: list[Cut] = []
+    cuts: list[SelectionThreshold] = []
     if partial and task.numel:
-        cuts = yield from select(magnitudes(task), [Request(model, counts[model]) for model in partial], task.numel)
+        cuts = yield from select(
+            magnitudes(task), [SelectionRequest(model, counts[model]) for model in partial], task.numel
+        )
     rules = _plain_rules(densities)
     for model, cut in zip(partial, cuts, strict=False):
         rules[model] = MagnitudeWindow(cut)
@@ -193,7 +195,7 @@ def by_inner_magnitude(task: TensorTask) -> Folds:
     When too few are left below the outliers, as many outliers are kept as are missing.
     """
     rules = _plain_rules(task.column("density"))
-    requests: list[Request] = []
+    requests: list[SelectionRequest] = []
     windows: list[tuple[int, int, int | None]] = []
     for model, (density, gamma) in enumerate(zip(task.column("density"), task.column("gamma"), strict=True)):
         kept_count = int(density * task.numel)
@@ -203,9 +205,9 @@ def by_inner_magnitude(task: TensorTask) -> Folds:
         smallest = max(0, task.numel - kept_count - int(gamma * task.numel))
         outliers = task.numel - smallest - kept_count
         windows.append((model, len(requests), len(requests) + 1 if outliers else None))
-        requests.append(Request(model, task.numel - smallest))
+        requests.append(SelectionRequest(model, task.numel - smallest))
         if outliers:
-            requests.append(Request(model, outliers))
+            requests.append(SelectionRequest(model, outliers))
     cuts = (yield from select(magnitudes(task), requests, task.numel)) if requests else []
     for model, low, high in windows:
         rules[model] = MagnitudeWindow(cuts[low], None if high is None else cuts[high])
@@ -281,7 +283,7 @@ def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
 def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
     """The rules with their factors, measured in one more pass when ``rescale`` asks for the L1 norm."""
     mode, densities = task.shared["rescale"], task.column("density")
-    notes = KeptNotes(len(rules))
+    notes = MaskCache(len(rules))
     plain = Sparsifier(tuple(rules), (1.0,) * len(rules), notes)
     sparse = any(not isinstance(rule, (KeepAll, KeepNone)) for rule in rules)
     if mode is False or not sparse:
@@ -302,7 +304,7 @@ def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
 
         tile = kernel_tile(plain.rules, block.grain)
         noted = notes.begin(block.start, block.length, tile)
-        kernel: Any = kernels.kept_norms
+        kernel: Any = kernels.masked_norms
         return kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *tables, noted)
 
     norms = yield fold_sums(of, fused)

@@ -43,7 +43,7 @@ from mergegate.merge_core.methods.contract import (
     add_in_order,
 )
 from mergegate.merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
-from mergegate.merge_core.methods.task_vectors import LAMBDA, Mixing, mix
+from mergegate.merge_core.methods.task_vectors import LAMBDA, VectorCombination, mix
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ def _elected(turned: list[torch.Tensor], weights: Sequence[float], densities: Se
     import torch
 
     kept = [_largest(own, density) for own, density in zip(turned, densities, strict=True)]
-    mixing = Mixing(tuple(weights), vote="sum", normalize=True, scale=1.0)
+    mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
     return mix(mixing, torch.zeros_like(kept[0]), torch.stack(kept))
 
 

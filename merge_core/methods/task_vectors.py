@@ -62,7 +62,7 @@ _NO_DIVISOR = 1e-8
 
 
 @dataclass(frozen=True)
-class Mixing:
+class VectorCombination:
     """How weighted task vectors become one.
 
     Args:
@@ -85,7 +85,7 @@ class Mixing:
         return total if self.normalize and self.vote is None and abs(total) >= _NO_DIVISOR else 1.0
 
 
-def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
     """Base ``[n]`` and sparsified task vectors ``[models, n]`` → merged ``[n]``."""
     import torch
 
@@ -112,7 +112,7 @@ def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tenso
 def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
     def steps(task: TensorTask) -> Steps:
         sparsifier: Sparsifier = yield from sparsify(task)
-        mixing = Mixing(
+        mixing = VectorCombination(
             weights=tuple(task.column("weight")),
             vote=str(task.shared["consensus"]) if vote == _AS_SAID else vote,
             normalize=bool(task.shared["normalize"]),
@@ -123,7 +123,7 @@ def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callabl
     return steps
 
 
-def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
+def _fused(mixing: VectorCombination, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
     mixed = (
         np.asarray(mixing.weights, np.float32),
         (None, "sum", "count", "kept").index(mixing.vote),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mergegate.merge_core.methods.combination import combine
 from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
-from mergegate.merge_core.methods.masks import words
+from mergegate.merge_core.methods.masks import mask_words
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,14 @@ def normals(key: tuple[int, int], start: int, count: int, device: torch.device) 
     """``[count]`` standard normal numbers (float64) for the elements from index ``start``, by Box and Muller (1958)."""
     import torch
 
-    radius = (words(key, start, count, device).double() + 0.5) / _WORDS
-    angle = (words((key[0] ^ _OTHER_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
+    radius = (mask_words(key, start, count, device).double() + 0.5) / _WORDS
+    angle = (mask_words((key[0] ^ _OTHER_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
 
 
 def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
     """``[count]`` numbers (float64), uniform between -1 and 1, for the elements from index ``start``."""
-    return (words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
+    return (mask_words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
 
 
 def _upcycle(task: TensorTask) -> Steps:

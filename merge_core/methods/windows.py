@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from mergegate.merge_core.methods.contract import Array
-    from mergegate.merge_core.methods.selection import Request, ScoreFunction
+    from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
 
 # Smaller tensors are read in a moment: they are counted digit by digit.
 LARGE = 4 << 20
@@ -57,7 +57,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Found:
+class WindowState:
     """What one pass has seen of one window.
 
     Args:
@@ -75,7 +75,9 @@ class Found:
     per_grain: Array
 
 
-def glance(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Generator[Fold, Any, list[Window]]:
+def glance(
+    scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
+) -> Generator[Fold, Any, list[Window]]:
     """A window for each request; none at all when they would hold too much."""
     pieces = max(_FEWEST_PIECES, min(_MOST_PIECES, numel // GRAIN // _GLANCED_PART))
 
@@ -89,7 +91,7 @@ def glance(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Ge
         return scores.fused.scores(block).view(np.int32) & np.int32(0x7FFFFFFF)
 
     def combine(parts: Sequence[Array]) -> Any:
-        guesses: dict[Request, tuple[Window, float]] = {}
+        guesses: dict[SelectionRequest, tuple[Window, float]] = {}
         for stream in {request.stream for request in requests}:
             asked = [request for request in requests if request.stream == stream]
             guesses |= _windows(asked, np.stack([part[stream] for part in parts]), numel, scores.dtype)
@@ -101,13 +103,15 @@ def glance(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Ge
     return windows
 
 
-def _windows(requests: Sequence[Request], pieces: Array, numel: int, dtype: str) -> dict[Request, tuple[Window, float]]:
+def _windows(
+    requests: Sequence[SelectionRequest], pieces: Array, numel: int, dtype: str
+) -> dict[SelectionRequest, tuple[Window, float]]:
     """:func:`_window` of all requests of one stream; what is seen of it is sorted once, and one stream at a time."""
     ordered = np.sort(pieces, axis=None)
     return {request: _window(request, pieces, ordered, numel, dtype) for request in requests}
 
 
-def _window(request: Request, pieces: Array, ordered: Array, numel: int, dtype: str) -> tuple[Window, float]:
+def _window(request: SelectionRequest, pieces: Array, ordered: Array, numel: int, dtype: str) -> tuple[Window, float]:
     """Window of one request, and the part of all scores that it would keep.
 
     Args:
@@ -139,7 +143,7 @@ def _window(request: Request, pieces: Array, ordered: Array, numel: int, dtype: 
     return Window(request.stream, low, high, tuple(keys[common].tolist())), float(kept)
 
 
-def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, Any, list[Found]]:
+def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, Any, list[WindowState]]:
     """What is in the windows; nothing at all when it is more than a glance had seen."""
     several = max(len(window.common) for window in windows)
     header = 3 * len(windows) + 1
@@ -185,7 +189,7 @@ def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
             computed = scores.fused.scores(part)
             positive = np.zeros(len(computed), np.int64) if positive is None else positive
             here = counts[first // block.grain :]
-            kernels.look_into_windows(computed, table, common, block.grain, above, positive, here, keys, filled)
+            kernels.scan_windows(computed, table, common, block.grain, above, positive, here, keys, filled)
         fitting = bool((filled <= keys.shape[1]).all())
         numbers = np.stack((above, positive[table[:, 0]], filled if fitting else 0 * filled), 1)
         others = [row[:number] for row, number in zip(keys, filled, strict=True)] if fitting else []
@@ -204,7 +208,7 @@ def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
                 row.append(keys)
         counts, totals = np.concatenate(tables), numbers.sum(0)
         return [
-            Found(
+            WindowState(
                 int(totals[r, 0]),
                 int(totals[r, 1]),
                 counts[:, r, : len(window.common)],
@@ -214,11 +218,11 @@ def look(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
             for r, window in enumerate(windows)
         ]
 
-    found: list[Found] = yield Fold(of, combine, fused if scores.fused else None)
+    found: list[WindowState] = yield Fold(of, combine, fused if scores.fused else None)
     return found
 
 
-def placed(found: Found, window: Window, k: int) -> tuple[int, int, int, Array] | None:
+def placed(found: WindowState, window: Window, k: int) -> tuple[int, int, int, Array] | None:
     """Key of the k-th largest, its rank among its equals, how many those are, and how many in each grain.
 
     None when it is not in the window.

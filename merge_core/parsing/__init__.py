@@ -6,7 +6,6 @@ count, digits and aliases (``json_text``, ``yaml_text``). Whatever a parser lets
 InvalidInput in one place (``edge``). Numbers beside the bounds say what honest files need.
 """
 
-from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable, typed
 from mergegate.merge_core.parsing.files import (
     MAX_CODE_BYTES,
     MAX_DATA_BYTES,
@@ -18,9 +17,10 @@ from mergegate.merge_core.parsing.files import (
     read_plain,
     read_text,
 )
+from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable, require_type
 from mergegate.merge_core.parsing.json_text import (
     JsonBounds,
-    line_place,
+    line_location,
     parse_json,
     parse_json_object,
     parse_line,
@@ -29,7 +29,7 @@ from mergegate.merge_core.parsing.json_text import (
 )
 from mergegate.merge_core.parsing.local_path import LocalPath, parse_path
 from mergegate.merge_core.parsing.overrides import with_overrides
-from mergegate.merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
+from mergegate.merge_core.parsing.wording import describe_kind, expectation, format_value, join_expectations
 from mergegate.merge_core.parsing.yaml_flow import flow_yaml
 from mergegate.merge_core.parsing.yaml_text import (
     MAX_YAML_BYTES,
@@ -47,15 +47,14 @@ __all__ = [
     "JsonBounds",
     "LocalPath",
     "StrictLoader",
-    "as_written",
     "check_entries",
-    "edge",
+    "describe_kind",
     "expectation",
     "flow_yaml",
+    "format_value",
     "is_special",
-    "kind_of",
-    "line_place",
-    "one_of_several",
+    "join_expectations",
+    "line_location",
     "open_buffered",
     "open_plain",
     "parse_json",
@@ -63,14 +62,15 @@ __all__ = [
     "parse_line",
     "parse_path",
     "parse_yaml",
+    "parsing_errors",
     "plain_file",
-    "printable",
     "read_json",
     "read_lines",
     "read_plain",
     "read_text",
     "read_yaml",
     "read_yaml_mapping",
-    "typed",
+    "require_printable",
+    "require_type",
     "with_overrides",
 ]

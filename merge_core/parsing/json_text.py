@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable
 from mergegate.merge_core.parsing.files import content_of, open_plain
+from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable
 
 # The closing quote may be missing: so every quote begins a match, and no start is tried in vain.
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
@@ -75,14 +75,14 @@ def parse_json(
         InvalidInput: Not JSON, or beyond the bounds.
     """
     _check_bounds(content, where, bounds)
-    with edge(where, "not JSON", expected=expected):
+    with parsing_errors(where, "not JSON", expected=expected):
         # Digits are counted number by number only where there are so many beside each other: a table of tensors has
         # half a million numbers.
         numbers = _Numbers(where) if _LONG_NUMBER in content.translate(_DIGITS) else None
         # Not bytes: json.loads would let halves of characters through.
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=pairs, parse_int=numbers)
         if b"\\ud" in content or b"\\uD" in content:  # the only way for half a character into a text of UTF-8
-            printable(value, where)
+            require_printable(value, where)
     return value
 
 
@@ -112,7 +112,7 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
     return parse_json_object(content, str(path), bounds=bounds)
 
 
-def line_place(path: Path, number: int) -> str:
+def line_location(path: Path, number: int) -> str:
     """What messages call line ``number`` (from 1) of ``path``."""
     return f"{path}: line {number}"
 
@@ -123,7 +123,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     Raises:
         InvalidInput: for a line that is no JSON object.
     """
-    where = line_place(path, number)
+    where = line_location(path, number)
     document = parse_json(line, where, expected="one JSON object a line")
     if not isinstance(document, dict):
         raise InvalidInput(where, found=type(document).__name__, expected="a JSON object")
@@ -147,7 +147,7 @@ def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, by
                 number += 1
                 if len(line) > longest:
                     raise InvalidInput(
-                        line_place(path, number), found=f"over {longest} bytes", expected="a shorter line"
+                        line_location(path, number), found=f"over {longest} bytes", expected="a shorter line"
                     )
                 if number > most:
                     raise InvalidInput(str(path), found=f"over {most} lines", expected=f"at most {most}")

@@ -77,7 +77,7 @@ def expectation(fault: str, said: _Context, message: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def one_of_several(messages: Sequence[str]) -> str:
+def join_expectations(messages: Sequence[str]) -> str:
     """What is wrong with a value that may be of several kinds: ``3: expected a file name or a mapping``."""
     first, *others = dict.fromkeys(messages)
     head, found, _ = first.partition("expected ")
@@ -86,7 +86,7 @@ def one_of_several(messages: Sequence[str]) -> str:
     return " or ".join((first, *(one.removeprefix(f"{head}expected ") for one in others)))
 
 
-def as_written(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message, as YAML would have it, and not too long."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -98,7 +98,7 @@ def as_written(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def kind_of(value: object) -> str:
+def describe_kind(value: object) -> str:
     """What plain data are: ``a list``, ``nothing``."""
     if value is None:
         return "nothing"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput
-from mergegate.merge_core.parsing.edge import MAX_DIGITS, edge, printable
 from mergegate.merge_core.parsing.files import read_text
+from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable
 
 # A recipe with a filter for every tensor of a large model takes 200 kB.
 MAX_YAML_BYTES = 1 << 19
@@ -156,7 +156,7 @@ def parse_yaml(
         raise InvalidInput(
             where, found=f"{len(text)} characters", expected=f"at most {MAX_YAML_BYTES}", remedy="split the file"
         )
-    with edge(where, "not YAML", expected=expected):
+    with parsing_errors(where, "not YAML", expected=expected):
         try:
             _check_bounds(text, where, loader)
             # The loader makes plain values only, as safe_load does.
@@ -171,7 +171,7 @@ def parse_yaml(
             log.fault(f"{where}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
         log.raise_faults(where)
         if "\\" in text:  # escapes are the only way for half a character into a text
-            printable(documents, where)
+            require_printable(documents, where)
         return documents
 
 

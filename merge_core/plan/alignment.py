@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture import has_vocabulary_rows, layer_place, with_vocabulary
+from mergegate.merge_core.architecture import has_vocabulary_rows, parse_layer_place, with_vocabulary
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
 from mergegate.merge_core.checkpoint.vocabulary import (
     JoinedTokenizer,
@@ -27,7 +27,7 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
 from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
     Its rows may be tokens' in an order that is no longer the result's, and no shape would say so.
     """
     size = alignment.sizes.get(model)
-    if size not in tensor.shape or has_vocabulary_rows(tensor.name) or layer_place(tensor.name) is not None:
+    if size not in tensor.shape or has_vocabulary_rows(tensor.name) or parse_layer_place(tensor.name) is not None:
         return None
     return Finding(
         "block",
@@ -195,7 +195,7 @@ def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str)
     for key in _MARKS:
         if key in alignment.tokenizer.config:
             moved[key] = alignment.tokenizer.config[key]
-    return {GENERATION: config_bytes(moved)}
+    return {GENERATION: serialize_config(moved)}
 
 
 def _joined(

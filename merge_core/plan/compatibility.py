@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from mergegate.merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
 from mergegate.merge_core.checkpoint import DEFAULT, Checkpoint, Companions
-from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
-from mergegate.merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
+from mergegate.merge_core.plan.finding_groups import SIZES, compare_sizes, different_size, different_vocabulary, stated
 from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
 from mergegate.merge_core.plan.tokenizers import CutPair, compare_to_donor
@@ -70,7 +70,7 @@ def plan_with_findings(
         accepted: Differences between tokenizers that somebody has looked at and accepts, by their keys: ``merges``,
             ``pre_tokenizer``, ``chat_template``, ...
     """
-    with each_read_once():
+    with cached_tokenizers():
         return _planned(recipe, checkpoints, frozenset(accepted))
 
 

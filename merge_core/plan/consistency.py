@@ -9,15 +9,15 @@ from functools import lru_cache
 
 from mergegate.merge_core.architecture import (
     class_difference,
-    in_layout_of,
     is_embedding,
     is_head,
     is_of_head,
     is_optional,
     layer_count,
-    layer_place,
     main_depth,
+    parse_layer_place,
     prediction_tensors,
+    rename_to_layout,
     stacks,
     ties_embeddings,
     vocabulary_size,
@@ -25,7 +25,7 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.architecture.experts import disk_name
 from mergegate.merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
 from mergegate.merge_core.errors import Finding
-from mergegate.merge_core.plan.causes import different_head, different_size
+from mergegate.merge_core.plan.finding_groups import different_head, different_size
 from mergegate.merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
@@ -78,7 +78,7 @@ def _missing_head(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     tables = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
     if len(tables) != 1 or any(
-        is_head(tensor.name) or (tensor.shape[:1] == tables[0].shape[:1] and layer_place(tensor.name) is None)
+        is_head(tensor.name) or (tensor.shape[:1] == tables[0].shape[:1] and parse_layer_place(tensor.name) is None)
         for tensor in checkpoint.tensors.values()
         if tensor is not tables[0]
     ):
@@ -169,13 +169,13 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
     for model, names in used.items():
         if any(finding.startswith(f"{model}: ") for finding in known):
             continue  # What is wrong with this model has been said.
-        view = in_layout_of(plan.donor, checkpoints[model])
+        view = rename_to_layout(plan.donor, checkpoints[model])
         left = [name for name, tensor in view.tensors.items() if tensor.name not in names and name not in said]
         if cut:
             # Said of the plan: a warning of its own.
             predictions = prediction_tensors(view)
             left = [name for name in left if name not in predictions]
-            left = [name for name in left if layer_place(name) is None and name not in produced]
+            left = [name for name in left if parse_layer_place(name) is None and name not in produced]
         other_head = class_difference(plan.donor, view) == "head"
         for name in left:
             if other_head and is_of_head(name) and (is_head(name) or not is_optional(name)):

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, on_disk
+from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, to_disk_tensors
 from mergegate.merge_core.checkpoint import SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
@@ -58,9 +58,10 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
 
     Args:
         tensors: What is computed.
-        donor: Whose layout the result gets; its experts one by one (:func:`merge_core.architecture.experts.by_expert`).
+        donor: Whose layout the result gets; its experts one by one
+        (:func:`merge_core.architecture.experts.split_experts`).
     """
-    stored = on_disk({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
+    stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
     groups = _groups_of_donor(stored, donor)
     if groups is None:
         groups = _packed(stored, _shard_limit(donor))
@@ -73,7 +74,7 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
     return tuple(_shard(name, group) for name, group in zip(names, groups.values(), strict=True))
 
 
-def needs_index(shards: Sequence[Shard]) -> bool:
+def requires_index(shards: Sequence[Shard]) -> bool:
     """Whether a reader cannot do without :data:`merge_core.checkpoint.INDEX_NAME`: a single file needs none."""
     return len(shards) > 1
 

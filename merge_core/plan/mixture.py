@@ -15,11 +15,11 @@ from mergegate.merge_core.architecture import (
     find_tensor,
     is_head,
     is_optional,
-    layer_place,
+    parse_layer_place,
     ties_embeddings,
     with_dtype,
 )
-from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, given, mixture_config
+from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, constant_tensor, mixture_config
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.jobs import Input, TensorJob
@@ -89,7 +89,7 @@ class _Builder:
         reference, before = str(self.recipe.base), len(problems)
         for name, tensor in self.base.tensors.items():
             kept = ties_embeddings(self.base.config) is not True if is_head(name) else not is_optional(name)
-            if layer_place(name) is None and kept:
+            if parse_layer_place(name) is None and kept:
                 yield self._copied(name, reference, tensor)
         for layer in range(self.layers):
             for part in self.family.carried:
@@ -201,13 +201,13 @@ class _Builder:
             # Drawn by the engine, as noise is: of zeros with noise remains the noise.
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
-            return _job(name, dtype, _GIVEN, given(name, shape), 1.0, noise, draw)
+            return _job(name, dtype, _GIVEN, constant_tensor(name, shape), 1.0, noise, draw)
         if gates is None:  # A plan tells sizes before; the engine asks whether they are known.
-            return _job(name, dtype, _GIVEN, given(name, shape))
-        return _job(name, dtype, _GIVEN, given(name, shape, gates.of(layer, first, count)))
+            return _job(name, dtype, _GIVEN, constant_tensor(name, shape))
+        return _job(name, dtype, _GIVEN, constant_tensor(name, shape, gates.of(layer, first, count)))
 
     def _given(self, name: str, shape: tuple[int, ...], dtype: DType | None) -> TensorJob:
-        tensor = given(name, shape)
+        tensor = constant_tensor(name, shape)
         return _job(name, dtype or tensor.dtype, _GIVEN, tensor)
 
 
@@ -258,7 +258,7 @@ def _misfits(
 ) -> Iterator[Finding]:
     """What a model has and the mixture has no place for, and models that do not compute alike."""
     for name in base.tensors:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         feed_forward = at is not None and at.part.startswith("mlp.")
         if at is None or is_optional(name) or feed_forward or (at.stack == _STACK and at.part in family.carried):
             continue
@@ -266,7 +266,7 @@ def _misfits(
     for model in dict.fromkeys(str(expert.model) for expert in mixture.everybody):
         checkpoint = checkpoints[model]
         for name in checkpoint.tensors:
-            at = layer_place(name)
+            at = parse_layer_place(name)
             if at is not None and at.part.startswith("mlp.") and not _FEED_FORWARD.match(at.part):
                 yield _no_place(model, name, family)
                 break

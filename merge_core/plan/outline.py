@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from mergegate.merge_core.architecture import (
     is_optional,
     layer_count,
-    layer_place,
     main_depth,
     main_stack,
-    places_outside,
+    parse_layer_place,
+    positions_outside_layers,
     prediction_tensors,
     stacks,
 )
@@ -141,7 +141,7 @@ def _whole(module: Module, names: Sequence[str]) -> list[OutputSpec]:
     depth = stacks(names)
     specs = []
     for name in names:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         t = _position(at.index, depth[at.stack]) if at else 0.0
         specs.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
     return specs
@@ -151,7 +151,7 @@ def _sliced(
     module: Module, stack: str, names: Sequence[str], donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> list[OutputSpec]:
     first, last = module.slices[0], module.slices[-1]
-    kept = [name for name in names if (at := layer_place(name)) is None or at.stack != stack]
+    kept = [name for name in names if (at := parse_layer_place(name)) is None or at.stack != stack]
     whole = keeps_predictions(module, stack, checkpoints)
     if not whole:
         predictions = prediction_tensors(donor)
@@ -171,7 +171,7 @@ def _sliced(
     if whole:
         behind = main_depth(donor, stack)
         for name in names:
-            at = layer_place(name)
+            at = parse_layer_place(name)
             if at is not None and at.stack == stack and at.index >= behind:
                 specs.append(_outside(name, module, last))
     specs += [_outside(name, module, last) for name in kept if places[name] == "after"]
@@ -204,7 +204,7 @@ def _places(names: Sequence[str], module: Module, stack: str, donor: Checkpoint)
     Raises:
         InvalidInput: Nobody knows, and it matters: the first slice is of other models than the last.
     """
-    places: dict[str, str] = dict(places_outside(names, stack, donor))
+    places: dict[str, str] = dict(positions_outside_layers(names, stack, donor))
     ends = {tuple(source.model for source in cut.sources) for cut in (module.slices[0], module.slices[-1])}
     for name, place in places.items():
         if place != "unknown":
@@ -228,7 +228,7 @@ def _layer_parts(checkpoint: Checkpoint, stack: str) -> list[list[str]]:
     """For every layer of a stack the parts (``mlp.up_proj.weight``) it has."""
     parts: list[list[str]] = [[] for _ in range(stacks(checkpoint.tensors).get(stack, 0))]
     for name in checkpoint.tensors:
-        at = layer_place(name)
+        at = parse_layer_place(name)
         if at is not None and at.stack == stack:
             parts[at.index].append(at.part)
     return parts

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mergegate.merge_core.architecture import (
-    before_layers,
     class_difference,
     find_tensor,
     has_vocabulary_rows,
-    in_layout_of,
     input_width,
+    is_before_layers,
     is_head,
     is_of_head,
     is_optional,
     is_projection,
-    layer_place,
+    parse_layer_place,
+    rename_to_layout,
     with_dtype,
 )
-from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
     AnyTensor,
@@ -43,10 +43,10 @@ from mergegate.merge_core.checkpoint import (
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
-from mergegate.merge_core.plan.causes import different_head, different_size, different_vocabulary
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.filters import lost_filters
+from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
 from mergegate.merge_core.plan.heads import lost_heads, with_head
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob
 from mergegate.merge_core.plan.layout import OutputTensor, lay_out
@@ -97,7 +97,7 @@ def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Itera
 
 def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """The tables that a merge is planned from: fused experts one by one, so that the layout on disk decides nothing."""
-    return {name: by_expert(checkpoint) for name, checkpoint in checkpoints.items()}
+    return {name: split_experts(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
 def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
@@ -128,7 +128,9 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
         for tensor in shard.stored:
             offset = begins[tensor.pieces[0]]
             tensors[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
-    return by_expert(Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.companions, plan.chat_templates))
+    return split_experts(
+        Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.companions, plan.chat_templates)
+    )
 
 
 def step_of(file: Path) -> str | None:
@@ -146,7 +148,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     if recipe.mixture is not None:
         mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
         return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, {}, checkpoints)
-    checkpoints = {other: in_layout_of(donor, checkpoint) for other, checkpoint in checkpoints.items()}
+    checkpoints = {other: rename_to_layout(donor, checkpoint) for other, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor = with_head(recipe, donor, checkpoints)
     problems += lost_heads(recipe, donor, checkpoints)
@@ -378,7 +380,7 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
             continue
         same = False
         same_width = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
-        vocabulary = same_width and (before_layers(name) or is_head(name))
+        vocabulary = same_width and (is_before_layers(name) or is_head(name))
         cause = different_vocabulary if vocabulary else different_size
         problems.append(
             Finding(
@@ -401,7 +403,7 @@ def _with_class(config: Mapping[str, Any], donor: Checkpoint, others: Iterable[C
     """Return the config with the class of a model that has the same tensors outside the layers, if it names none."""
 
     def outside(checkpoint: Checkpoint) -> set[str]:
-        names = (name for name in checkpoint.tensors if layer_place(name) is None)
+        names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
         return {name for name in names if is_head(name) or not is_optional(name)}
 
     for other in others if not donor.class_name else ():

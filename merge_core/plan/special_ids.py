@@ -62,7 +62,7 @@ def follow_tokens(
     return part(config, ""), tuple(dict.fromkeys(lost))
 
 
-def config_bytes(config: Mapping[str, Any]) -> bytes:
+def serialize_config(config: Mapping[str, Any]) -> bytes:
     """A configuration as its file holds it."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

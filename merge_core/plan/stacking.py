@@ -12,12 +12,12 @@ from typing import Any
 
 from mergegate.merge_core.architecture import (
     LayerOrigin,
-    in_place,
     is_optional,
-    kinds_of_layer,
-    layer_place,
+    keeps_layer_positions,
+    layer_kinds,
     main_depth,
     main_stack,
+    parse_layer_place,
     prediction_tensors,
     stacked_config,
     text_part,
@@ -46,7 +46,7 @@ def config_of_slices(
     kept = keeps_predictions(module, stack, checkpoints)
     left_out = [] if kept else _left_out(module, checkpoints)
     config = stacked_config(donor.config, layers, where, dropped=bool(left_out))
-    if not in_place(layers):
+    if not keeps_layer_positions(layers):
         for model in dict.fromkeys(one.model for origins in layers for one in origins):
             _check_kinds(model, checkpoints[model], stack)
     return config, left_out
@@ -63,8 +63,8 @@ def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint
         if main_depth(other, stack) != depth:
             return
         for index in range(depth):
-            ours = kinds_of_layer(mine, index, depth, f"{donor}: config.json")
-            for name, value in kinds_of_layer(theirs, index, depth, f"{model}: config.json").items():
+            ours = layer_kinds(mine, index, depth, f"{donor}: config.json")
+            for name, value in layer_kinds(theirs, index, depth, f"{model}: config.json").items():
                 if ours[name] != value:
                     keys = next(kind.keys for kind in mine.family.kinds if kind.name == name)
                     yield Finding(
@@ -126,12 +126,12 @@ def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
     part, depth = text_part(checkpoint.config), main_depth(checkpoint, stack)
     has: list[dict[str, tuple[int, ...]]] = [{} for _ in range(depth)]
     for name, tensor in checkpoint.tensors.items():
-        at = layer_place(name)
+        at = parse_layer_place(name)
         if at is not None and at.stack == stack and at.index < depth and not is_optional(name):
             has[at.index][at.part] = tensor.shape
     seen: dict[str, int] = {}
     for index, tensors in enumerate(has):
-        kinds = kinds_of_layer(part, index, depth, f"{model}: config.json")
+        kinds = layer_kinds(part, index, depth, f"{model}: config.json")
         same = seen.setdefault(repr(kinds), index)
         if has[same] != tensors:
             named = min(dict(has[same].items() ^ tensors.items()))

@@ -12,7 +12,7 @@ from mergegate.merge_core.checkpoint.vocabulary import TokenizerDefinition
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import plan_merge
-from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
 from mergegate.merge_core.recipe import load_recipe
 
 _MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -56,6 +56,6 @@ def plan_transplant(
             own = donor.companions.json(GENERATION)
             marks = donor.config if own is None else own
             new = {**content, **marks} if checkpoint is donor else followed(content, marks)
-            companions = companions.changed({GENERATION: config_bytes(new)})
+            companions = companions.changed({GENERATION: serialize_config(new)})
             break
     return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

@@ -13,7 +13,7 @@ from typing import Any
 from mergegate.merge_core.checkpoint import DEFAULT, TURN_ENDS, ChatTemplates, Checkpoint, Companions
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.plan.alignment import Alignment
-from mergegate.merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
+from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
 
 _END = "eos_token_id"
 
@@ -53,7 +53,7 @@ def with_turn_ends(
     if not ends or set(more) <= set(ends):  # Without any there is nothing to add to.
         return companions
     content = {**own, _END: list(dict.fromkeys((*ends, *more)))}
-    return companions.changed({GENERATION: config_bytes(content)})
+    return companions.changed({GENERATION: serialize_config(content)})
 
 
 def _ends_of(parent: Checkpoint) -> Sequence[int]:

@@ -4,15 +4,15 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
 from mergegate.merge_core.recipe.adapter_output import AdapterOutput
-from mergegate.merge_core.recipe.chosen import chosen_models
+from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
+from mergegate.merge_core.recipe.distance_filter import select_models
 from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
 from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
-from mergegate.merge_core.recipe.own_texts import AskedText, MeasuredInputs, ReadingOfTexts
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
 from mergegate.merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
 from mergegate.merge_core.recipe.reference import (
     CheckpointRef,
-    expanded,
+    expand_user_path,
     is_foreign_path,
     name_in_path,
     parse_reference,
@@ -24,17 +24,17 @@ from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerCho
 __all__ = [
     "CLIENT_KEYS",
     "AdapterOutput",
-    "AskedText",
+    "CalibrationReading",
+    "CalibrationRequest",
     "CheckpointRef",
     "Condition",
     "Expert",
     "GateRows",
-    "MeasuredInputs",
+    "InputMeasurements",
     "Mixture",
     "ModelPlace",
     "Module",
     "Parameters",
-    "ReadingOfTexts",
     "Recipe",
     "RowOrigin",
     "Slice",
@@ -42,8 +42,7 @@ __all__ = [
     "TokenRow",
     "TokenizerChoice",
     "apply_overrides",
-    "chosen_models",
-    "expanded",
+    "expand_user_path",
     "fit_to_method",
     "is_foreign_path",
     "load_recipe",
@@ -51,5 +50,6 @@ __all__ = [
     "parse_reference",
     "recipe_schema",
     "resolve_local",
+    "select_models",
     "value_for",
 ]

@@ -20,16 +20,16 @@ from mergegate.merge_core.errors import Finding, FindingLog, InvalidInput
 from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml, read_yaml
 from mergegate.merge_core.recipe.adapter_output import AdapterOutput, parse_output
-from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping
-from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
-from mergegate.merge_core.recipe.own_texts import (
-    AskedText,
-    MeasuredInputs,
-    ReadingOfTexts,
+from mergegate.merge_core.recipe.calibration_texts import (
+    CalibrationReading,
+    CalibrationRequest,
+    InputMeasurements,
     parse_reading,
     parse_text,
     require_texts,
 )
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping
+from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters, value_for
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
@@ -145,8 +145,8 @@ class Recipe:
     experts_in_order: bool = False
     mixture: Mixture | None = None
     output: AdapterOutput | None = None
-    reading: ReadingOfTexts = field(default_factory=ReadingOfTexts)
-    measured: Mapping[str, MeasuredInputs] | None = None
+    reading: CalibrationReading = field(default_factory=CalibrationReading)
+    measured: Mapping[str, InputMeasurements] | None = None
     leave_out_beyond: float | None = None
     places: Mapping[str, ModelPlace] | None = None
     findings: tuple[Finding, ...] = ()
@@ -196,14 +196,14 @@ class Recipe:
         return {source.model: source.text for source in self.sources if source.text is not None}
 
     @property
-    def asked_texts(self) -> tuple[AskedText, ...]:
+    def asked_texts(self) -> tuple[CalibrationRequest, ...]:
         """What this document wants of its models' texts."""
         what = str(self.method.traits.reads_text)
-        return tuple(AskedText(str(ref), text, what, self.reading) for ref, text in self.texts.items())
+        return tuple(CalibrationRequest(str(ref), text, what, self.reading) for ref, text in self.texts.items())
 
-    def what_was_read(self) -> dict[AskedText, MeasuredInputs]:
+    def what_was_read(self) -> dict[CalibrationRequest, InputMeasurements]:
         """What models showed on their texts, as far as they have read them."""
-        found: dict[AskedText, MeasuredInputs] = {}
+        found: dict[CalibrationRequest, InputMeasurements] = {}
         for document in (*self.steps, self):
             known = document.measured or {}
             found |= {asked: known[asked.model] for asked in document.asked_texts if asked.model in known}

@@ -85,7 +85,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, a Windows path, or starting with ``.`` or
             ``~``) and is not there, no directory can have that name, or ``expanded`` refuses.
     """
-    path = expanded(ref.path)
+    path = expand_user_path(ref.path)
     try:
         for start in (directory, Path.cwd()):
             if start is not None and (start / path).is_dir():
@@ -116,7 +116,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
     return None
 
 
-def expanded(text: str) -> Path:
+def expand_user_path(text: str) -> Path:
     """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
 
     Raises:

@@ -1,6 +1,6 @@
 """How things are said to people: quantities (``units``), and what happens while something works (``details``)."""
 
-from mergegate.merge_core.wording.details import detail, heard_by, wants_details, without_secrets
+from mergegate.merge_core.wording.details import detail, detail_listener, has_detail_listener, without_secrets
 from mergegate.merge_core.wording.units import (
     format_bytes,
     format_duration,
@@ -12,13 +12,13 @@ from mergegate.merge_core.wording.units import (
 
 __all__ = [
     "detail",
+    "detail_listener",
     "format_bytes",
     "format_duration",
     "format_roughly",
     "format_short_time",
-    "heard_by",
+    "has_detail_listener",
     "parse_bytes",
     "parse_duration",
-    "wants_details",
     "without_secrets",
 ]

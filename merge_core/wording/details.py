@@ -38,13 +38,13 @@ def detail(message: str, *arguments: object) -> None:
             say(line)
 
 
-def wants_details() -> bool:
+def has_detail_listener() -> bool:
     """Whether anybody listens: for what costs something to find out."""
     return bool(_listeners)
 
 
 @contextmanager
-def heard_by(say: Callable[[str], None]) -> Iterator[None]:
+def detail_listener(say: Callable[[str], None]) -> Iterator[None]:
     """Tell ``say`` each line while the block runs, in whatever thread it arises."""
     _listeners.append(say)
     try:

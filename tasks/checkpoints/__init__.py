@@ -5,7 +5,11 @@ in the process that holds models.
 """
 
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
+from mergegate.tasks.checkpoints.adapter_application import (
+    apply_adapters,
+    apply_adapters_outside_flow,
+    find_applied_adapters,
+)
 from mergegate.tasks.checkpoints.card import (
     CARD_FILE,
     NO_CARD,
@@ -19,18 +23,18 @@ from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from mergegate.tasks.checkpoints.lean_imports import import_lean
 from mergegate.tasks.checkpoints.memory import gpu_memory
-from mergegate.tasks.checkpoints.model import Model, files_state
+from mergegate.tasks.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
-    ShortOfMemory,
-    also_unload,
-    asked_with,
-    load_apart,
+    OutOfModelMemory,
     load_model,
+    load_private_model,
+    on_unload,
     tokenizer_digest,
-    unload,
+    torch_threads,
+    unload_models,
 )
-from mergegate.tasks.checkpoints.model_process import TellProgress, ask_child, end_child
+from mergegate.tasks.checkpoints.model_process import TellProgress, call_model_process, end_model_process
 from mergegate.tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
@@ -38,14 +42,14 @@ from mergegate.tasks.checkpoints.pin import (
     adapted_digest,
     adapter_digest,
     adapter_files_digest,
-    adapter_remarks,
+    adapter_findings_of_parents,
     checkpoint_digest,
     files_digest,
     find_checkpoint,
+    find_pinned_checkpoints,
     identify_parents,
     open_parent,
     pin_checkpoints,
-    pinned_before,
     require_combinable,
     resolve_all_parents,
     resolve_parents,
@@ -60,41 +64,40 @@ __all__ = [
     "LoadedModel",
     "Model",
     "ModelCard",
+    "OutOfModelMemory",
     "PinnedAdapter",
     "PinnedCheckpoint",
     "PinnedRecipe",
     "ResolvedAdapter",
     "ResolvedCheckpoint",
-    "ShortOfMemory",
     "TellProgress",
     "adapted_digest",
     "adapter_digest",
     "adapter_files_digest",
-    "adapter_remarks",
-    "also_unload",
-    "ask_child",
-    "asked_with",
+    "adapter_findings_of_parents",
+    "apply_adapters",
+    "apply_adapters_outside_flow",
+    "call_model_process",
     "card_path",
     "checkpoint_digest",
     "deciding_files",
-    "end_child",
+    "end_model_process",
     "fetch_weights",
     "files_digest",
-    "files_state",
+    "files_fingerprint",
+    "find_applied_adapters",
     "find_checkpoint",
+    "find_pinned_checkpoints",
     "gpu_memory",
     "identify_files",
     "identify_parents",
     "import_lean",
-    "load_apart",
     "load_model",
-    "loadable",
-    "loadable_alone",
-    "loadable_before",
+    "load_private_model",
+    "on_unload",
     "open_parent",
     "parse_card",
     "pin_checkpoints",
-    "pinned_before",
     "read_card",
     "require_combinable",
     "require_same_files",
@@ -103,5 +106,6 @@ __all__ = [
     "search_parents",
     "size_of_adapter",
     "tokenizer_digest",
-    "unload",
+    "torch_threads",
+    "unload_models",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot

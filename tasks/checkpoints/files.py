@@ -22,8 +22,8 @@ from mergegate.merge_core.checkpoint import (
     travels,
 )
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
 from mergegate.merge_core.parsing import JsonBounds, check_entries, read_json
-from mergegate.merge_core.store import FileIdentity, file_identity, require_unchanged
 
 # Configuration, tokenizer, templates, custom code.
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")

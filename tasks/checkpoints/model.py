@@ -9,8 +9,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.store import MANIFEST, NotInKey, digest, file_identity
+from mergegate.merge_core.files import file_identity
 from mergegate.tasks.checkpoints.files import deciding_files
+from mergegate.tasks.store import MANIFEST, NotInKey, digest
 
 
 class Model(BaseModel):
@@ -53,7 +54,7 @@ class Model(BaseModel):
         return [self.directory / name for name in names if name != MANIFEST]
 
 
-def files_state(models: Sequence[Model]) -> str:
+def files_fingerprint(models: Sequence[Model]) -> str:
     """A text that is other as soon as anything was done to a pinned file of ``models``, if only touched.
 
     It belongs to the identity of unfinished work: whether bytes that a killed run has read were the pinned ones, nobody

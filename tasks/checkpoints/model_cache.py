@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import digest
 from mergegate.merge_core.system import system_memory
 from mergegate.tasks.checkpoints.lean_imports import import_lean
 from mergegate.tasks.checkpoints.memory import gpu_memory
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.store import digest
 
 SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
 
@@ -32,7 +32,7 @@ _SHARE = 0.5  # of the memory that there would be without any model
 _SMALL = 10_000_000  # parameters; below, a layer is computed faster than threads agree that it is done
 
 
-class ShortOfMemory(InvalidInput):
+class OutOfModelMemory(InvalidInput):
     """Memory did not suffice for a model and a batch."""
 
 
@@ -72,14 +72,14 @@ _most: int | None = None  # that may be held at once; None: as many as fit
 _other_holders: list[Callable[[], None]] = []
 
 
-def also_unload(unload_there: Callable[[], None]) -> None:
+def on_unload(unload_there: Callable[[], None]) -> None:
     """Have ``unload_there`` called before a model is loaded here: whoever holds one in a process of its own lets
     it go, because two models need not fit side by side."""
     _other_holders.append(unload_there)
 
 
 @contextmanager
-def asked_with(loaded: LoadedModel, threads: int | None = None) -> Iterator[None]:
+def torch_threads(loaded: LoadedModel, threads: int | None = None) -> Iterator[None]:
     """Inside, this thread asks ``loaded`` with so many threads of torch; None: as many as torch has. A small network
     with one."""
     import torch
@@ -101,7 +101,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        ShortOfMemory: when memory does not suffice; then no model is held any more.
+        OutOfModelMemory: when memory does not suffice; then no model is held any more.
         InvalidInput: when the directory holds no model that can be loaded as it is.
     """
     with _lock:
@@ -113,14 +113,14 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
             _loaded[wanted] = _load(model, dtype, device)
         _loaded[wanted] = loaded = _loaded.pop(wanted)
         try:
-            with asked_with(loaded):
+            with torch_threads(loaded):
                 yield loaded
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             del loaded
-            unload()
-            raise ShortOfMemory(
+            unload_models()
+            raise OutOfModelMemory(
                 f"{model.name} ({model.directory})",
                 found=f"out of memory on {device}",
                 remedy=SMALLER,
@@ -134,15 +134,15 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def load_apart(model: Model, *, dtype: str, device: str) -> LoadedModel:
+def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
     """A model that the caller holds by himself, and changes.
 
-    Nothing else is held when it is loaded, and when another is loaded here he is to let go of it (``also_unload``).
+    Nothing else is held when it is loaded, and when another is loaded here he is to let go of it (``on_unload``).
 
     Raises: as ``load_model``.
     """
     with _lock:
-        unload()
+        unload_models()
         for unload_there in _other_holders:
             unload_there()
         return _load(model, dtype, device)
@@ -169,7 +169,7 @@ def hold_at_most(models: int | None) -> None:
     _most = models
 
 
-def unload() -> None:
+def unload_models() -> None:
     """Forget the models that are held, and give their memory back."""
     with _lock:
         if _loaded:
@@ -237,7 +237,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         network = network.to(device).eval()
     except Exception as error:
         if _is_out_of_memory(error):
-            raise ShortOfMemory(
+            raise OutOfModelMemory(
                 where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
             ) from error
         # Whatever a file of the checkpoint makes transformers, tokenizers or safetensors raise: their types are many.

@@ -5,7 +5,7 @@ several. It is started when it is first needed, keeps models for the next questi
 after look: each is loaded once), and dies with this process, however that ends (``tasks.outside``)::
 
     answer = ask_child(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
-    end_child()                                                         # the models' memory is free again
+    end_model_process()                                                  # the models' memory is free again
 
 ``function`` is a plain function of a module, called there as ``function(*arguments, on_progress)``. Questions and
 answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
@@ -39,25 +39,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.merge_core.store import refusing_disk, state_directory
+from mergegate.merge_core.files import disk_errors_refused, state_directory
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.checkpoints.lean_imports import import_lean
 from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
-from mergegate.tasks.outside import (
-    Confinement,
-    GivenUp,
-    Slot,
-    SupervisedProcess,
-    also_end,
-    compile_imports,
-    current_slot,
-    environment_of_child,
-    take_gpus,
-)
-from mergegate.tasks.stage import also_forget, home, memory_of_child, store
+from mergegate.tasks.checkpoints.model_cache import SMALLER, OutOfModelMemory, hold_at_most, on_unload, unload_models
+from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
+from mergegate.tasks.sandbox import Confinement, SupervisedProcess, acquire_gpus, compile_imports, environment_of_child
+from mergegate.tasks.stage import home, memory_of_child, on_input_change, store
 
 # As Python, torch and C++ say it where a limit, not the system, is in the way.
 _NO_MEMORY = re.compile(
@@ -92,7 +83,7 @@ _log = logging.getLogger(__name__)
 _alone = False  # whether memory was too short for several models once
 
 
-def ask_child(
+def call_model_process(
     function: Callable[..., A],
     arguments: Sequence[object],
     *,
@@ -121,12 +112,12 @@ def ask_child(
 
     Raises:
         MergegateError: what ``function`` raises.
-        ShortOfMemory: when the system ended the process, as it does when memory is full.
+        OutOfModelMemory: when the system ended the process, as it does when memory is full.
         InvalidInput: when it died in another way, or what it was to do failed.
         Refused: when the time limit is over.
-        GivenUp: when nobody waits for the answer any more.
+        Cancelled: when nobody waits for the answer any more.
     """
-    unload()  # models here and there need not fit side by side
+    unload_models()  # models here and there need not fit side by side
     detail("asks the process that holds models: %s.%s for %s", function.__module__, function.__qualname__, where)
     slot = current_slot()
     place = _place(slot.number)
@@ -141,7 +132,7 @@ def ask_child(
     with place.lock:
         try:
             return asked()
-        except ShortOfMemory:
+        except OutOfModelMemory:
             if not _anybody_beside(place):
                 raise
     _log.warning("%s: its process was killed while others were at work; once more, when they are gone", where)
@@ -152,7 +143,7 @@ def ask_child(
         return asked()
 
 
-def end_child() -> None:
+def end_model_process() -> None:
     """End the process, and everything it holds and has started; where there are several, all of them."""
     for place in _places_in_order():
         place.end()
@@ -167,13 +158,13 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    unload()
-    end_child()
+    unload_models()
+    end_model_process()
 
 
-also_unload(end_child)
-also_forget(_forget)
-also_end(lambda number: _place(number).end())
+on_unload(end_model_process)
+on_input_change(_forget)
+on_slot_end(lambda number: _place(number).end())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +185,7 @@ class _Kind:
 
 
 class _Question(NamedTuple):
-    """What is asked, as ``ask_child`` is told."""
+    """What is asked, as ``call_model_process`` is told."""
 
     content: tuple[Any, ...]
     where: str
@@ -210,19 +201,19 @@ class _Place:
         self.lock = threading.RLock()
         self.current: _ModelProcess | None = None
 
-    def ask(self, question: _Question, kind: _Kind, models: set[str], *, any_models: bool, slot: Slot) -> Any:
+    def ask(self, question: _Question, kind: _Kind, models: set[str], *, any_models: bool, slot: WorkerSlot) -> Any:
         """The answer of the process, which is started if need be, and started anew for one model at a time."""
         global _alone
         deadline = time.monotonic() + question.limit if question.limit is not None else None
         with self.lock:
             while True:
                 if slot.given_up.is_set():
-                    raise GivenUp
+                    raise Cancelled
                 process = self._process_for(kind, any_models=any_models)
                 process.models |= models
                 try:
                     return self._asked(process, question, deadline, slot)
-                except ShortOfMemory:
+                except OutOfModelMemory:
                     if _alone or len(process.models) < 2:
                         raise
                     _log.warning("%s: memory was short with several models in it; now one at a time", question.where)
@@ -245,7 +236,7 @@ class _Place:
         self.current = _ModelProcess(kind)
         return self.current
 
-    def _asked(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: Slot) -> Any:
+    def _asked(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: WorkerSlot) -> Any:
         answered = False
         heard = time.monotonic()
         try:
@@ -262,7 +253,7 @@ class _Place:
                         remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
                     )
                 if slot.given_up.is_set():
-                    raise GivenUp
+                    raise Cancelled
                 if not holder.connection.poll(min(left, _LOOK_EVERY)):
                     if holder.process.alive or holder.connection.poll():
                         continue
@@ -320,7 +311,7 @@ class _ModelProcess:
         compile_libraries()
         given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
-        self._gpus = take_gpus()
+        self._gpus = acquire_gpus()
         try:
             self.process = SupervisedProcess(
                 # -P: the directory that the run was started in is none to import from.
@@ -378,7 +369,7 @@ def _confinement(kind: _Kind) -> Confinement:
 
 def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
     if code is None or code == -signal.SIGKILL:
-        return ShortOfMemory(
+        return OutOfModelMemory(
             where,
             found="the process that scores was killed by signal 9, as the system does when memory is full",
             expected="memory for the model and a batch",
@@ -395,8 +386,8 @@ def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
     )
 
 
-def _no_memory_left(where: str, said: str) -> ShortOfMemory:
-    return ShortOfMemory(
+def _no_memory_left(where: str, said: str) -> OutOfModelMemory:
+    return OutOfModelMemory(
         where,
         found=f"the process that scores had no memory left: {said}",
         expected="memory for the data, the model and a batch, within limits.memory if the profile has that",
@@ -449,9 +440,9 @@ def answer_question(asker: Connection, function: Callable[..., Any], arguments: 
             asker.send(("progress", done, total))
 
     try:
-        with refusing_disk():
+        with disk_errors_refused():
             return "done", function(*arguments, on_progress)
-    except ShortOfMemory as error:
+    except OutOfModelMemory as error:
         return "problem", error
     except BaseException as error:  # Rust's panics, and whoever calls exit() in a task
         if said := _starved(error):

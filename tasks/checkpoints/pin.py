@@ -20,15 +20,16 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
 from mergegate.merge_core.adapters import CombinedSize, combined_size, is_own_text, require_products
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
-from mergegate.merge_core.recipe import expanded, parse_reference
-from mergegate.merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
-from mergegate.merge_core.store import digest as canonical_digest
+from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
+from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
 from mergegate.tasks.checkpoints.files import deciding_files, identify_files, without_model
-from mergegate.tasks.checkpoints.hub.errors import all_at_once
+from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.headers import open_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.store import NotInKey, merkle
+from mergegate.tasks.store import digest as canonical_digest
 
 # Where a reference leads, with its adapter; or why nowhere.
 Located = tuple[Path, Snapshot | None, ResolvedAdapter | None] | MergegateError
@@ -160,7 +161,7 @@ def find_checkpoint(text: str) -> ResolvedCheckpoint:
         Refused: for a repository that may not be read, or a Hub that cannot be reached.
     """
     # A directory may have an @ or a + in its name.
-    reference = CheckpointRef(text) if expanded(text).is_dir() else parse_reference(text, text)
+    reference = CheckpointRef(text) if expand_user_path(text).is_dir() else parse_reference(text, text)
     place = _locate(reference, None, _snapshot)
     if isinstance(place, MergegateError):
         raise place
@@ -179,7 +180,7 @@ def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckp
     """As ``resolve_parents``, of several recipes: the same branch is the same commit in all of them."""
     search = search_parents(recipes)
     if search.problems:
-        raise all_at_once(search.problems)
+        raise combine_hub_errors(search.problems)
     return search.found
 
 
@@ -194,7 +195,7 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
     return parent.adapter.applied_to(model) if parent.adapter else model
 
 
-def adapter_remarks(found: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
+def adapter_findings_of_parents(found: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
     """What is odd about the adapters of the parents.
 
     Raises:
@@ -250,7 +251,7 @@ def pin_checkpoints(
     return tuple(_pinned(parent, hashes, trusted) for parent in found)
 
 
-def pinned_before(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
+def find_pinned_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
     """Those of the parents whose files are here and were all hashed before, pinned; nothing is read for it."""
     pinned: list[PinnedCheckpoint] = []
     for parent in found:

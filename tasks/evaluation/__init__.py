@@ -4,30 +4,32 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
-from mergegate.tasks.evaluation.allowed_code import allow_code, require_evaluated
-from mergegate.tasks.evaluation.asked_data import AskedDataset
-from mergegate.tasks.evaluation.asking import AskedHow, Asking, asking_of
 from mergegate.tasks.evaluation.backends import Backend, find_backend
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
-from mergegate.tasks.evaluation.division import Division, DocumentSet, SetName, divide
+from mergegate.tasks.evaluation.code_permission import allow_code, require_evaluated
+from mergegate.tasks.evaluation.contamination import (
+    CalibrationTexts,
+    ContaminatedDocuments,
+    find_contaminated_documents,
+)
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
-    Paired,
+    PairedScores,
     pair_documents,
     read_document_scores,
     score_of_sample,
     write_document_scores,
 )
-from mergegate.tasks.evaluation.fetching import FetchedDataset, fetch_datasets
-from mergegate.tasks.evaluation.group_mean import MeanOver, require_own_mean
+from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
+from mergegate.tasks.evaluation.group_mean import MeanOver, require_declared_mean
 from mergegate.tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
-    check_alike,
     find_results,
     precision_differences,
     read_task,
+    require_same_conditions,
 )
 from mergegate.tasks.evaluation.metrics import (
     JudgedMetrics,
@@ -36,111 +38,118 @@ from mergegate.tasks.evaluation.metrics import (
     choose_metrics,
     default_metric,
 )
-from mergegate.tasks.evaluation.pace import AskedDocument, asked_of_document, document_seconds, measured_seconds
-from mergegate.tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from mergegate.tasks.evaluation.process import clusters_in_child
-from mergegate.tasks.evaluation.read_before import DocumentsRead, TextsRead, documents_read
-from mergegate.tasks.evaluation.scoring import Scoring, looks
+from mergegate.tasks.evaluation.prompt_settings import PromptSettings, ResolvedPromptSettings, resolve_prompt_settings
+from mergegate.tasks.evaluation.scoring import Scoring, interim_looks
+from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
     Scores,
     TaskScore,
     TaskScores,
     by_task,
+    count_missing_documents,
     count_task,
     data_revisions,
     document_count,
-    evaluate_to,
+    evaluate_documents,
+    find_pinned_data,
     join_parts,
     known_scores,
     pin_data,
-    pinned_data_before,
     score_table,
-    unknown_documents,
 )
 from mergegate.tasks.evaluation.support import pin_sound_tasks, require_effect, require_examples, require_supported
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_texts import document_texts
+from mergegate.tasks.evaluation.throughput import (
+    DocumentCost,
+    document_seconds,
+    estimate_document_cost,
+    measured_seconds,
+)
+from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, TokenizedTask, tokenize_task
 
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
-    "AskedDataset",
-    "AskedDocument",
-    "AskedHow",
-    "Asking",
     "Backend",
+    "CalibrationTexts",
+    "ContaminatedDocuments",
     "CountLimit",
     "DataSource",
-    "Division",
+    "DocumentCost",
     "DocumentScore",
     "DocumentSet",
-    "DocumentsRead",
+    "DocumentSplits",
     "EvalTask",
     "FetchedDataset",
     "JudgedMetrics",
     "MeanOver",
     "MetricSetting",
-    "Paired",
-    "PosedDocument",
-    "PosedTask",
+    "PairedScores",
+    "PromptSettings",
+    "ResolvedPromptSettings",
     "ResultsFile",
     "Scores",
     "Scoring",
     "SetName",
     "TaskData",
+    "TaskDataset",
     "TaskPreview",
     "TaskResults",
     "TaskScore",
     "TaskScores",
-    "TextsRead",
+    "TokenizedDocument",
+    "TokenizedTask",
     "TokenizerPlace",
     "allow_code",
-    "asked_of_document",
-    "asking_of",
     "by_task",
-    "check_alike",
     "choose_known_metrics",
     "choose_metrics",
     "clusters_in_child",
+    "count_missing_documents",
     "count_task",
     "data_revisions",
     "default_metric",
-    "divide",
     "document_count",
     "document_seconds",
     "document_texts",
-    "documents_read",
-    "evaluate_to",
+    "estimate_document_cost",
+    "evaluate_documents",
     "fetch_datasets",
     "find_backend",
+    "find_contaminated_documents",
+    "find_pinned_data",
     "find_results",
+    "interim_looks",
     "is_file_name",
     "join_parts",
     "known_scores",
-    "looks",
     "measured_seconds",
     "named_data",
     "pair_documents",
     "pin_data",
     "pin_sound_tasks",
     "pin_task",
-    "pinned_data_before",
-    "pose",
     "precision_differences",
     "preview",
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_declared_mean",
     "require_effect",
     "require_evaluated",
     "require_examples",
-    "require_own_mean",
+    "require_same_conditions",
     "require_supported",
+    "resolve_prompt_settings",
     "score_of_sample",
     "score_table",
-    "unknown_documents",
+    "split_documents",
+    "tokenize_task",
     "write_document_scores",
 ]

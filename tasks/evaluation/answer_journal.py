@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mergegate.merge_core.store import RecordJournal
+from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.evaluation.backends import AnswerEnd
 
 

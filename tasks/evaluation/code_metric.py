@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from math import comb, fsum
 from typing import Any
 
-from mergegate.tasks.outside import ProgramEnd, ProgramLimits, run_program
+from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, run_program
 
 _NAME = "code_eval"
 _CHECK = "check_correctness"  # by which tasks of lm-eval run programs that do not use code_eval

@@ -76,7 +76,7 @@ def answer_of(sample: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedScores:
     """Scores of the same documents by two models, in equal order: that in which they were scored."""
 
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
@@ -115,7 +115,7 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
 def pair_documents(
     reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, where: str
-) -> Paired:
+) -> PairedScores:
     """The documents of both under ``metric``, one by one, in the order in which those of ``merge`` stand.
 
     Args:
@@ -146,7 +146,7 @@ def pair_documents(
                     remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
                 )
     documents = tuple(right)
-    return Paired(
+    return PairedScores(
         documents,
         tuple(left[key].outcome for key in documents),
         tuple(right[key].outcome for key in documents),

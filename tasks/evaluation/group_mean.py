@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.shipped import shipped_group
+from mergegate.tasks.evaluation.lm_eval_index import shipped_group
 from mergegate.tasks.evaluation.task_definition import is_file_name, read_definition
 
 MeanOver = Literal["documents"]
 
 
-def require_own_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
+def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
     """See that the score of a group that guards a release is what the group calls its own, or was asked for.
 
     Args:

@@ -27,21 +27,20 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
-from mergegate.merge_core.store import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalPlace, open_journal
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
-from mergegate.tasks.evaluation.arranging import arrange
-from mergegate.tasks.evaluation.asking import asking_of
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from mergegate.tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
-from mergegate.tasks.evaluation.division import DocumentSet
 from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
-from mergegate.tasks.evaluation.mirror_loading import datasets_from
+from mergegate.tasks.evaluation.mirror_loader import datasets_from
+from mergegate.tasks.evaluation.prompt_settings import resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
-from mergegate.tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -52,8 +51,9 @@ from mergegate.tasks.evaluation.task_data import (
 )
 from mergegate.tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
 from mergegate.tasks.evaluation.task_file import Definition, function_dumper
+from mergegate.tasks.evaluation.task_setup import arrange
 from mergegate.tasks.evaluation.task_texts import asked_of
-from mergegate.tasks.outside import ProgramLimits
+from mergegate.tasks.sandbox import ProgramLimits
 
 _READABLE = 64  # characters of a cluster's name
 _TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each
@@ -202,7 +202,7 @@ def ask_documents(
 ) -> ScoredDocuments:
     from lm_eval.evaluator import evaluate
 
-    how = asking_of(task.asked, scoring)
+    how = resolve_prompt_settings(task.asked, scoring)
     leaves = arrange(loaded, documents, lm, how, scoring.seed)
     with mistakes_of(task):
         results = evaluate(

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import (
     JsonBounds,
-    as_written,
     expectation,
-    line_place,
-    one_of_several,
+    format_value,
+    join_expectations,
+    line_location,
     parse_json,
     read_plain,
 )
@@ -125,7 +125,7 @@ def parse_sample(line: bytes, path: Path, number: int) -> tuple[WrittenSample, M
     Raises:
         InvalidInput: for a line that is not JSON, or has a value of another type, naming line and key.
     """
-    where = line_place(path, number)
+    where = line_location(path, number)
     content = parse_json(line, where, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
     return _checked(WrittenSample, content, where, "not a sample of lm-eval"), content
 
@@ -154,8 +154,8 @@ def _checked(model: type[M], content: object, where: str, otherwise: str) -> M:
     ]
     raise InvalidInput(
         f"{where}: {_key(place)}" if place else where,
-        found=as_written(value) if place else f"{otherwise}: {as_written(value)}",
-        expected=one_of_several(said).removeprefix("expected "),
+        found=format_value(value) if place else f"{otherwise}: {format_value(value)}",
+        expected=join_expectations(said).removeprefix("expected "),
         remedy=_AGAIN,
     )
 

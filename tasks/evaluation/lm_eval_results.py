@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import as_written, line_place, read_lines
+from mergegate.merge_core.parsing import format_value, line_location, read_lines
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, answered_then, probabilities
 from mergegate.tasks.evaluation.declared_metrics import is_registered_mean
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -183,7 +183,7 @@ def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None
     return TaskResults(task, tuple(outcomes), _conditions(file, leaves), _precision(file), file.path)
 
 
-def check_alike(reference: TaskResults, merge: TaskResults, where: str) -> None:
+def require_same_conditions(reference: TaskResults, merge: TaskResults, where: str) -> None:
     """See that two models were asked under the same conditions. Documents and prompts are compared when paired.
 
     Raises:
@@ -247,14 +247,14 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
         sample = _sample(line, path, number, cluster_field, config, names)
         if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(
-                line_place(path, number),
+                line_location(path, number),
                 found=f"document {sample.doc_id} twice under the filter {sample.filter}, first in line {first}",
                 expected="each document once",
                 remedy=_ALTERED,
             )
         if sample.doc_id >= counted.original:
             raise InvalidInput(
-                f"{line_place(path, number)}: doc_id",
+                f"{line_location(path, number)}: doc_id",
                 found=str(sample.doc_id),
                 expected=f"less than the {counted.original} documents that {file.path.name} speaks of",
                 remedy=_ALTERED,
@@ -302,7 +302,7 @@ def _sample(
         (sample.doc_hash, sample.prompt_hash, sample.target_hash),
         names(tuple(sample.metrics)),
         tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
-        names(_cluster(content, cluster_field, line_place(path, number))),
+        names(_cluster(content, cluster_field, line_location(path, number))),
         answered_then(config, content),
     )
 
@@ -366,7 +366,7 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
         stated = float(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
         if key in reported and stated is None and len(numbers) == len(scores):
             raise InvalidInput(
-                f"{file.path}: results.{task}.{key}", found=as_written(total), expected="a number", remedy=_ALTERED
+                f"{file.path}: results.{task}.{key}", found=format_value(total), expected="a number", remedy=_ALTERED
             )
         if (
             stated is not None

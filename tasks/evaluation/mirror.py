@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.asked_data import AskedDataset
+from mergegate.tasks.evaluation.task_datasets import TaskDataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them
@@ -32,7 +32,7 @@ _VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # at the end of a configu
 class FoundDataset:
     """Where a dataset lies: a directory like one of the Hub, or a file by split."""
 
-    asked: AskedDataset
+    asked: TaskDataset
     directory: Path | None
     by_split: Mapping[str, Path]
 
@@ -53,7 +53,7 @@ class FoundDataset:
         return named
 
 
-def find_dataset(root: Path, asked: AskedDataset) -> FoundDataset:
+def find_dataset(root: Path, asked: TaskDataset) -> FoundDataset:
     """Where ``asked`` lies below ``root``.
 
     Raises:
@@ -80,7 +80,7 @@ def find_dataset(root: Path, asked: AskedDataset) -> FoundDataset:
     return FoundDataset(asked, None, by_split)
 
 
-def find_datasets(root: Path, asked: Sequence[AskedDataset]) -> tuple[FoundDataset, ...]:
+def find_datasets(root: Path, asked: Sequence[TaskDataset]) -> tuple[FoundDataset, ...]:
     """Where each of ``asked`` lies. Raises as ``find_dataset``; where something is asked and there is no ``root``."""
     if asked and not root.is_dir():
         raise InvalidInput(
@@ -121,7 +121,7 @@ def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(every))
 
 
-def _data_in(directory: Path, asked: AskedDataset) -> tuple[Path, ...]:
+def _data_in(directory: Path, asked: TaskDataset) -> tuple[Path, ...]:
     """What a task would be loaded from; nothing where a file lacks that it names."""
     if not asked.files:
         return _files_of(directory, asked.config)
@@ -146,7 +146,7 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
     return (*data, *([card] if data and card.is_file() else []))
 
 
-def _names(asked: AskedDataset) -> Iterator[str]:
+def _names(asked: TaskDataset) -> Iterator[str]:
     """What a file of this dataset may be called by, most particular first."""
     yield asked.task
     if not asked.path:
@@ -163,7 +163,7 @@ def _names(asked: AskedDataset) -> Iterator[str]:
     yield base
 
 
-def _named_files(root: Path, asked: AskedDataset) -> dict[str, Path]:
+def _named_files(root: Path, asked: TaskDataset) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for name in dict.fromkeys("".join(_words(name)) for name in _names(asked)):
         for called, split, file in _listing(root):

@@ -19,14 +19,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.checkpoints import TellProgress
-from mergegate.tasks.evaluation.asking import asking_of
 from mergegate.tasks.evaluation.process import ask_about_task
+from mergegate.tasks.evaluation.prompt_settings import resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import Scoring, ordered
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import StageValue, value_stage
+from mergegate.tasks.store import NotInKey
 
 _LONGEST = 20_000  # characters of a prompt that are kept
 
@@ -72,8 +72,8 @@ def _preview_there(
     """In the process that holds models."""
     from lm_eval.models.huggingface import HFLM
 
-    from mergegate.tasks.evaluation.arranging import arrange, require_known_generation, room_for_prompt
     from mergegate.tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
+    from mergegate.tasks.evaluation.task_setup import arrange, require_known_generation, room_for_prompt
     from mergegate.tasks.evaluation.task_texts import text_of
 
     with quiet():
@@ -87,7 +87,7 @@ def _preview_there(
         context = _context_of(tokenizer, loaded_tokenizer, scoring)
         # As the backend leaves it.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
-        how = asking_of(task.asked, scoring)
+        how = resolve_prompt_settings(task.asked, scoring)
         require_known_generation(how, scoring.backend, task.name, loaded.generation)
         room = {
             each: room_for_prompt(loaded, each, how, context)

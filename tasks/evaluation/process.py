@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from mergegate.merge_core.store import JournalPlace
-from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, end_child
+from mergegate.merge_core.files import JournalPlace
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.task_data import LoadedData
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
 
-__all__ = ["ask_about_task", "end_child", "look_in_child", "score_in_child"]
+__all__ = ["ask_about_task", "look_in_child", "score_in_child"]
 
 
 def score_in_child(
@@ -40,7 +40,7 @@ def score_in_child(
         Refused: when the time limit is over.
     """
     backend = find_backend(scoring.backend)
-    return ask_child(
+    return call_model_process(
         _score,
         (model, task, scoring, part, device, journal),
         where=f"task {task.name} on {model.name}: {part}",
@@ -76,7 +76,7 @@ def ask_about_task(
     task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], what: str, time_limit: float | None
 ) -> A:
     """Ask about the data of a task, which may have to be loaded for that."""
-    return ask_child(
+    return call_model_process(
         function,
         arguments,
         where=f"task {task.name}: {what}",

@@ -16,10 +16,10 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.backends.served import ServerSettings
+from mergegate.tasks.evaluation.backends.server import ServerSettings
 from mergegate.tasks.evaluation.backends.vllm import VllmSettings
+from mergegate.tasks.store import NotInKey
 
 CHUNK_SIZE = 500  # documents of one part at most
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that are one backend's own
@@ -116,7 +116,7 @@ class Piece(NamedTuple):
     counted: DocumentRange
 
 
-def looks(total: int, first: int | None) -> tuple[int, ...]:
+def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
     """Cumulative numbers of documents after each look at a task: ``first``, then doublings, at last ``total``.
 
     Args:
@@ -144,7 +144,7 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     [200, 400, 800, 1300, 1319]
     """
     cut = []
-    for begin, end in pairwise((0, *looks(total, first))):
+    for begin, end in pairwise((0, *interim_looks(total, first))):
         cut += [DocumentRange(first=at, last=min(at + CHUNK_SIZE, end)) for at in range(begin, end, CHUNK_SIZE)]
     return tuple(cut)
 

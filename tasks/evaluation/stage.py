@@ -25,8 +25,8 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
-from mergegate.tasks.checkpoints import Model, files_state
+from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal
+from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY
 from mergegate.tasks.evaluation.document_scores import (
@@ -45,7 +45,8 @@ from mergegate.tasks.evaluation.metrics import (
 from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
+from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
+from mergegate.tasks.store import Artifact, NotInKey
 
 
 class TaskScore(BaseModel):
@@ -170,7 +171,7 @@ def evaluate(
         lambda done, total: advance(done, total, f"requests of {task.name}"),
         # A server is not in the key; but what one has half answered is not for another to go on with.
         JournalPlace(
-            out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_state([model])}"
+            out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_fingerprint([model])}"
         ),
     )
     write_document_scores(out / SCORES_FILE, scored.outcomes)
@@ -213,7 +214,7 @@ def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     return known.model_copy(update=update)
 
 
-def evaluate_to(
+def evaluate_documents(
     model: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
 ) -> list[Artifact[Scores]]:
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
@@ -232,7 +233,7 @@ def evaluate_to(
     # Two runs at once with different looks would ask some documents twice.
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
-        with report_together(evaluate.name, model.name, [len(piece.scored) for piece in pieces]) as report:
+        with join_progress(evaluate.name, model.name, [len(piece.scored) for piece in pieces]) as report:
             artifacts = [_counted(evaluate(model, task, scoring, piece.scored, runtime), piece) for piece in pieces]
             report.summary = join_parts(artifacts).summary()
     return artifacts
@@ -248,10 +249,11 @@ def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtim
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
 
-def unknown_documents(
+def count_missing_documents(
     task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
 ) -> int:
-    """How many of the first ``documents`` documents would have to be asked. Arguments as of ``evaluate_to``, and what
+    """How many of the first ``documents`` documents would have to be asked. Arguments as of ``evaluate_documents``,
+    and what
     ``known_scores`` found."""
     ranges = {part.value.part for part in known}
     return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, known) if piece.scored not in ranges)
@@ -332,7 +334,7 @@ def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
     return count_task.build(task, data_revisions(task, limit), limit).value.of(task)
 
 
-def pinned_data_before(task: EvalTask) -> EvalTask | None:
+def find_pinned_data(task: EvalTask) -> EvalTask | None:
     """``task`` with its data as they are now, where somebody has looked at those before; None where they would have to
     be loaded."""
     limit = CountLimit()

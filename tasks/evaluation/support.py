@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
-from mergegate.tasks.evaluation.asking import AskedHow
+from mergegate.tasks.evaluation.code_permission import allow_code, how_to_allow, way_of_shipped
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
+from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.mirror import check_examples, find_dataset
-from mergegate.tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from mergegate.tasks.evaluation.prompt_settings import PromptSettings
 from mergegate.tasks.evaluation.task_code import imported_beside
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
@@ -34,7 +34,7 @@ from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
 _SHIPPED = "lm_eval.tasks."
 
 
-class Unsuited(StrEnum):
+class UnsupportedReason(StrEnum):
     """Why a task is refused."""
 
     PERPLEXITY = "perplexity of running text"
@@ -55,7 +55,7 @@ class Unsuited(StrEnum):
 class Refusal:
     """Why one task is refused, in words for whoever asked for it."""
 
-    reason: Unsuited
+    reason: UnsupportedReason
     found: str
     remedy: str
 
@@ -77,53 +77,63 @@ def refusal_of(
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
-        return Refusal(Unsuited.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE)
+        return Refusal(
+            UnsupportedReason.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE
+        )
     if "class" in config:
-        return Refusal(Unsuited.WRITTEN_IN_PYTHON, "a Python class, which does not state what it measures", _LEAVE)
+        return Refusal(
+            UnsupportedReason.WRITTEN_IN_PYTHON, "a Python class, which does not state what it measures", _LEAVE
+        )
     if config.get("doc_to_image") or config.get("doc_to_audio"):
-        return Refusal(Unsuited.SEES, "documents with pictures or sound", "name a task of text alone")
+        return Refusal(UnsupportedReason.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
         if way := way_of_shipped(config):
-            return Refusal(Unsuited.OWN_CODE, f"a task that runs code in a way of its own ({way})", _LEAVE)
+            return Refusal(UnsupportedReason.OWN_CODE, f"a task that runs code in a way of its own ({way})", _LEAVE)
         if not code_allowed:
-            return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", "allow_code under evaluate")
+            return Refusal(
+                UnsupportedReason.CODE, "a task that runs code which the model wrote", "allow_code under evaluate"
+            )
     if kind == "loglikelihood_rolling":
         return Refusal(
-            Unsuited.PERPLEXITY,
+            UnsupportedReason.PERPLEXITY,
             "a perplexity task, which has no score of a single document",
             "name its documents under 'perplexity:'",
         )
     if config.get("custom_dataset"):
-        return Refusal(Unsuited.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
+        return Refusal(
+            UnsupportedReason.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE
+        )
     if not config.get("test_split") and not config.get("validation_split"):
-        return Refusal(Unsuited.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
+        return Refusal(UnsupportedReason.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
     metrics = declared_metrics(config, kind)
     if metrics is None:
-        return Refusal(Unsuited.UNREADABLE, "a metric_list that is no list of metrics, each with its name", _LEAVE)
+        return Refusal(
+            UnsupportedReason.UNREADABLE, "a metric_list that is no list of metrics, each with its name", _LEAVE
+        )
     if pair := next((one.name for one in metrics if one.averages_pairs), None):
         return Refusal(
-            Unsuited.NO_MEAN,
+            UnsupportedReason.NO_MEAN,
             f"a mean of {pair}, of which lm-eval has no number for a document in a task of {kind}, and fails",
             "say how it is summed up instead (aggregation: f1 for f1), with a metric that is a mean beside it",
         )
     if not any(one.is_mean for one in metrics):
         named = ", ".join(sorted({one.name for one in metrics})) or "none at all"
         return Refusal(
-            Unsuited.NO_MEAN,
+            UnsupportedReason.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
             "give it one under metric_list (aggregation: mean, higher_is_better: ...), in a YAML file of your own "
             "(docs/evaluation.md)",
         )
     if missing:
         return Refusal(
-            Unsuited.PACKAGE,
+            UnsupportedReason.PACKAGE,
             f"functions that import {', '.join(missing)}, not installed here",
             f"{_install_command(missing)}; or leave it out",
         )
     if missing_data:
         names = " ".join(name.rpartition("/")[2] for name in missing_data)
         return Refusal(
-            Unsuited.NLTK_DATA,
+            UnsupportedReason.NLTK_DATA,
             f"functions that need NLTK data: {', '.join(missing_data)}, not installed here",
             f"with a network, run `python -m nltk.downloader {names}` as the user who runs mergegate, or copy "
             "~/nltk_data from another machine (NLTK_DATA names another directory); or leave it out",
@@ -184,20 +194,20 @@ def require_supported(
             continue
         of_group = name != whole
         place = f"{where}: {task}" + (f": {name}" if of_group else "")
-        if refusal.reason is Unsuited.CODE:
+        if refusal.reason is UnsupportedReason.CODE:
             allowed = f"{task} under evaluate.allow_code"
             raise InvalidInput(place, found=refusal.found, expected=allowed, remedy=how_to_allow(task))
         raise InvalidInput(
             place,
             found=refusal.found,
             expected="what its functions need"
-            if refusal.reason in (Unsuited.PACKAGE, Unsuited.NLTK_DATA)
+            if refusal.reason in (UnsupportedReason.PACKAGE, UnsupportedReason.NLTK_DATA)
             else "a task whose score is a mean over documents",
             remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
         )
 
 
-def require_effect(task: str, asked: AskedHow | None, root: Path = Path()) -> None:
+def require_effect(task: str, asked: PromptSettings | None, root: Path = Path()) -> None:
     """See that what a guard says of how its task is asked changes what is asked.
 
     Raises:

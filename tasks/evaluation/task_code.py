@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from mergegate.merge_core.parsing import edge, read_plain
+from mergegate.merge_core.parsing import parsing_errors, read_plain
 
 _MOST = 1 << 20
 
@@ -24,7 +24,7 @@ def imported_beside(path: Path, directory: Path) -> tuple[Path, ...]:
         InvalidInput: Not a plain file, or not Python.
     """
     content = read_plain(path, _MOST, expected="a Python file that a task names")
-    with edge(str(path), "not Python"), warnings.catch_warnings():
+    with parsing_errors(str(path), "not Python"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a stranger's style
         found: dict[Path, None] = {}
         for name in dict.fromkeys(_imported(ast.parse(content))):

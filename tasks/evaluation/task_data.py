@@ -22,7 +22,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.store import digest, sha256_file
+from mergegate.merge_core.files import sha256_file
+from mergegate.tasks.store import digest
 
 _COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
 # Of a configuration: where things lie on this machine, and what only names it.

@@ -16,16 +16,17 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo, NotInKey, digest, sha256_file
-from mergegate.tasks.evaluation.asked_data import AskedDataset, asked_dataset
-from mergegate.tasks.evaluation.asking import AskedHow
-from mergegate.tasks.evaluation.division import DocumentSet
+from mergegate.merge_core.files import HashMemo, sha256_file
+from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
-from mergegate.tasks.evaluation.shipped import shipped_leaves, shipped_names
+from mergegate.tasks.evaluation.prompt_settings import PromptSettings
+from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
+from mergegate.tasks.evaluation.task_datasets import TaskDataset, asked_dataset
 from mergegate.tasks.evaluation.task_file import Definition, one_definition, read_task_file
-from mergegate.tasks.outside import ProgramLimits
+from mergegate.tasks.sandbox import ProgramLimits
+from mergegate.tasks.store import NotInKey, digest
 
 
 class EvalTask(BaseModel):
@@ -44,7 +45,7 @@ class EvalTask(BaseModel):
     mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, which are in ``digest``
     only: DocumentSet | None = None  # of its documents; None: all of them
     code: ProgramLimits | None = None  # in which what the model wrote is run; None: it is not
-    asked: AskedHow | None = None  # what is said of it alone; None: it is asked as all others
+    asked: PromptSettings | None = None  # what is said of it alone; None: it is asked as all others
     known_as: Annotated[str | None, NotInKey] = None  # by lm-eval, where ``name`` is the profile's
 
     def content_key(self) -> object:
@@ -127,7 +128,7 @@ def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
     return _digest(definition, sha256_file, task.mirror) == task.digest
 
 
-def named_data(task: str, definition: Path | None) -> tuple[AskedDataset, ...]:
+def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
     """The datasets that a task, or each of those below it, is loaded from by name: what ``evaluate.data`` is asked for.
 
     Args:
@@ -144,7 +145,7 @@ def named_data(task: str, definition: Path | None) -> tuple[AskedDataset, ...]:
     return tuple(asked for asked in found if asked)
 
 
-def _named_in(definition: Definition) -> tuple[AskedDataset, ...]:
+def _named_in(definition: Definition) -> tuple[TaskDataset, ...]:
     found = (asked_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
     return tuple(asked for asked in found if asked)
 
@@ -176,5 +177,5 @@ def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path 
     return digest(pinned)
 
 
-def _data_hashes(mirror: Path, asked: tuple[AskedDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
+def _data_hashes(mirror: Path, asked: tuple[TaskDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
     return [sha256(file) for file in files_of_all(find_datasets(mirror, asked))]

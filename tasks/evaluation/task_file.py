@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
+from mergegate.merge_core.parsing import StrictLoader, parsing_errors, plain_file, read_yaml_mapping
 from mergegate.tasks.evaluation.task_code import imported_beside
 
 _MAX_INCLUDES = 32
@@ -84,7 +84,7 @@ def one_definition(
 
 
 def _directory(root: Path, name: str, where: str) -> Path | None:
-    with edge(f"{where}: dataset_path", "no name of a directory or a dataset"):
+    with parsing_errors(f"{where}: dataset_path", "no name of a directory or a dataset"):
         return root / name if (root / name).is_dir() else None
 
 
@@ -180,7 +180,7 @@ def _resolve(data_files: Any, base: Path, where: str, files: list[Path]) -> Any:
     text = str(data_files)
     if "://" in text:
         return text  # fetched by datasets; only its address can be pinned here
-    with edge(f"{where}: dataset_kwargs.data_files", "no name of a file"):
+    with parsing_errors(f"{where}: dataset_kwargs.data_files", "no name of a file"):
         has_pattern = not Path(text).is_absolute() and re.search(r"[*?\[]", text)
         found = sorted(base.glob(text)) if has_pattern else [base / text]
         missing = [file for file in found if not file.exists()]

@@ -1,14 +1,14 @@
 """Explaining a merge: how its parents' weights interfere, which documents were lost, which remedy to try."""
 
-from mergegate.tasks.explain.remedies import CHANCE, Remedy, by_content, movement, untried
+from mergegate.tasks.explain.remedies import CHANCE, Remedy, drop_tried_remedies, normalize_recipe, relative_movement
 from mergegate.tasks.explain.stage import Explanation, explain_merge
 
 __all__ = [
     "CHANCE",
     "Explanation",
     "Remedy",
-    "by_content",
+    "drop_tried_remedies",
     "explain_merge",
-    "movement",
-    "untried",
+    "normalize_recipe",
+    "relative_movement",
 ]

@@ -105,7 +105,7 @@ def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def _move_less(found: Diagnosis) -> Iterator[Remedy]:
-    ratio, strength = movement(found.whole), _strength(found)
+    ratio, strength = relative_movement(found.whole), _strength(found)
     if ratio is None or strength is None or ratio <= _TOO_FAR:
         return
     yield Remedy(
@@ -214,7 +214,7 @@ def _take_the_base(found: Diagnosis) -> Iterator[Remedy]:
 
 
 def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
-    drift, strength, ratio = found.verdict.drift, _strength(found), movement(found.whole)
+    drift, strength, ratio = found.verdict.drift, _strength(found), relative_movement(found.whole)
     if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
         return
     yield Remedy(
@@ -224,7 +224,7 @@ def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
     )
 
 
-def untried(
+def drop_tried_remedies(
     remedies: Iterable[Remedy],
     recipe: Mapping[str, Any],
     tried: Iterable[Mapping[str, Any]],
@@ -235,18 +235,19 @@ def untried(
     Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
 
     Args:
-        tried: Recipes as plain data, the failed one among them; with ``contents`` as ``by_content`` says them.
+        tried: Recipes as plain data, the failed one among them; with ``contents`` as ``normalize_recipe`` says them.
         contents: What the models of ``recipe`` hold, by how it writes them.
     """
     failed = [_meaning(one) for one in tried]
     return tuple(
         remedy
         for remedy in remedies
-        if _meaning(by_content(apply_overrides(recipe, remedy.change, "the proposed remedy"), contents)) not in failed
+        if _meaning(normalize_recipe(apply_overrides(recipe, remedy.change, "the proposed remedy"), contents))
+        not in failed
     )
 
 
-def by_content(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
+def normalize_recipe(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
     """A recipe as plain data whose models are called by what they hold, so that recipes of two directories compare."""
 
     def renamed(value: Any) -> Any:
@@ -279,7 +280,7 @@ def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return meant
 
 
-def movement(whole: Tally) -> float | None:
+def relative_movement(whole: Tally) -> float | None:
     """How far the merge moved from the origin, over how far the parent moved that moved farthest."""
     farthest = max(whole.norm(vector) for vector in range(whole.vectors))
     return whole.gram[-1][-1] ** 0.5 / farthest if whole.has_merge and farthest else None

@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.analysis import Interference, measure_interference
 from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateError
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
-from mergegate.tasks.explain.named_base import named_base
-from mergegate.tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from mergegate.tasks.explain.base_model import named_base
+from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_remedies
 from mergegate.tasks.gate import GateVerdict, GuardVerdict
 from mergegate.tasks.stage import StageValue, advance, stage
+from mergegate.tasks.store import Artifact
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Weights(StageValue):
 
     def summary(self) -> str:
         whole = self.interference.whole
-        ratio = movement(whole)
+        ratio = relative_movement(whole)
         parts = [
             f"sign conflict {100 * whole.conflict:.0f} %" if whole.conflict is not None else "",
             _how_far(ratio) if ratio is not None else "",

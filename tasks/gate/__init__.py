@@ -1,12 +1,18 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
-from mergegate.tasks.gate.bounded import graded_difference, graded_documents_needed
+from mergegate.tasks.gate.alpha_spending import (
+    anchor_confidence,
+    anchor_faults,
+    count_refusals,
+    is_refused_by_anchor,
+    record_refusal,
+)
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
-from mergegate.tasks.gate.discordance import Discordance, PastGuard, known_discordance, past_discordance
+from mergegate.tasks.gate.discordance import Discordance, PastGuardOutcome, find_past_discordance, known_discordance
 from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
-from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
-from mergegate.tasks.gate.ratchet import anchor_confidence, anchor_faults, anchor_refused, note_refusal, refused_by
+from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, order_by_information, power_finding
 from mergegate.tasks.gate.references import (
     check_guards,
     comparable_parents,
@@ -19,10 +25,10 @@ from mergegate.tasks.gate.regression import GuardVerdict, decide_guard
 from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
 from mergegate.tasks.gate.stage import (
     GateVerdict,
-    NotRun,
     OnInconclusive,
+    SkippedGuard,
+    cannot_pass,
     gate,
-    lost_for_good,
     perplexity_drift,
     undecided_tasks,
 )
@@ -44,37 +50,37 @@ __all__ = [
     "GateVerdict",
     "Guard",
     "GuardVerdict",
-    "NotRun",
     "OnInconclusive",
-    "PastGuard",
+    "PastGuardOutcome",
     "PlannedTask",
+    "SkippedGuard",
     "SuiteVerdict",
     "anchor_confidence",
     "anchor_faults",
-    "anchor_refused",
     "binary_difference",
+    "cannot_pass",
     "check_clusters",
     "check_guards",
     "clustered_difference",
     "comparable_parents",
+    "count_refusals",
     "decide_guard",
     "distinct_guards",
+    "find_past_discordance",
     "gate",
     "gate_power",
     "graded_difference",
     "graded_documents_needed",
+    "is_refused_by_anchor",
     "known_discordance",
-    "lost_for_good",
     "needs_champion",
     "normal_quantile",
-    "note_refusal",
-    "past_discordance",
+    "order_by_information",
     "perplexity_drift",
     "pin_tasks",
     "power_finding",
+    "record_refusal",
     "reference_models",
-    "refused_by",
-    "soonest_decided",
     "student_quantile",
     "undecided_tasks",
     "with_anchor",

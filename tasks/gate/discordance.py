@@ -15,9 +15,9 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.evaluation import SCORES_FILE, DocumentScore, Scores, choose_metrics, read_document_scores
 from mergegate.tasks.gate.guards import BEST_PARENT, Guard
+from mergegate.tasks.store import Artifact
 
 FEWEST = 20  # documents from which a share of them is told
 _NIGHTS = 5  # that count, the last ones
@@ -26,7 +26,7 @@ _COMPARABLE = 0.5  # of the better score
 Judged = Mapping[tuple[str, ...], float]
 
 
-class PastGuard(NamedTuple):
+class PastGuardOutcome(NamedTuple):
     """A guard of an earlier night that its merge did not fail.
 
     Args:
@@ -65,7 +65,7 @@ class Discordance(BaseModel):
         return f"as of {' and '.join(self.models)} on {documents}, but for what one does better"
 
 
-def past_discordance(guard: Guard, nights: Sequence[PastGuard]) -> Discordance | None:
+def find_past_discordance(guard: Guard, nights: Sequence[PastGuardOutcome]) -> Discordance | None:
     """As the merges of the last nights differed from the same reference on the same task; None where there are none.
 
     One document more, of which half differ, is added to what was seen: from none of 100 it does not follow that none
@@ -107,7 +107,7 @@ def known_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Score
 
 def _exchanged(one: Judged, other: Judged) -> float | None:
     """Share of the documents that are lost in one direction and won in the other; None where the two do not compare.
-    As in :func:`past_discordance`, with one document more."""
+    As in :func:`find_past_discordance`, with one document more."""
     common = one.keys() & other.keys()
     if len(common) < FEWEST:
         return None

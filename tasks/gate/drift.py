@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.statistics import likelihood_ratio
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
-from mergegate.tasks.stage import Outcome, word_for
+from mergegate.tasks.stage import Outcome, verdict_word
 
 BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
 
@@ -41,7 +41,7 @@ class DriftVerdict(BaseModel):
     @property
     def word(self) -> str:
         """What was shown, in one of four words."""
-        return word_for(self.outcome, shown_worse=self.low is not None and self.low > 1)
+        return verdict_word(self.outcome, shown_worse=self.low is not None and self.low > 1)
 
 
 class ModelLikelihoods(NamedTuple):

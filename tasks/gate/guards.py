@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mergegate.tasks.evaluation import AskedHow, MeanOver
+from mergegate.tasks.evaluation import MeanOver, PromptSettings
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md
@@ -26,7 +26,7 @@ RELEASES = (CHAMPION, ANCHOR)
 FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 
 
-class Guard(AskedHow):
+class Guard(PromptSettings):
     """One regression guard: on ``task`` the merge must not be worse than ``guarded_by`` by more than ``max_drop``."""
 
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
@@ -93,7 +93,7 @@ class Guard(AskedHow):
 
     def content_key(self) -> object:
         # How a task is asked is in the key of its scores, and what was seen to before has no part in a verdict.
-        apart = {*AskedHow.model_fields, "name", "mean_over"}
+        apart = {*PromptSettings.model_fields, "name", "mean_over"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in apart}
 
     @property

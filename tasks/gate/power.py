@@ -149,7 +149,7 @@ def power_finding(power: GatePower) -> Finding | None:
     )
 
 
-def soonest_decided(
+def order_by_information(
     planned: Sequence[PlannedTask], seen: Mapping[str, int], seconds: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Tasks in the order in which they are asked: first what decides most in a second.

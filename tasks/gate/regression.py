@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import Paired, TaskData
-from mergegate.tasks.gate.bounded import graded_difference
+from mergegate.tasks.evaluation import PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
+from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.sequential import Look, chance_to_decide, look_at, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_at, plan_looks
 from mergegate.tasks.gate.statistics import (
     Difference,
     binary_difference,
@@ -45,7 +45,7 @@ from mergegate.tasks.gate.statistics import (
     documents_needed,
     normal_quantile,
 )
-from mergegate.tasks.stage import Outcome, word_for
+from mergegate.tasks.stage import Outcome, verdict_word
 
 
 class GuardVerdict(BaseModel):
@@ -72,7 +72,7 @@ class GuardVerdict(BaseModel):
     reason: str  # a sentence: task, drop, interval, threshold
     documents_needed: int | None = None  # that would decide it, if the drop is as seen; None where it is decided
     detectable_drop: float | None = None  # points: the smallest true drop so many documents show, 4 times in 5
-    look: Look | None = None  # at which it was judged
+    look: InterimLook | None = None  # at which it was judged
     documents_left: int = 0  # that further looks can still add
     alarm_confidence: float | None = None  # at which it is asked whether there is a drop, one question among several
     candidates: int = 1  # parents of which the reference is the best
@@ -89,9 +89,9 @@ class GuardVerdict(BaseModel):
     def word(self) -> str:
         """What was shown of this task by its own margin, in one of four words, whatever the suite allows it."""
         if self.limit is None or self.outcome == "fail":
-            return word_for(self.outcome, shown_worse=self.low > 0)
+            return verdict_word(self.outcome, shown_worse=self.low > 0)
         alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
-        return word_for(alone, shown_worse=self.low > 0)
+        return verdict_word(alone, shown_worse=self.low > 0)
 
 
 Points = float | NDArray[np.float64]
@@ -116,7 +116,7 @@ class GuardEvidence:
     leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # by task below a group, where they differ
     data: TaskData | None = None  # what was asked
 
-    def look(self, confidence: float) -> Look:
+    def look(self, confidence: float) -> InterimLook:
         """The look that has been reached, where all looks together have ``confidence``.
 
         Raises:
@@ -146,7 +146,7 @@ class GuardEvidence:
 def measure_guard(
     guard: Guard,
     metric: str,
-    paired: Paired,
+    paired: PairedScores,
     higher_is_better: bool,
     *,
     reference: str | None = None,
@@ -235,7 +235,9 @@ def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outco
     return "pass" if high <= limit else "inconclusive"
 
 
-def judge_guard(guard: Guard, metric: str, paired: Paired, higher_is_better: bool, confidence: float) -> GuardVerdict:
+def judge_guard(
+    guard: Guard, metric: str, paired: PairedScores, higher_is_better: bool, confidence: float
+) -> GuardVerdict:
     """The verdict of a guard that is the only one, on paired scores in [0, 1] that are all there will be.
 
     Raises:
@@ -374,7 +376,7 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
-def _mapped(guard: Guard, metric: str, paired: Paired, scores: Sequence[float], model: str) -> tuple[float, ...]:
+def _mapped(guard: Guard, metric: str, paired: PairedScores, scores: Sequence[float], model: str) -> tuple[float, ...]:
     """Scores of one model on the scale from 0 to 1, on which ``max_drop`` counts hundredths."""
     low, high = guard.score_range
     rounding = 1e-9 * (high - low)  # 0.1 + 0.2 is more than 0.3
@@ -391,7 +393,7 @@ def _mapped(guard: Guard, metric: str, paired: Paired, scores: Sequence[float], 
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
-def _clusters(guard: Guard, paired: Paired) -> tuple[str, ...] | None:
+def _clusters(guard: Guard, paired: PairedScores) -> tuple[str, ...] | None:
     if guard.clustered_by is None:
         return None
     clusters = tuple(task for task, _ in paired.documents) if guard.clustered_by == "task" else paired.clusters

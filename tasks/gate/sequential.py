@@ -36,7 +36,7 @@ _NEARLY_SURE = 1 - 1e-12  # certainty has no quantile
 _FAR = 9.0  # standard deviations beyond which a normal density is nothing
 
 
-class Look(BaseModel):
+class InterimLook(BaseModel):
     """One of the looks that are taken at a task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +47,7 @@ class Look(BaseModel):
     confidence: float  # one-sided, of an interval taken at this look, in (0.5, 1)
 
 
-def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[Look, ...]:
+def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook, ...]:
     """Every look of a schedule with its own confidence. A single look has the one that was asked for.
 
     Args:
@@ -58,12 +58,12 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[Look, ...]:
         raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
     levels = look_levels(tuple(documents / schedule[-1] for documents in schedule), confidence)
     return tuple(
-        Look(number=number, of=len(levels), documents=documents, confidence=level)
+        InterimLook(number=number, of=len(levels), documents=documents, confidence=level)
         for number, (documents, level) in enumerate(zip(schedule, levels, strict=True), start=1)
     )
 
 
-def look_at(documents: int, schedule: Sequence[int], confidence: float, where: str) -> Look:
+def look_at(documents: int, schedule: Sequence[int], confidence: float, where: str) -> InterimLook:
     """The look that has been reached with so many documents.
 
     Args:

@@ -9,9 +9,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.evaluation import EvalTask, Scoring, asking_of, pin_sound_tasks, require_evaluated
+from mergegate.tasks.evaluation import EvalTask, Scoring, pin_sound_tasks, require_evaluated, resolve_prompt_settings
 from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
@@ -48,7 +48,7 @@ class EvaluateSettings(Scoring, GateRule):
     @model_validator(mode="after")
     def _turns_are_of_a_chat_here(self) -> Self:
         for guard in self.tasks:
-            if guard.fewshot_as_multiturn is not None and not asking_of(guard.own, self).is_chat:
+            if guard.fewshot_as_multiturn is not None and not resolve_prompt_settings(guard.own, self).is_chat:
                 raise ValueError(f"{guard.task}: fewshot_as_multiturn is for a chat template, and there is none")
         return self
 

@@ -3,7 +3,7 @@
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
 (``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
 While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
-evaluated, up to the next look, and asks again (``flows.attempt``). Within a look ``lost_for_good`` tells after each
+evaluated, up to the next look, and asks again (``flows.attempt``). Within a look ``cannot_pass`` tells after each
 task whether those to come could still change anything; where they cannot, they are not run.
 """
 
@@ -15,7 +15,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
@@ -25,12 +24,22 @@ from mergegate.tasks.gate.sequential import FUTILE
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
-from mergegate.tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
+from mergegate.tasks.stage import (
+    JointVerdict,
+    Outcome,
+    Section,
+    StageValue,
+    Verdict,
+    severity,
+    value_stage,
+    worst_verdict,
+)
+from mergegate.tasks.store import Artifact
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
 
-class NotRun(BaseModel):
+class SkippedGuard(BaseModel):
     """A guard whose task was not asked, because another had decided."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +70,7 @@ class GateVerdict(StageValue):
     notes: tuple[str, ...] = ()  # what was not judged, and why that is well
     suites: tuple[SuiteVerdict, ...] = ()  # the mean over all tasks, where it is judged: first against all references
     # but the anchor, then against that
-    not_run: tuple[NotRun, ...] = ()  # guards whose tasks were not asked, since what was asked decides
+    not_run: tuple[SkippedGuard, ...] = ()  # guards whose tasks were not asked, since what was asked decides
 
     def summary(self) -> str:
         if not self.publishable:
@@ -120,7 +129,7 @@ def gate(
         parents: That 'best parent' chooses from; None: all but the merge and releases.
         anchor_confidence: Of comparisons with the anchor, where it is another than the rule's.
         waiting: Tasks that were not asked, or not as far as this look goes, because one that was is lost for good (see
-            ``lost_for_good``). Then there is no mean over all tasks to judge.
+            ``cannot_pass``). Then there is no mean over all tasks to judge.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
@@ -154,7 +163,7 @@ def gate(
     return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites, not_run)
 
 
-def lost_for_good(
+def cannot_pass(
     task: str,
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -230,14 +239,14 @@ def gate_verdict(
     on_inconclusive: OnInconclusive,
     notes: tuple[str, ...] = (),
     suites: Sequence[SuiteVerdict] = (),
-    not_run: tuple[NotRun, ...] = (),
+    not_run: tuple[SkippedGuard, ...] = (),
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
     # A task that has fallen says more than the mean that it drags down.
     parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
-    outcome = worst(part for part, _ in parts)
+    outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
     drop, low, high = (suites[0].drop, suites[0].low, suites[0].high) if suites else _overall(guards)
@@ -262,8 +271,8 @@ def _is_suite(judged: Sequence[Guard], rule: GateRule) -> bool:
     return rule.rule == "suite" and len({guard.task for guard in judged}) > 1
 
 
-def _not_run(guard: Guard, decided_by: str, plan: Mapping[str, tuple[int, ...]], *, is_suite: bool) -> NotRun:
-    return NotRun(
+def _not_run(guard: Guard, decided_by: str, plan: Mapping[str, tuple[int, ...]], *, is_suite: bool) -> SkippedGuard:
+    return SkippedGuard(
         task=guard.task,
         reference=guard.guarded_by,
         limit=guard.catastrophe if is_suite else guard.max_drop,

@@ -29,9 +29,9 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard
-from mergegate.tasks.gate.sequential import Look, chance_to_decide, look_levels
+from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
-from mergegate.tasks.stage import Outcome, word_for
+from mergegate.tasks.stage import Outcome, verdict_word
 
 
 class PooledDrop(BaseModel):
@@ -63,13 +63,13 @@ class SuiteVerdict(BaseModel):
     detectable_drop: float  # the smallest true mean drop that these documents show, 4 times in 5
     documents_needed: int | None = None  # that would decide it, if the drop is as seen; None where it is decided
     chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
-    look: Look | None = None
+    look: InterimLook | None = None
     pooled: tuple[PooledDrop, ...] = ()
 
     @property
     def word(self) -> str:
         """What was shown, in one of four words."""
-        return word_for(self.outcome, shown_worse=self.low > 0)
+        return verdict_word(self.outcome, shown_worse=self.low > 0)
 
 
 class TaskDrop(NamedTuple):
@@ -125,7 +125,7 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
-def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> Look:
+def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> InterimLook:
     """The look that the suite has reached: its tasks are extended together, each as long as it has documents.
 
     Raises:
@@ -136,7 +136,7 @@ def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> Look:
     levels = look_levels(suite_information(measured), confidence)
     for number, (one, level) in enumerate(zip(planned, levels, strict=True), start=1):
         if one == seen:
-            return Look(number=number, of=len(planned), documents=sum(seen.values()), confidence=level)
+            return InterimLook(number=number, of=len(planned), documents=sum(seen.values()), confidence=level)
     raise InvalidInput(
         "evaluate.tasks",
         found="tasks scored to different looks: " + ", ".join(f"{task} {n:,}" for task, n in seen.items()),

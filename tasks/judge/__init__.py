@@ -11,27 +11,33 @@ Optional, and off by default. Practice and limits of judging by a model: Zheng e
 al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair is shown in both orders.
 """
 
-from mergegate.tasks.judge.comparison import ORDERS, Judgement, JudgeVerdict, Order
-from mergegate.tasks.judge.given import GivenPair, PairScore, judge_given, same_judge, score_of
+from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, Order
 from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
-from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, Judging
+from mergegate.tasks.judge.recorded_answers import (
+    PairScore,
+    RecordedAnswerPair,
+    judge_digest,
+    judge_recorded_pairs,
+    score_pair,
+)
+from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
 from mergegate.tasks.judge.stage import judge_models
 
 __all__ = [
     "ORDERS",
-    "GivenPair",
     "JudgePrompts",
     "JudgeRule",
     "JudgeServer",
     "JudgeSettings",
     "JudgeVerdict",
-    "Judgement",
-    "Judging",
+    "Judgment",
+    "JudgmentSettings",
     "Order",
     "PairScore",
-    "judge_given",
+    "RecordedAnswerPair",
+    "judge_digest",
     "judge_models",
+    "judge_recorded_pairs",
     "pin_prompts",
-    "same_judge",
-    "score_of",
+    "score_pair",
 ]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import NotInKey
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, ask_child, load_model
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, call_model_process, load_model
 from mergegate.tasks.judge.prompts import Prompt, Prompts, read_prompts
 from mergegate.tasks.judge.settings import Generation
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.tasks.store import NotInKey
 
 FILE = "answers.jsonl"
 
@@ -38,7 +38,7 @@ class AnswerSummary(StageValue):
 
 
 @dataclass(frozen=True)
-class Answered:
+class ConversationAnswers:
     """What a model said in one conversation."""
 
     id: str  # of the prompt
@@ -53,7 +53,7 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     Raises:
         InvalidInput: when the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
     """
-    answered = ask_child(
+    answered = call_model_process(
         _answer_all,
         (model, read_prompts(prompts), generation, runtime.device),
         where=f"answers of {model.name}",
@@ -71,10 +71,10 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     )
 
 
-def read_answers(directory: Path) -> dict[str, Answered]:
+def read_answers(directory: Path) -> dict[str, ConversationAnswers]:
     """The answers of an artifact of this stage, by prompt."""
     lines = (json.loads(line) for line in (directory / FILE).read_text(encoding="utf-8").splitlines())
-    rows = (Answered(row["id"], tuple(row["answers"]), tuple(row["cut_off"])) for row in lines)
+    rows = (ConversationAnswers(row["id"], tuple(row["answers"]), tuple(row["cut_off"])) for row in lines)
     return {row.id: row for row in rows}
 
 
@@ -87,14 +87,14 @@ class _Question(NamedTuple):
 
 def _answer_all(
     model: Model, asked: Sequence[Prompt], generation: Generation, device: str, on_progress: TellProgress
-) -> list[Answered]:
+) -> list[ConversationAnswers]:
     with load_model(model, dtype=generation.dtype, device=device) as loaded:
         return _converse(loaded, model.name, asked, generation, on_progress)
 
 
 def _converse(
     loaded: LoadedModel, name: str, asked: Sequence[Prompt], generation: Generation, on_progress: TellProgress
-) -> list[Answered]:
+) -> list[ConversationAnswers]:
     if generation.chat_template and not loaded.tokenizer.chat_template:
         raise InvalidInput(
             "judge.chat_template",
@@ -119,7 +119,7 @@ def _converse(
                 cut[question.row].append(is_cut)
             done += len(batch)
             on_progress(done, total)
-    return [Answered(prompt.id, tuple(said[row]), tuple(cut[row])) for row, prompt in enumerate(asked)]
+    return [ConversationAnswers(prompt.id, tuple(said[row]), tuple(cut[row])) for row, prompt in enumerate(asked)]
 
 
 def _encode(tokenizer: Any, prompt: Prompt, said: Sequence[str], chat_template: bool) -> list[int]:

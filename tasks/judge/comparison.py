@@ -26,7 +26,7 @@ ORDERS: tuple[Order, ...] = ("reference first", "merge first")
 SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
 
 
-class Judgement(BaseModel):
+class Judgment(BaseModel):
     """What the judge said about one pair of answers in one order; a line of ``judgements.jsonl``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -109,7 +109,7 @@ class JudgeVerdict(BaseModel):
         )
 
 
-class Answering(NamedTuple):
+class AnswerStatistics(NamedTuple):
     """What the verdict says of one model's answers besides who won."""
 
     name: str
@@ -117,14 +117,14 @@ class Answering(NamedTuple):
     cut_off: int
 
 
-def settle(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
+def settle(judgements: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
     """Every pair of answers after both orders.
 
     Args:
         judgements: Of each pair one in either order.
         identical: ``(prompt, turn)`` of pairs that were not judged because both answers are equal.
     """
-    by_pair: dict[tuple[str, int], list[Judgement]] = defaultdict(list)
+    by_pair: dict[tuple[str, int], list[Judgment]] = defaultdict(list)
     for judgement in judgements:
         by_pair[judgement.prompt, judgement.turn].append(judgement)
     settled = [
@@ -136,9 +136,9 @@ def settle(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]]
 
 def answers_verdict(
     judge: str,
-    reference: Answering,
-    merge: Answering,
-    judgements: Sequence[Judgement],
+    reference: AnswerStatistics,
+    merge: AnswerStatistics,
+    judgements: Sequence[Judgment],
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
 ) -> JudgeVerdict:
@@ -223,9 +223,7 @@ def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
     return Difference(found.mean / 2, found.low / 2, found.high / 2, found.variance / 4)
 
 
-def _dimension_rates(
-    judgements: Sequence[Judgement], identical: Sequence[tuple[str, int]]
-) -> tuple[DimensionRate, ...]:
+def _dimension_rates(judgements: Sequence[Judgment], identical: Sequence[tuple[str, int]]) -> tuple[DimensionRate, ...]:
     """Win rates over pairs, with the rule of the whole: a win in both orders."""
     said: dict[str, dict[tuple[str, int], list[Winner | None]]] = defaultdict(lambda: defaultdict(list))
     for judgement in judgements:

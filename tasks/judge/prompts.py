@@ -15,9 +15,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, plain_file, read_plain
-from mergegate.merge_core.store import HashMemo, NotInKey
+from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_location, parse_line, plain_file, read_plain
 from mergegate.tasks.judge.settings import JudgeSettings
+from mergegate.tasks.store import NotInKey
 
 
 class Prompts(BaseModel):
@@ -125,7 +126,7 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        yield line_place(path, number), {"id": number, **parse_line(line, path, number)}
+        yield line_location(path, number), {"id": number, **parse_line(line, path, number)}
 
 
 def _prompt(line: Mapping[str, Any], where: str) -> Prompt:

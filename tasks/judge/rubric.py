@@ -34,7 +34,7 @@ Reply with one JSON object: first "reasoning" (what each answer gets right and w
 """
 
 
-class Opinion(NamedTuple):
+class JudgeVote(NamedTuple):
     """What the judge says about A and B in the order in which they were shown."""
 
     reasoning: str
@@ -42,7 +42,7 @@ class Opinion(NamedTuple):
     verdict: Choice
 
 
-class Exchange(NamedTuple):
+class JudgedTurn(NamedTuple):
     """One turn to be judged: the conversations so far, each with its own earlier answers."""
 
     prompt: Prompt
@@ -52,7 +52,7 @@ class Exchange(NamedTuple):
 
 
 def messages(
-    exchange: Exchange, dimensions: Mapping[str, str], instructions: str = INSTRUCTIONS
+    exchange: JudgedTurn, dimensions: Mapping[str, str], instructions: str = INSTRUCTIONS
 ) -> list[dict[str, str]]:
     """What the judge is shown: rubric, question, reference answer where there is one, and both answers."""
     listed = "\n".join(f"- {name}: {question}" for name, question in dimensions.items())
@@ -86,7 +86,7 @@ def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "judgement", "strict": True, "schema": schema}}
 
 
-def parse(reply: str, dimensions: Mapping[str, str]) -> Opinion | None:
+def parse(reply: str, dimensions: Mapping[str, str]) -> JudgeVote | None:
     """The judge's opinion, or None where the reply states none clearly.
 
     Read are, in this order: JSON that is the whole reply; the last JSON object in it (after thoughts, or in a code
@@ -97,12 +97,12 @@ def parse(reply: str, dimensions: Mapping[str, str]) -> Opinion | None:
         if isinstance(document, dict) and (verdict := _choice(document.get("verdict"))) is not None:
             given = {name: _choice(document.get(name)) for name in dimensions}
             chosen = {name: choice for name, choice in given.items() if choice is not None}
-            return Opinion(str(document.get("reasoning", "")), chosen, verdict)
+            return JudgeVote(str(document.get("reasoning", "")), chosen, verdict)
     # Of JSON that was cut off in its reasoning, the words are no verdict: only a closed field is.
     pattern = _FIELD if text.lstrip("`json \n").startswith("{") else _WORDS
     stated = pattern.findall(text)
     verdict = _choice("".join(stated[-1])) if stated else None
-    return Opinion(text, {}, verdict) if verdict is not None else None
+    return JudgeVote(text, {}, verdict) if verdict is not None else None
 
 
 _FIELD = re.compile(r'"verdict"\s*:\s*"(A|B|tie)"')

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retry_transient
 from mergegate.tasks.judge.settings import JudgeServer
-from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retrying
 
 # 409, because a server of completions has nothing to be in conflict about: another request holds what this one needs.
 _ASKED_AGAIN = TRANSIENT_STATUSES | {409}
@@ -48,7 +48,7 @@ class ChatServer:
     ) -> None:
         self._server = server
         self._http = JsonClient(server.url, server.timeout, _key(server), connections=server.concurrency)
-        self._retrying = retrying(server.attempts, statuses=_ASKED_AGAIN, sleep=sleep, now=now)
+        self._retrying = retry_transient(server.attempts, statuses=_ASKED_AGAIN, sleep=sleep, now=now)
         self._schemas = True  # until the server says that it knows none
 
     def __enter__(self) -> Self:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.gate import MARGIN_ABOVE_MAX_DROP
-from mergegate.tasks.outside import plain_address
+from mergegate.tasks.http import plain_address
+from mergegate.tasks.store import NotInKey
 
 DIMENSIONS: Mapping[str, str] = {
     "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",
@@ -30,7 +30,7 @@ class Generation(BaseModel):
     batch_size: int = Field(default=8, ge=1)
 
 
-class Judging(BaseModel):
+class JudgmentSettings(BaseModel):
     """What decides a judgement. Part of its key, with the text of the rubric."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +97,7 @@ class JudgeServer(BaseModel):
         return plain_address(url)
 
 
-class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):
+class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
     """Who answers what, who judges and when it passes, in a profile under ``judge``."""
 
     prompts: LocalPath = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
@@ -114,9 +114,9 @@ class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):
         return _part(Generation, self)
 
     @property
-    def judging(self) -> Judging:
+    def judging(self) -> JudgmentSettings:
         """The part that decides judgements."""
-        return _part(Judging, self)
+        return _part(JudgmentSettings, self)
 
     @property
     def rule(self) -> JudgeRule:

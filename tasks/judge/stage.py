@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
-from mergegate.tasks.judge.asking import Question, ask_judge, both_orders
-from mergegate.tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, answers_verdict, settle
+from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
+from mergegate.tasks.judge.comparison import AnswerStatistics, JudgeVerdict, Judgment, Order, answers_verdict, settle
 from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
+from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import JudgeServer, JudgeSettings, Judging
+from mergegate.tasks.judge.settings import JudgeServer, JudgeSettings, JudgmentSettings
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.tasks.store import Artifact
 
 PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
 
 
-class Judgements(StageValue):
+class Judgments(StageValue):
     """All that the judge said. The artifact holds ``pairs.jsonl`` (a line a prompt: its turns, references and both
     models' answers) and ``judgements.jsonl`` (a ``Judgement`` a line)."""
 
@@ -45,7 +45,7 @@ class JudgedAnswers(NamedTuple):
     """A verdict with the evidence that led to it."""
 
     verdict: JudgeVerdict
-    judgements: Artifact[Judgements]
+    judgements: Artifact[Judgments]
 
 
 def judge_models(
@@ -63,8 +63,8 @@ def judge_models(
     judgements = judge(ours, theirs, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS)
     verdict = answers_verdict(
         settings.model,
-        Answering(reference.name, ours.value.characters, ours.value.cut_off),
-        Answering(merge.name, theirs.value.characters, theirs.value.cut_off),
+        AnswerStatistics(reference.name, ours.value.characters, ours.value.cut_off),
+        AnswerStatistics(merge.name, theirs.value.characters, theirs.value.cut_off),
         read_judgements(judgements.directory),
         judgements.value.identical,
         settings.rule,
@@ -79,10 +79,10 @@ def judge(
     merge: Artifact[AnswerSummary],
     prompts: Prompts,
     references: References | None,
-    judging: Judging,
+    judging: JudgmentSettings,
     server: JudgeServer,
     instructions: str,
-) -> Judgements:
+) -> Judgments:
     """Ask the judge about every pair of answers in both orders.
 
     Args:
@@ -99,7 +99,7 @@ def judge(
     _write(out / FILE, (said[question.key].model_dump(mode="json") for question in questions))
     (out / _UNFINISHED).unlink(missing_ok=True)
     pairs = settle(said.values(), identical)
-    return Judgements(
+    return Judgments(
         judge=judging.model,
         prompts=len(asked),
         identical=tuple(identical),
@@ -109,18 +109,18 @@ def judge(
     )
 
 
-def read_judgements(directory: Path) -> tuple[Judgement, ...]:
+def read_judgements(directory: Path) -> tuple[Judgment, ...]:
     """The judgements of an artifact of this stage."""
     lines = (directory / FILE).read_text(encoding="utf-8").splitlines()
-    return tuple(Judgement.model_validate_json(line) for line in lines)
+    return tuple(Judgment.model_validate_json(line) for line in lines)
 
 
 def _questions(
-    asked: Sequence[Prompt], ours: Mapping[str, Answered], theirs: Mapping[str, Answered]
-) -> tuple[list[tuple[str, int]], list[Question]]:
+    asked: Sequence[Prompt], ours: Mapping[str, ConversationAnswers], theirs: Mapping[str, ConversationAnswers]
+) -> tuple[list[tuple[str, int]], list[JudgeQuestion]]:
     """The pairs that need no judge, and what to ask about the others."""
     identical: list[tuple[str, int]] = []
-    questions: list[Question] = []
+    questions: list[JudgeQuestion] = []
     for prompt in asked:
         a, b = ours[prompt.id].answers, theirs[prompt.id].answers
         for turn in range(len(prompt.turns)):
@@ -132,8 +132,12 @@ def _questions(
 
 
 def _ask_all(
-    unfinished: Path, questions: Sequence[Question], judging: Judging, server: JudgeServer, instructions: str
-) -> dict[tuple[str, int, Order], Judgement]:
+    unfinished: Path,
+    questions: Sequence[JudgeQuestion],
+    judging: JudgmentSettings,
+    server: JudgeServer,
+    instructions: str,
+) -> dict[tuple[str, int, Order], Judgment]:
     """Every judgement; those that an earlier attempt wrote down are taken from there."""
     said = {(j.prompt, j.turn, j.order): j for j in _earlier(unfinished)}
     _write(unfinished, (j.model_dump(mode="json") for j in said.values()))  # without a line that was cut off
@@ -147,19 +151,19 @@ def _ask_all(
     return said
 
 
-def _earlier(unfinished: Path) -> Iterator[Judgement]:
+def _earlier(unfinished: Path) -> Iterator[Judgment]:
     if not unfinished.is_file():
         return
     for line in unfinished.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            judgement = Judgement.model_validate_json(line)
+            judgement = Judgment.model_validate_json(line)
         except ValidationError:
             continue  # the line that was being written when the run was killed
         if judgement.winner is not None:  # a reply that could not be read is asked for once more
             yield judgement
 
 
-def _pair_line(prompt: Prompt, reference: Answered, merge: Answered) -> dict[str, object]:
+def _pair_line(prompt: Prompt, reference: ConversationAnswers, merge: ConversationAnswers) -> dict[str, object]:
     return {
         "id": prompt.id,
         "category": prompt.category,

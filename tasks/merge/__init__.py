@@ -7,8 +7,14 @@ shows on a text of its own (``reading_inputs.py`` and ``reading_gradients.py``, 
 keeps of a merge for the next one.
 """
 
-from mergegate.tasks.merge.optimizer import OptimizerState, kept_names, kept_place, kept_places, optimizer_state
-from mergegate.tasks.merge.preparation import prepared, prepared_before, still_named
+from mergegate.tasks.merge.optimizer import (
+    OptimizerState,
+    find_optimizer_state,
+    optimizer_state,
+    optimizer_state_paths,
+    optimizer_steps,
+)
+from mergegate.tasks.merge.preparation import find_prepared_recipe, prepare_recipe, select_named_parents
 from mergegate.tasks.merge.stage import (
     MERGED,
     Merged,
@@ -20,7 +26,7 @@ from mergegate.tasks.merge.stage import (
     merged_model,
     numerics,
 )
-from mergegate.tasks.merge.statistics import pinned_texts, stage_of_texts
+from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibration_texts
 from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
 
 __all__ = [
@@ -31,18 +37,18 @@ __all__ = [
     "OptimizerState",
     "RouterDistance",
     "StatisticsNeeds",
+    "calibration_stage_name",
     "combine_parents",
-    "kept_names",
-    "kept_place",
-    "kept_places",
+    "find_optimizer_state",
+    "find_prepared_recipe",
     "merge",
     "merged_model",
     "numerics",
     "optimizer_state",
-    "pinned_texts",
-    "prepared",
-    "prepared_before",
-    "stage_of_texts",
+    "optimizer_state_paths",
+    "optimizer_steps",
+    "pin_calibration_texts",
+    "prepare_recipe",
+    "select_named_parents",
     "statistics_needs",
-    "still_named",
 ]

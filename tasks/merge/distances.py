@@ -16,18 +16,18 @@ import numpy as np
 from mergegate.merge_core import Recipe
 from mergegate.merge_core.analysis import (
     NOT_FINITE,
+    find_outliers,
     geometric_median,
-    lengths_and_distances,
     measure_interference,
-    outliers,
+    normalized_lengths_and_distances,
 )
 from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
 from mergegate.merge_core.engine import count_non_finite
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import ModelPlace, chosen_models
-from mergegate.merge_core.store import NotInKey, StoredValue
+from mergegate.merge_core.recipe import ModelPlace, select_models
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.stage import StageValue, advance, value_stage
+from mergegate.tasks.store import NotInKey, StoredValue
 
 _PIECE = 16 << 20
 
@@ -45,7 +45,7 @@ class ModelDistances(StageValue):
         return tuple(at for at, count in enumerate(self.broken) if not count)
 
     def summary(self) -> str:
-        lengths = lengths_and_distances(self.gram) if self.gram else []
+        lengths = normalized_lengths_and_distances(self.gram) if self.gram else []
         said = [f"{self.models[at]} {length:.1f}" for at, (length, _) in zip(self.sound, lengths, strict=True)]
         said += [f"{self.models[at]} broken" for at, count in enumerate(self.broken) if count]
         return f"lengths over the median: {', '.join(said)}"
@@ -148,7 +148,7 @@ def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: 
         )
     kept = list(found.sound)
     if recipe.leave_out_beyond is not None:
-        far = outliers(found.gram, recipe.leave_out_beyond) if found.gram else {}
+        far = find_outliers(found.gram, recipe.leave_out_beyond) if found.gram else {}
         out |= {
             refs[kept[at]]: f"its change is {times:.1f} times as long as the median one" for at, times in far.items()
         }
@@ -165,9 +165,9 @@ def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: 
         gram = [[found.gram[i][j] for j in rows] for i in rows]
         voices = [recipe.voice(refs[at]) for at in kept]
         shares = dict(zip([refs[at] for at in kept], geometric_median(gram, voices), strict=True))
-    around = dict(zip(found.sound, lengths_and_distances(found.gram) if found.gram else [], strict=True))
+    around = dict(zip(found.sound, normalized_lengths_and_distances(found.gram) if found.gram else [], strict=True))
     places = {}
     for at, ref in enumerate(refs):
         length, apart = around.get(at, (None, None))
         places[ref] = ModelPlace(length, apart, out.get(ref, ""))
-    return chosen_models(recipe, places, shares)
+    return select_models(recipe, places, shares)

@@ -27,9 +27,9 @@ from mergegate.merge_core.architecture import is_embedding
 from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import GateRows, Mixture
-from mergegate.merge_core.store import StoredValue
-from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, load_model
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, load_model
 from mergegate.tasks.stage import Runtime, StageValue, advance, runtime, value_stage
+from mergegate.tasks.store import StoredValue
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,7 +119,7 @@ def router_rows(model: Model, question: GateQuestion, runtime: Runtime) -> Route
     Raises:
         InvalidInput: see :func:`with_gates`.
     """
-    found = ask_child(
+    found = call_model_process(
         compute_rows,
         (model, question, runtime.device),
         where=f"router rows of {model.name}",
@@ -129,7 +129,7 @@ def router_rows(model: Model, question: GateQuestion, runtime: Runtime) -> Route
     return RouterRows(layers=found.layers, rows=found.rows, width=found.width, data=found.data)
 
 
-class FoundRows(NamedTuple):
+class SerializedRouterRows(NamedTuple):
     """As :class:`RouterRows`, on its way between processes."""
 
     layers: int
@@ -138,7 +138,7 @@ class FoundRows(NamedTuple):
     data: str
 
 
-def compute_rows(model: Model, question: GateQuestion, device: str, on_progress: TellProgress) -> FoundRows:
+def compute_rows(model: Model, question: GateQuestion, device: str, on_progress: TellProgress) -> SerializedRouterRows:
     """The rows of every expert: done in the process that holds models."""
     import numpy as np
 
@@ -160,7 +160,7 @@ def compute_rows(model: Model, question: GateQuestion, device: str, on_progress:
         stacked = np.stack([np.zeros_like(known) if row is None else row for row in rows], axis=1)
     layers, count, width = stacked.shape
     data = base64.b64encode(stacked.astype("<f4").tobytes()).decode()
-    return FoundRows(layers, count, width, data)
+    return SerializedRouterRows(layers, count, width, data)
 
 
 def _row(means: Sequence[Array | None], where: str, *, of_sums: bool) -> Array | None:

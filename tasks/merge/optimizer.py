@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from mergegate.merge_core.store import Artifact, NotInKey
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.merge.stage import Numerics, merge
-from mergegate.tasks.stage import StageValue, note_stage, stage, store
+from mergegate.tasks.stage import StageValue, record_stage, stage, store
+from mergegate.tasks.store import Artifact, NotInKey
 
 _NAME = "optimizer"
 _PLACE = re.compile(rf"{_NAME}/([0-9a-f]{{32}})/([A-Za-z0-9_-]+)")
@@ -51,7 +51,7 @@ def optimizer_state(
         InvalidInput, Refused: as ``merge``.
     """
     began, written, weights = time.monotonic(), 0, dict[str, str]()
-    for name in kept_names(pinned):
+    for name in optimizer_steps(pinned):
         recipe = pinned.recipe.ending_with(name)
         read = {str(ref) for ref in recipe.references()}
         parents = tuple(parent for parent in pinned.parents if parent.ref in read)
@@ -62,31 +62,31 @@ def optimizer_state(
         weights |= {f"{name}/{file}": sha256 for file, sha256 in made.weights.items()}
         written += made.bytes_written
     return OptimizerState(
-        names=kept_names(pinned), bytes_written=written, seconds=time.monotonic() - began, weights=weights
+        names=optimizer_steps(pinned), bytes_written=written, seconds=time.monotonic() - began, weights=weights
     )
 
 
-def kept_names(pinned: PinnedRecipe) -> tuple[str, ...]:
+def optimizer_steps(pinned: PinnedRecipe) -> tuple[str, ...]:
     """The steps of a recipe whose results an optimizer keeps."""
     made = {step.name for step in pinned.recipe.steps}
     return tuple(name for name in pinned.recipe.states if name in made)
 
 
-def kept_places(artifact: Artifact[OptimizerState]) -> dict[str, tuple[str, Path]]:
-    """By name: how :func:`kept_place` is asked for it, and its directory."""
+def optimizer_state_paths(artifact: Artifact[OptimizerState]) -> dict[str, tuple[str, Path]]:
+    """By name: how :func:`find_optimizer_state` is asked for it, and its directory."""
     own = f"{artifact.stage}/{artifact.key[:32]}"
     return {name: (f"{own}/{name}", artifact.directory / name) for name in artifact.value.names}
 
 
-def kept_place(named: str) -> Path | None:
+def find_optimizer_state(named: str) -> Path | None:
     """Where something lies that an optimizer has kept, if the store, here or shared, has it and it can be believed.
 
     Args:
-        named: As of :func:`kept_places`; whatever a provenance says.
+        named: As of :func:`optimizer_state_paths`; whatever a provenance says.
     """
     if (found := _PLACE.fullmatch(named)) is None:
         return None
-    note_stage(_NAME, found[1], "", in_run_only=True)
+    record_stage(_NAME, found[1], "", in_run_only=True)
     artifacts = store().family(_NAME, found[1], OptimizerState)
     place = artifacts[0].directory / found[2] if artifacts else None
     return place if place and found[2] in artifacts[0].value.names else None

@@ -7,13 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mergegate.merge_core import Recipe
-from mergegate.tasks.checkpoints import PinnedCheckpoint, loadable, loadable_alone, loadable_before
+from mergegate.tasks.checkpoints import (
+    PinnedCheckpoint,
+    apply_adapters,
+    apply_adapters_outside_flow,
+    find_applied_adapters,
+)
 from mergegate.tasks.merge.distances import model_distances, with_distances
 from mergegate.tasks.merge.gates import router_rows, with_gates
 from mergegate.tasks.merge.statistics import with_statistics
 
 
-def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
+def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
     """``recipe`` with all that it wants to be found out before its plan; itself where that is nothing.
 
     Args:
@@ -25,14 +30,14 @@ def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow
     """
 
     def find_loadable(ref: str) -> PinnedCheckpoint:
-        return (loadable if in_flow else loadable_alone)([find(ref)])[0]
+        return (apply_adapters if in_flow else apply_adapters_outside_flow)([find(ref)])[0]
 
     recipe = with_distances(recipe, find, model_distances if in_flow else None)
     recipe = with_gates(recipe, find, router_rows if in_flow else None)
     return with_statistics(recipe, find_loadable, lambda stage: stage if in_flow else stage.build)
 
 
-def still_named(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
+def select_named_parents(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
     """Those of ``parents`` that a prepared recipe has not left out; without what is no model, but kept for it."""
     names = {str(ref) for ref in recipe.references()} - set(recipe.states)
     return tuple(parent for parent in parents if parent.ref in names)
@@ -42,8 +47,8 @@ class _NotFound(Exception):
     """Something is not in the store."""
 
 
-def prepared_before(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
-    """As :func:`prepared`, where all that it needs has been found out before; else None. No model is asked."""
+def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
+    """As :func:`prepare_recipe`, where all that it needs has been found out before; else None. No model is asked."""
 
     def known(stage: Any) -> Callable[..., Any]:
         def in_store(*inputs: object) -> Any:
@@ -54,7 +59,7 @@ def prepared_before(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> 
         return in_store
 
     def find_loadable(ref: str) -> PinnedCheckpoint:
-        if not (whole := loadable_before([find(ref)])):
+        if not (whole := find_applied_adapters([find(ref)])):
             raise _NotFound
         return whole[0]
 

@@ -17,11 +17,12 @@ from mergegate.merge_core.architecture.experts import MatchedLayer, match_expert
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.engine import start_or_resume
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.store import Artifact, NotInKey, state_directory
+from mergegate.merge_core.files import state_directory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
-from mergegate.tasks.outside import hold_gpus
+from mergegate.tasks.sandbox import hold_gpus
 from mergegate.tasks.stage import StageValue, advance, device_kind, stage, versions
+from mergegate.tasks.store import Artifact, NotInKey
 
 MERGED = "merge"  # what the merged model is called beside its parents
 

@@ -18,21 +18,22 @@ from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
 from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
 from mergegate.merge_core.parsing import read_json
-from mergegate.merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
-from mergegate.merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, keep_only_journal
-from mergegate.tasks.checkpoints import Model, ask_child, files_state
-from mergegate.tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
-from mergegate.tasks.merge.reading_inputs import InputStatistics, read_inputs
+from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
+from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
+from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
+from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.perplexity import HeldOutText, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
+from mergegate.tasks.store import Artifact
 
-Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[Any]]
+Measure: TypeAlias = Callable[[Model, HeldOutText, CalibrationReading, str, Runtime], Artifact[Any]]
 
 
 @stage("statistics", version=2, subject="model", resumable=True)
 def input_statistics(
-    out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
+    out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> InputStatistics:
     """What flows into each matrix of ``model`` while it reads ``text``; goes on from the journal of a killed run.
 
@@ -40,8 +41,8 @@ def input_statistics(
         InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
-    key = input_statistics.key(model, text, reading, dtype, runtime) + files_state([model])
-    return ask_child(
+    key = input_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
+    return call_model_process(
         read_inputs,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
         where=f"statistics of {model.name}",
@@ -52,7 +53,7 @@ def input_statistics(
 
 @stage("importance", version=2, subject="model", resumable=True)
 def importance_statistics(
-    out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
+    out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> ImportanceStatistics:
     """How much each element of ``model`` matters to what it says on ``text``; goes on from the journal of a killed run.
 
@@ -60,8 +61,8 @@ def importance_statistics(
         InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
     """
     keep_only_journal(out, FILES_OF_IMPORTANCE)
-    key = importance_statistics.key(model, text, reading, dtype, runtime) + files_state([model])
-    return ask_child(
+    key = importance_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
+    return call_model_process(
         read_gradients,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
         where=f"importance of {model.name}",
@@ -70,7 +71,7 @@ def importance_statistics(
     )
 
 
-def stage_of_texts(recipe: Recipe) -> str | None:
+def calibration_stage_name(recipe: Recipe) -> str | None:
     """Name of the stage in which the models of one document of a recipe read their texts; None where they have none."""
     if not recipe.texts:
         return None
@@ -81,14 +82,14 @@ def _wants_importance(recipe: Recipe) -> bool:
     return recipe.method.traits.reads_text == "importance"
 
 
-def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
+def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
     """The texts of one document of a recipe, each with the reference of its model.
 
     Raises:
         InvalidInput: for a text that is not there, or is not as the recipe says.
     """
     for ref, written in recipe.texts.items():
-        file = expanded(written)
+        file = expand_user_path(written)
         places = [start / file for start in (recipe.directory, Path.cwd()) if start is not None]
         path = next((place for place in places if place.is_file()), places[0]).absolute()
         where, named = f"{recipe.where}: text of {ref}: {written}", "statistics.field"
@@ -118,13 +119,13 @@ def _with_own(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any]
     matters = _wants_importance(recipe)
     measure = call(importance_statistics if matters else input_statistics)
     here, measured = runtime(), {}
-    for ref, text in tuple(pinned_texts(recipe, store().hashes)):
+    for ref, text in tuple(pin_calibration_texts(recipe, store().hashes)):
         model = find(ref)
         made = measure(model, text, recipe.reading, _dtype(model, here), here)
         if matters:
-            measured[ref] = MeasuredInputs(made.digest, text.sha256, importance=open_importance(made.directory))
+            measured[ref] = InputMeasurements(made.digest, text.sha256, importance=open_importance(made.directory))
         else:
-            measured[ref] = MeasuredInputs(made.digest, text.sha256, moments=open_moments(made.directory))
+            measured[ref] = InputMeasurements(made.digest, text.sha256, moments=open_moments(made.directory))
     return replace(recipe, measured=measured)
 
 

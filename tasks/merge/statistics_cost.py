@@ -16,9 +16,9 @@ from mergegate.merge_core import MergePlan
 from mergegate.merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
 from mergegate.merge_core.checkpoint import config_parts
 from mergegate.merge_core.engine.forecast import Rates
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import open_buffered
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.merge.statistics import pinned_texts
+from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.perplexity import HeldOutText
 
 # Kinds that are multiplied with one input.
@@ -75,7 +75,7 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
         InvalidInput: for a text that is not there, or is not as the recipe says.
     """
     recipe = plan.recipe
-    texts = [text for _, text in pinned_texts(recipe, hashes)]
+    texts = [text for _, text in pin_calibration_texts(recipe, hashes)]
     if not texts:
         return None
     positions = sum(_positions(text, recipe.reading.documents) for text in texts)

@@ -1,9 +1,9 @@
 """Likelihood of held-out text, document by document: of one model, and of all parents together."""
 
-from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from mergegate.tasks.perplexity.measuring import (
+from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
+from mergegate.tasks.perplexity.measurement import (
     DocumentLikelihood,
-    HeldOutReading,
+    TokenizedText,
     WindowSettings,
     encode_text,
     read_held_out,
@@ -21,7 +21,7 @@ from mergegate.tasks.perplexity.text import (
     HeldOutText,
     OwnDocument,
     pin_text,
-    read_own_documents,
+    read_documents_verbatim,
     read_texts,
 )
 
@@ -29,20 +29,20 @@ __all__ = [
     "ChatMessage",
     "DocumentLikelihood",
     "DriftLimits",
-    "HeldOutReading",
     "HeldOutText",
     "Likelihoods",
     "OwnDocument",
     "PerplexitySettings",
+    "TokenizedText",
     "WindowSettings",
     "encode_text",
+    "ensemble_gain_share",
     "ensemble_likelihoods",
-    "gain_kept",
     "perplexity",
     "pin_documents",
     "pin_text",
     "read_documents",
+    "read_documents_verbatim",
     "read_held_out",
-    "read_own_documents",
     "read_texts",
 ]

@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import JOURNAL, JournalPlace, keep_only_journal, open_journal
-from mergegate.tasks.checkpoints import Model, TellProgress, ask_child, files_state, load_model, tokenizer_digest
-from mergegate.tasks.perplexity.measuring import (
-    Measured,
+from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal, open_journal
+from mergegate.tasks.checkpoints import (
+    Model,
+    TellProgress,
+    call_model_process,
+    files_fingerprint,
+    load_model,
+    tokenizer_digest,
+)
+from mergegate.tasks.perplexity.measurement import (
+    TextMeasurement,
     TextWindow,
     WindowSettings,
     batches_of,
@@ -57,8 +64,8 @@ def ensemble_likelihoods(
         raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
     keep_only_journal(out)
     key = ensemble_likelihoods.key(models, documents, windows, runtime)
-    place = JournalPlace(out / JOURNAL, key + files_state(models))
-    found = ask_child(
+    place = JournalPlace(out / JOURNAL, key + files_fingerprint(models))
+    found = call_model_process(
         _measure_together,
         (models, documents, windows, runtime.device, place),
         where="perplexity of the parents together",
@@ -76,7 +83,7 @@ def _measure_together(
     device: str,
     place: JournalPlace,
     on_progress: TellProgress,
-) -> Measured:
+) -> TextMeasurement:
     import torch
 
     texts = read_texts(documents, windows.documents)
@@ -106,7 +113,7 @@ def _measure_together(
                     on_progress(done, len(models) * sum(reading.tokens))
     assert read is not None, "there are models"
     rows = document_rows(texts, read, [float((part - math.log(len(models))).sum()) for part in sums])
-    return Measured(rows, vocabulary, read.length)
+    return TextMeasurement(rows, vocabulary, read.length)
 
 
 def _packed(logliks: Sequence[torch.Tensor]) -> str:
@@ -122,7 +129,7 @@ def _unpacked(record: str, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
     return [torch.tensor(tokens) for tokens in np.split(every, ends[:-1])]
 
 
-def gain_kept(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
+def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
     """Share of the ensemble's gain over the better parent that the merge keeps, in nats a token.
 
     1: as good as the ensemble; 0: as the better parent; negative: worse than that.

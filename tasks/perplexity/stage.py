@@ -14,12 +14,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
-from mergegate.tasks.checkpoints import Model, ask_child, files_state
-from mergegate.tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
+from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
+from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement, WindowSettings, measure
 from mergegate.tasks.perplexity.text import HeldOutText, pin_text
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
+from mergegate.tasks.store import NotInKey
 
 FILE = "documents.parquet"
 
@@ -138,8 +139,8 @@ def perplexity(
             that holds models died.
     """
     keep_only_journal(out)
-    place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_state([model]))
-    found = ask_child(
+    place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_fingerprint([model]))
+    found = call_model_process(
         measure,
         (model, documents, windows, runtime.device, place),
         where=f"perplexity of {model.name}",
@@ -150,7 +151,7 @@ def perplexity(
     return total_likelihood(model.name, found)
 
 
-def total_likelihood(model: str, found: Measured) -> Likelihoods:
+def total_likelihood(model: str, found: TextMeasurement) -> Likelihoods:
     """What documents with their likelihoods say together; ``model`` is whose they are."""
     rows = found.rows
     tokens, size = sum(row.tokens for row in rows), sum(row.bytes for row in rows)

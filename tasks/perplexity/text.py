@@ -11,17 +11,18 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import (
     MAX_DATA_BYTES,
-    kind_of,
-    line_place,
+    describe_kind,
+    line_location,
     open_buffered,
     parse_line,
     plain_file,
     read_plain,
 )
-from mergegate.merge_core.store import HashMemo, NotInKey
 from mergegate.tasks.evaluation import DocumentSet
+from mergegate.tasks.store import NotInKey
 
 _MOST_LOOKED_AT = 2000  # lines that are looked at before anything is measured
 _NAMED = "perplexity.field"
@@ -64,7 +65,7 @@ def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str
     return tuple((at, _text_in(document)) for at, document in _chosen(documents, most))
 
 
-def read_own_documents(documents: HeldOutText, most: int | None) -> tuple[OwnDocument, ...]:
+def read_documents_verbatim(documents: HeldOutText, most: int | None) -> tuple[OwnDocument, ...]:
     """The same documents as :func:`read_texts`, as they stand in the file."""
     return tuple(document for _, document in _chosen(documents, most))
 
@@ -151,12 +152,12 @@ def _document_of_line(line: bytes, field: str, path: Path, number: int, named: s
         return said
     if conversations and isinstance(said, list) and (messages := _messages(said)) is not None:
         return messages
-    found = f"no field {field!r}" if field not in document else f"{kind_of(said)} in field {field!r}"
+    found = f"no field {field!r}" if field not in document else f"{describe_kind(said)} in field {field!r}"
     remedy = suggest(field, document) if field not in document and document else ""
     expected = f"text, in the field that {named} names"
     if conversations:
         expected = f"text or messages ({{role, content}}), in the field that {named} names"
-    raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
+    raise InvalidInput(line_location(path, number), found=found, expected=expected, remedy=remedy)
 
 
 def _messages(said: list[Any]) -> tuple[ChatMessage, ...] | None:

@@ -3,68 +3,68 @@
 And what can be known of a night before it: how much its documents can tell.
 """
 
-from mergegate.tasks.preflight.compat import (
+from mergegate.tasks.preflight.calibration_texts import collect_calibration_texts, overlap_findings
+from mergegate.tasks.preflight.compatibility import (
     Compatibility,
     HeaderDigest,
     check_compatibility,
     header_digests,
     open_and_plan,
-    plan_once,
+    plan_cached,
 )
 from mergegate.tasks.preflight.custom_code import CodeSettings, custom_code_findings
 from mergegate.tasks.preflight.duration import (
     AROUND,
     STARTING,
-    AskedTexts,
     NetworkSize,
-    asking_seconds,
-    merging_seconds,
+    PromptLoad,
+    evaluation_seconds,
+    merge_seconds,
 )
 from mergegate.tasks.preflight.evidence import (
     Evidence,
     JudgeQuestions,
     check_references,
-    in_computed_dtype,
     pin_evidence,
     stored_dtypes,
+    with_supported_dtype,
 )
-from mergegate.tasks.preflight.foresight import night_power, planned_looks, planned_tasks
-from mergegate.tasks.preflight.machine import machine_findings, this_machine
-from mergegate.tasks.preflight.own_texts import overlap_findings, texts_read
+from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
+from mergegate.tasks.preflight.power_forecast import forecast_power, plan_interim_looks, planned_tasks
 from mergegate.tasks.preflight.sample_text import SAMPLE
-from mergegate.tasks.preflight.segmentation import cut_shares, with_shares
+from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
 from mergegate.tasks.preflight.tokenizers import TokenizerSettings
 
 __all__ = [
     "AROUND",
     "SAMPLE",
     "STARTING",
-    "AskedTexts",
     "CodeSettings",
     "Compatibility",
     "Evidence",
     "HeaderDigest",
     "JudgeQuestions",
     "NetworkSize",
+    "PromptLoad",
     "TokenizerSettings",
-    "asking_seconds",
+    "add_segmentation_shares",
     "check_compatibility",
     "check_references",
+    "collect_calibration_texts",
     "custom_code_findings",
-    "cut_shares",
+    "evaluation_seconds",
+    "forecast_power",
     "header_digests",
-    "in_computed_dtype",
     "machine_findings",
-    "merging_seconds",
-    "night_power",
+    "measure_machine_capacity",
+    "merge_seconds",
     "open_and_plan",
     "overlap_findings",
     "pin_evidence",
-    "plan_once",
-    "planned_looks",
+    "plan_cached",
+    "plan_interim_looks",
     "planned_tasks",
+    "segmentation_shares",
     "stored_dtypes",
-    "texts_read",
-    "this_machine",
-    "with_shares",
+    "with_supported_dtype",
 ]

@@ -34,7 +34,7 @@ class NetworkSize:
 
 
 @dataclass(frozen=True)
-class AskedTexts:
+class PromptLoad:
     """What a model is asked in one go.
 
     Args:
@@ -50,7 +50,7 @@ class AskedTexts:
     batch: int = 1
 
 
-def asking_seconds(size: NetworkSize, asked: AskedTexts, rates: Rates) -> float:
+def evaluation_seconds(size: NetworkSize, asked: PromptLoad, rates: Rates) -> float:
     """What it takes to load a model and to ask it.
 
     Args:
@@ -63,6 +63,6 @@ def asking_seconds(size: NetworkSize, asked: AskedTexts, rates: Rates) -> float:
     return _LOADING + size.nbytes / rates.read + max(arithmetic, calls * size.nbytes / memory) + between
 
 
-def merging_seconds(nbytes_read: int, nbytes_written: int, rates: Rates) -> float:
+def merge_seconds(nbytes_read: int, nbytes_written: int, rates: Rates) -> float:
     """What it takes to merge, if reading and writing do not overlap."""
     return MERGING + nbytes_read / rates.read + nbytes_written / rates.write + nbytes_written / rates.hash

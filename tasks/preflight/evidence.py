@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
-from mergegate.merge_core.store import HashMemo
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.evaluation import (
     EvalTask,
     Scoring,
-    asking_of,
     find_backend,
+    require_declared_mean,
     require_effect,
     require_examples,
-    require_own_mean,
+    resolve_prompt_settings,
 )
 from mergegate.tasks.gate import (
     EvaluateSettings,
@@ -98,9 +98,9 @@ def pin_evidence(
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
         for guard in evaluate.tasks:
             require_effect(guard.task, guard.own, root)
-            require_own_mean(guard.task, guard.mean_over, root)
+            require_declared_mean(guard.task, guard.mean_over, root)
         for task in tasks:
-            require_examples(task, asking_of(task.asked, evaluate).num_fewshot)
+            require_examples(task, resolve_prompt_settings(task.asked, evaluate).num_fewshot)
         evidence = evidence._replace(
             tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
         )
@@ -116,7 +116,7 @@ def pin_evidence(
     return evidence
 
 
-def in_computed_dtype(evidence: Evidence, stored: Collection[str], without_units: Collection[str]) -> Evidence:
+def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_units: Collection[str]) -> Evidence:
     """``evidence`` with ``auto`` meaning float32, for all models alike, where one of them is stored in a format that
     this machine cannot compute in. What is loaded elsewhere, by a server, is as it was.
 

@@ -15,7 +15,7 @@ from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, gpu_memory
-from mergegate.tasks.preflight.compat import Compatibility
+from mergegate.tasks.preflight.compatibility import Compatibility
 from mergegate.tasks.stage import home, nearest
 
 _SPARE = 1.1  # of what is known to be needed; file systems keep some for themselves
@@ -56,7 +56,7 @@ class Machine:
     gpu: Capacity | None = None
 
 
-def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
+def measure_machine_capacity(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
     """The machine that we are on, for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
     from mergegate.merge_core.engine import usable_cores
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mergegate.merge_core import Finding, PlannedMerge
 from mergegate.merge_core.errors import MergegateError, worst_first
-from mergegate.tasks.checkpoints import TellProgress, ask_child
+from mergegate.tasks.checkpoints import TellProgress, call_model_process
 from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each is built twice, which takes seconds for the largest.
@@ -23,7 +23,7 @@ _TIME_LIMIT = 300.0  # seconds
 Shares = tuple[float, float]
 
 
-def with_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
+def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
     """The findings of a plan; those of tokenizers that differ say the share of a sample text that is cut differently.
 
     Costs nothing where no tokenizers differ.
@@ -50,7 +50,7 @@ def _text(content: object) -> str:
 
 def _measured(pairs: Sequence[tuple[str, str]]) -> list[Shares | str]:
     try:
-        answer: object = ask_child(measure_cuts, (tuple(pairs),), where="tokenizers", time_limit=_TIME_LIMIT)
+        answer: object = call_model_process(measure_cuts, (tuple(pairs),), where="tokenizers", time_limit=_TIME_LIMIT)
     except MergegateError as error:
         return [error.found] * len(pairs)
     # Whoever runs there may have sent something else.
@@ -75,14 +75,14 @@ def measure_cuts(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) ->
     found: list[Shares | str] = []
     for number, (one, other) in enumerate(pairs, start=1):
         try:
-            found.append(cut_shares(one, other, SAMPLE))
+            found.append(segmentation_shares(one, other, SAMPLE))
         except Exception as error:  # the library raises plain ones for what it does not take
             found.append(f"a tokenizer that the library does not take: {' '.join(str(error).split())[:200]}")
         on_progress(number, len(pairs))
     return found
 
 
-def cut_shares(one: str, other: str, lines: Sequence[str]) -> Shares:
+def segmentation_shares(one: str, other: str, lines: Sequence[str]) -> Shares:
     """See :func:`measure_cuts`. A token is cut alike where the other has it at the same place of the text."""
     from tokenizers import Tokenizer
 

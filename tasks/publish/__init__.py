@@ -1,8 +1,8 @@
 """Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
 
 from mergegate.tasks.publish.approval import ApprovalSettings, PendingRelease
-from mergegate.tasks.publish.beside_state import beside_state
 from mergegate.tasks.publish.card_scores import escaped
+from mergegate.tasks.publish.checksums import checksums_text, parse_checksums, sha256_of
 from mergegate.tasks.publish.content import (
     ABOUT,
     BOM,
@@ -12,13 +12,13 @@ from mergegate.tasks.publish.content import (
     SIGNATURE,
     SUMS,
     ReleaseFile,
+    content_version_from_sums,
     stored_files,
-    version_of,
 )
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.signature import public_key, read_signature
+from mergegate.tasks.publish.state_license_files import state_license_files
 from mergegate.tasks.publish.step import ReleaseParts, pending_release, publish
-from mergegate.tasks.publish.sums import checksums_text, parse_checksums, sha256_of
 from mergegate.tasks.publish.targets import Release
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
     "Release",
     "ReleaseFile",
     "ReleaseParts",
-    "beside_state",
     "checksums_text",
+    "content_version_from_sums",
     "escaped",
     "parse_checksums",
     "pending_release",
@@ -45,6 +45,6 @@ __all__ = [
     "read_signature",
     "recipe_paths",
     "sha256_of",
+    "state_license_files",
     "stored_files",
-    "version_of",
 ]

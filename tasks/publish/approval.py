@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.store import merkle
 from mergegate.merge_core.wording import parse_duration
 from mergegate.tasks.publish.content import SUMS, ReleaseFile
 from mergegate.tasks.stage import TimeSpan
+from mergegate.tasks.store import merkle
 
 
 class ApprovalSettings(BaseModel):

@@ -8,7 +8,14 @@ from collections.abc import Iterable
 
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import normal_quantile
-from mergegate.tasks.report import ReportContent, ReportedModel, evaluated, likelihood, uses_bytes, wording
+from mergegate.tasks.report import (
+    ReportContent,
+    ReportedModel,
+    compares_per_byte,
+    evaluated_models,
+    likelihood,
+    wording,
+)
 
 _CONFIDENCE = 0.95  # two-sided, of the intervals of single scores
 
@@ -54,7 +61,7 @@ def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], number
 
 
 def _scores(content: ReportContent) -> str:
-    models = evaluated(content)
+    models = evaluated_models(content)
     if not models:
         return ""
     by_model = {m.name: {(s.task, s.metric): s for s in (m.scores.tasks if m.scores else ())} for m in models}
@@ -104,7 +111,7 @@ def _perplexity(content: ReportContent) -> str:
     read = tuple(model for model in content.models if model.likelihoods is not None)
     if not read:
         return ""
-    per_byte = uses_bytes(read, drift)
+    per_byte = compares_per_byte(read, drift)
     unit = "bits per byte" if per_byte else "perplexity"
     rows = [
         (_called(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.store import MANIFEST, VALUE, Artifact, merkle
+from mergegate.tasks.store import MANIFEST, VALUE, Artifact, merkle
 
 CARD = "README.md"
 RECIPE = "recipe.yaml"
@@ -63,10 +63,10 @@ def written_file(name: str, text: str) -> ReleaseFile:
 
 def content_version(files: Iterable[ReleaseFile]) -> str:
     """A version that is the content: the first 12 hex digits of the Merkle digest over all files."""
-    return version_of({file.name: (file.size, file.sha256) for file in files})
+    return content_version_from_sums({file.name: (file.size, file.sha256) for file in files})
 
 
-def version_of(files: Mapping[str, tuple[int, str]]) -> str:
+def content_version_from_sums(files: Mapping[str, tuple[int, str]]) -> str:
     """The same from name -> (size, sha256) of all files."""
     return merkle(files)[:12]
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.merge_core.recipe import Recipe, expanded, parse_reference
+from mergegate.merge_core.recipe import Recipe, expand_user_path, parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.publish.content import ReleaseFile
 
@@ -201,7 +201,7 @@ def _is_private(text: str) -> bool:
 def _normal(text: str) -> str:
     """Return the absolute path that `text` names."""
     try:
-        return os.path.normpath(expanded(re.sub(f"^{_URL}", "", text)))
+        return os.path.normpath(expand_user_path(re.sub(f"^{_URL}", "", text)))
     except InvalidInput:
         return text
 

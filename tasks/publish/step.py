@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.merge_core.store import Artifact, StoredValue
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
-from mergegate.tasks.merge import Merged, Numerics, OptimizerState, kept_places
+from mergegate.tasks.merge import Merged, Numerics, OptimizerState, optimizer_state_paths
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.approval import PendingRelease, release_digest, stands_in
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.checksums import checksums
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -32,10 +32,10 @@ from mergegate.tasks.publish.license_files import license_files, open_obligation
 from mergegate.tasks.publish.provenance import provenance
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 from mergegate.tasks.publish.signature import sign
-from mergegate.tasks.publish.sums import checksums
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.report import Report, ReportContent
 from mergegate.tasks.stage import advance, home, step, store
+from mergegate.tasks.store import Artifact, StoredValue
 
 _UNCHANGED = PublicNames({})
 
@@ -199,7 +199,7 @@ def release_files(
         card=metadata,
         byproducts={
             name: (checkpoint_digest(directory, store().hashes), stored)
-            for name, (stored, directory) in (kept_places(state) if state else {}).items()
+            for name, (stored, directory) in (optimizer_state_paths(state) if state else {}).items()
         },
     )
     files.append(written_file(PROVENANCE, origin))

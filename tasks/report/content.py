@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
@@ -18,6 +17,7 @@ from mergegate.tasks.merge import RouterDistance
 from mergegate.tasks.perplexity import Likelihoods, WindowSettings
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome, Section
+from mergegate.tasks.store import NotInKey
 
 
 class _Part(BaseModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.analysis import Interference, Spot
+from mergegate.merge_core.analysis import Interference, TensorGroup
 from mergegate.merge_core.architecture import KINDS, TensorKind
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.report.content import ReportContent
@@ -101,7 +101,7 @@ def _map(found: Interference) -> _Map:
     )
 
 
-def _value(spot: Spot) -> float | None:
+def _value(spot: TensorGroup) -> float | None:
     return spot.tally.conflict if spot.tally.vectors > 1 else spot.tally.length(0)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.evaluation import Scoring
 from mergegate.tasks.perplexity import WindowSettings
-from mergegate.tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording
+from mergegate.tasks.report import answers, bars, explanation_text, heat_map, plots, serving_costs, table, wording
 from mergegate.tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def render(content: ReportContent) -> str:
     from markupsafe import Markup
 
     verdict = content.verdict
-    models, rows = table.evaluated(content), table.task_rows(content)
+    models, rows = table.evaluated_models(content), table.task_rows(content)
     return _template().render(
         content=content,
         verdict=verdict,
         wording=wording,
         size=format_bytes,
-        costs=serving.costs(content),
+        costs=serving_costs.costs(content),
         sentence=wording.sentence(content),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         # Drawn by matplotlib, which escapes the names in them.
@@ -41,13 +41,13 @@ def render(content: ReportContent) -> str:
         perplexity_plot=[Markup(plot) for plot in plots.perplexity_plot(content)],
         judge_plot=[Markup(plot) for plot in plots.judge_plot(content)],
         interference_plot=[Markup(plot) for plot in heat_map.interference_plot(content)],
-        explaining=explaining,
+        explaining=explanation_text,
         what_is_shown=heat_map.what_is_shown,
         models=models,
         rows=rows,
         marked_answers=answers.marked_answers,
         bars=bars.score_bars(rows, models),
-        per_byte=table.uses_bytes(content.models, verdict.drift),
+        per_byte=table.compares_per_byte(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
         scored_how=_scored_how(content.scoring, content.asked) if content.scoring else "",
         asked=wording.what_was_asked(verdict),

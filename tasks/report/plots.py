@@ -10,7 +10,7 @@ from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.rows import NARROW, WIDE, Dot, Line, draw_dots, draw_intervals
-from mergegate.tasks.report.table import likelihood, uses_bytes
+from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def judge_plot(content: ReportContent) -> tuple[str, ...]:
 
 def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
     """A dot for each model's perplexity (bits per byte where tokenizers differ). Empty when nothing was measured."""
-    per_byte = uses_bytes(content.models, content.verdict.drift)
+    per_byte = compares_per_byte(content.models, content.verdict.drift)
     measured = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
     if content.ensemble is not None:
         measured.insert(-1, ("parents' ensemble", content.ensemble, False))

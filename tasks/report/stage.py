@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mergegate.merge_core.store import canonical
 from mergegate.tasks.report.content import (
     ReportContent,
 )
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.wording import sentence, title
 from mergegate.tasks.stage import StageValue, stage
+from mergegate.tasks.store import canonical
 
 PAGE, DATA = "report.html", "report.json"
 

@@ -59,7 +59,7 @@ class ScoreTable:
     rows: tuple[Row, ...]
 
 
-def evaluated(content: ReportContent) -> tuple[ReportedModel, ...]:
+def evaluated_models(content: ReportContent) -> tuple[ReportedModel, ...]:
     """The models with scores, in the report's order: the columns of ``task_rows``."""
     return tuple(model for model in content.models if model.scores is not None and model.scores.tasks)
 
@@ -67,7 +67,7 @@ def evaluated(content: ReportContent) -> tuple[ReportedModel, ...]:
 def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
     """A row for every task and metric that was scored, in the order of evaluation; several where several guards are on
     it."""
-    models = evaluated(content)
+    models = evaluated_models(content)
     scores: dict[tuple[str, str], dict[str, TaskScore]] = {}
     for model in models:
         for score in model.scores.tasks if model.scores else ():
@@ -121,7 +121,7 @@ def _measure(value: float, in_points: bool) -> str:
 
 def final_table(content: ReportContent) -> ScoreTable:
     """What a run ends with: a line a task, one for all tasks together, one for perplexity."""
-    models = evaluated(content)
+    models = evaluated_models(content)
     rows = task_rows(content)
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
     lines = [_task_line(row, rows) for row in rows]
@@ -157,7 +157,7 @@ def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
 
 
 def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
-    per_byte = uses_bytes(models, drift)
+    per_byte = compares_per_byte(models, drift)
     label = "bits per byte" if per_byte else "perplexity"
     values = tuple(likelihood(model.likelihoods, per_byte) for model in models)
     if drift is None:
@@ -167,7 +167,7 @@ def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ..
     return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 
 
-def uses_bytes(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
+def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
     """Whether likelihoods compare a byte, not a token: the gate says so, or the tokenizers differ."""
     if drift is not None:
         return drift.unit == "byte"

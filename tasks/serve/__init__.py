@@ -6,7 +6,7 @@ A checkpoint that loads is not a model that answers. ``static_checks`` finds wha
 """
 
 from mergegate.tasks.serve.launch import find_server
-from mergegate.tasks.serve.measured import ServingCost
+from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
 from mergegate.tasks.serve.stage import check_server, serve_models

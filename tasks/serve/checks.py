@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from mergegate.tasks.outside import Answer
+from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.client import Client, Completion, chat_logprobs_of, chat_text_of, completion_of
 from mergegate.tasks.serve.reference import Reference
 from mergegate.tasks.serve.settings import ServeSettings

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergegate.tasks.outside import Answer, JsonClient
+from mergegate.tasks.http import Answer, JsonClient
 
 
 @dataclass(frozen=True)

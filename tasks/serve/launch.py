@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.outside import compile_imports, environment_of_child
+from mergegate.tasks.sandbox import compile_imports, environment_of_child
 from mergegate.tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mergegate.merge_core.adapters import CONFIG_FILE, Adapter, open_adapter
-from mergegate.merge_core.architecture import layer_place, vocabulary_size
+from mergegate.merge_core.architecture import parse_layer_place, vocabulary_size
 from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import PinnedCheckpoint
@@ -143,7 +143,7 @@ def _of_tensors(base: Checkpoint, adapter: Adapter) -> str:
     if adapter.whole:
         return f"vLLM takes no whole tensors ({next(iter(adapter.whole))})"
     for module in adapter.modules.values():
-        if layer_place(f"{module.name}.weight") is None:
+        if parse_layer_place(f"{module.name}.weight") is None:
             return f"factors outside of the layers were not tried in vLLM ({module.name})"
         if any(kind in module.tensors for kind in _BIASES):
             return f"vLLM takes no biases of an adapter ({module.name})"

@@ -18,15 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from mergegate.tasks.outside import (
-    Confinement,
-    HeldGpus,
-    NotStarted,
-    ProcessEnd,
-    SupervisedProcess,
-    Unreachable,
-    take_gpus,
-)
+from mergegate.tasks.http import Unreachable
+from mergegate.tasks.sandbox import Confinement, GpuLease, NotStarted, ProcessEnd, SupervisedProcess, acquire_gpus
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
@@ -56,7 +49,7 @@ class ServerProcess:
         self._began = 0.0  # when the process was started
         self._deadline = time.monotonic() + settings.total_within
         self._process: SupervisedProcess | None = None
-        self._gpus = HeldGpus((), lambda: None)
+        self._gpus = GpuLease((), lambda: None)
         self._not_started = ""
         self._end = ProcessEnd()
         self._answered = False
@@ -155,7 +148,7 @@ class ServerProcess:
         with self._log.open("ab") as output:
             try:
                 self._gpus.release()  # of an earlier try
-                self._gpus = take_gpus()
+                self._gpus = acquire_gpus()
                 self._process = SupervisedProcess(
                     self._launch.at(self._port, self.name),
                     self._launch.environment,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload_models
 
 _ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
 
@@ -88,7 +88,7 @@ def make_reference(
             ends=_ends(model.directory, loaded.tokenizer),
         )
         del loaded  # nothing here may hold on to it
-    unload()
+    unload_models()
     return reference
 
 

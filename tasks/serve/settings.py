@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.merge_core.store import NotInKey
+from mergegate.tasks.store import NotInKey
 
 PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
 

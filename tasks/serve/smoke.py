@@ -9,14 +9,14 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, ask_child
-from mergegate.tasks.outside import Unreachable
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, call_model_process
+from mergegate.tasks.http import Unreachable
 from mergegate.tasks.serve import checks
 from mergegate.tasks.serve.checks import ServedSubject, ServerQuestion
 from mergegate.tasks.serve.client import Client, models_of
 from mergegate.tasks.serve.launch import ServerKind, compile_server, context_of, dtype_of, launch
 from mergegate.tasks.serve.lora import ServedAdapter, as_lora, base_name
-from mergegate.tasks.serve.measured import ServingCost, machine_name, today
+from mergegate.tasks.serve.measurements import ServingCost, machine_name, today
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
 from mergegate.tasks.serve.reference import Reference, make_reference
 from mergegate.tasks.serve.settings import ServeSettings
@@ -155,7 +155,7 @@ def smoke_url(
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
     """What transformers says to what the server will be asked, in the dtype that it is served in."""
     dtype = dtype_of(settings, checkpoint)
-    return ask_child(
+    return call_model_process(
         make_reference,
         (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
         where=f"{model.name} in transformers",

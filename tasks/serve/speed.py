@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mergegate.tasks.outside import Answer
+from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject
 from mergegate.tasks.serve.client import completion_of
-from mergegate.tasks.serve.measured import token_rate
+from mergegate.tasks.serve.measurements import token_rate
 from mergegate.tasks.serve.verdict import Check
 
 _TRIES = 3  # the quickest counts: what else the machine does is not the model's fault

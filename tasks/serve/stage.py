@@ -16,13 +16,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import ChangedInput, MergegateError
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
 from mergegate.tasks.serve.launch import ServerKind, find_server
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import LOG, STEPS, smoke_checkpoint
 from mergegate.tasks.serve.verdict import MachineFailed, Measurement, ServedModels, ServeVerdict
 from mergegate.tasks.stage import Runtime, advance, home, runtime, stage
+from mergegate.tasks.store import NotInKey
 
 
 class ServerVersion(BaseModel):

@@ -19,7 +19,7 @@ from mergegate.merge_core.engine import count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import TellProgress, ask_child
+from mergegate.tasks.checkpoints import TellProgress, call_model_process
 from mergegate.tasks.serve.verdict import Check
 
 _BLOCK = 1 << 24  # bytes of weights looked at at once
@@ -61,7 +61,7 @@ def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Ch
     pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
-    said = ask_child(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
+    said = call_model_process(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
     if said.unknown:
         return [Check(name="tensors", outcome="not offered", seen=said.unknown, expected="a model of transformers")]
     if said.problem:

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.store import NotInKey
-from mergegate.tasks.serve.measured import NOTHING, ServingCost
+from mergegate.tasks.serve.measurements import NOTHING, ServingCost
 from mergegate.tasks.serve.server_log import Blame
 from mergegate.tasks.stage import Section, StageValue, Verdict
+from mergegate.tasks.store import NotInKey
 
 SERVED_AS_LORA = "served as LoRA"  # how the way begins in which an adapter was served that was not merged
 

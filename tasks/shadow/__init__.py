@@ -13,13 +13,13 @@ from mergegate.tasks.shadow.evidence import (
     ShadowRule,
     decide_shadow,
     evidence_of,
-    path,
+    evidence_path,
 )
-from mergegate.tasks.shadow.judged import JudgedPair, JudgedPairs, open_judged, read_judged
+from mergegate.tasks.shadow.judgments import JudgedPair, JudgedPairs, open_judged, read_judged
+from mergegate.tasks.shadow.locations import records_url, routing_file
 from mergegate.tasks.shadow.losses import LostPair, keep_lost, lost_pair, read_lost
 from mergegate.tasks.shadow.pairs import Sample, SampledPair, sample_pairs
-from mergegate.tasks.shadow.places import records_url, routing_file
-from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair, ShadowRecord
 from mergegate.tasks.shadow.routing import FollowedRouting, Routing, Serving, read_routing, write_routing
 from mergegate.tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
 from mergegate.tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
@@ -55,11 +55,11 @@ __all__ = [
     "compare_arms",
     "decide_shadow",
     "evidence_of",
+    "evidence_path",
     "keep_lost",
     "kill_reason",
     "lost_pair",
     "open_judged",
-    "path",
     "read_judged",
     "read_lost",
     "read_routing",

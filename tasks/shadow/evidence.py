@@ -124,7 +124,7 @@ def evidence_of(scores: Sequence[float], rule: ShadowRule) -> ShadowEvidence:
     return _evidence(wins, ties, losses, rule)[0]
 
 
-def path(scores: Sequence[float], rule: ShadowRule, points: int = _POINTS) -> tuple[ShadowEvidence, ...]:
+def evidence_path(scores: Sequence[float], rule: ShadowRule, points: int = _POINTS) -> tuple[ShadowEvidence, ...]:
     """How the evidence grew, for a plot: after at most ``points`` numbers of pairs, evenly apart, the last among them.
 
     Args:

@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from mergegate.merge_core.errors import shown
-from mergegate.merge_core.store import Damaged, make_way, read_state, state_directory, write_state
-from mergegate.tasks.judge import Judgement
+from mergegate.merge_core.files import Damaged, read_state, set_aside_damaged, state_directory, write_state
+from mergegate.tasks.judge import Judgment
 from mergegate.tasks.shadow.pairs import SampledPair
 
 KEPT = 20
@@ -36,7 +36,7 @@ class LostPair(BaseModel):
 _KEPT = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # of which candidate, and what
 
 
-def lost_pair(pair: SampledPair, said: Sequence[Judgement]) -> LostPair:
+def lost_pair(pair: SampledPair, said: Sequence[Judgment]) -> LostPair:
     """What is kept of it. Of long texts their end is what was asked last, of answers their beginning."""
     question, given = shown(pair.given.question[-_SAID:]), pair.given
     return LostPair(
@@ -53,7 +53,7 @@ def read_lost(file: Path, candidate: str) -> tuple[LostPair, ...]:
     """The newest that were lost, the newest first; of another candidate none."""
     found = read_state(file, _KEPT.validate_json)
     if isinstance(found, Damaged):
-        make_way(file, found.why)
+        set_aside_damaged(file, found.why)
     return () if found is None or isinstance(found, Damaged) or found[0] != candidate else found[1]
 
 

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from mergegate.tasks.judge import GivenPair
+from mergegate.tasks.judge import RecordedAnswerPair
 from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
-from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair
 
 SAME_SESSION = "another request of a session that has its pair"
 FAILED = "not answered well by both"
@@ -32,7 +32,7 @@ class SampledPair(NamedTuple):
 
     session: str
     at: float
-    given: GivenPair
+    given: RecordedAnswerPair
 
 
 class Sample(NamedTuple):
@@ -106,7 +106,7 @@ def _read(pair: RecordedPair, left_out: Counter[str]) -> SampledPair | None:
     except Unreadable as reason:
         left_out[str(reason)] += 1
         return None
-    return SampledPair(pair.session, pair.at, GivenPair(pair.request_id, question, *answers))
+    return SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *answers))
 
 
 def _came(answer: RecordedAnswer) -> bool:

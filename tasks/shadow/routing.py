@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.store import Damaged, read_state, state_directory, write_state
+from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
 
 Serving = Literal["watch", "promoted", "rolled back", "killed"]
 _LOOK_EVERY_S = 1.0

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from mergegate.merge_core.store import NotInKey
-from mergegate.tasks.judge import JudgeServer, Judging
-from mergegate.tasks.outside import plain_address
+from mergegate.tasks.http import plain_address
+from mergegate.tasks.judge import JudgeServer, JudgmentSettings
 from mergegate.tasks.publish import ApprovalSettings
 from mergegate.tasks.shadow.evidence import ShadowRule
 from mergegate.tasks.shadow.switch import SwitchRule
+from mergegate.tasks.store import NotInKey
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -37,7 +37,7 @@ class ShadowServer(BaseModel):
         return plain_address(url).rstrip("/")
 
 
-class ShadowJudge(Judging, JudgeServer):
+class ShadowJudge(JudgmentSettings, JudgeServer):
     """Who compares the answers."""
 
 

@@ -3,32 +3,32 @@
 Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement returns a ``Verdict``.
 """
 
-from mergegate.tasks.stage.combined import report_together
+from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass, require_work_allowed
 from mergegate.tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
+from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_input_change, read_pinned, require_pinned
+from mergegate.tasks.stage.joint_progress import join_progress
 from mergegate.tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
 from mergegate.tasks.stage.logs import logged_for_machines
-from mergegate.tasks.stage.looking import WorkToDo, about_to, looking
 from mergegate.tasks.stage.progress import (
-    HeldProgress,
-    NotedProgress,
+    DeferredProgress,
     ProgressLog,
+    RecordedProgress,
     StageEnd,
     StageStatus,
     advance,
     announce,
     is_watched,
     joint_status,
-    noted_stages,
+    progress_watcher,
+    recorded_stages,
+    relay_progress,
     report_stage,
-    retell,
     running_stage,
     say_progress,
-    watched_by,
 )
 from mergegate.tasks.stage.project import home, nearest
 from mergegate.tasks.stage.pulse import Pace, Pulse
-from mergegate.tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
-from mergegate.tasks.stage.sharing import said_what_arrived
+from mergegate.tasks.stage.shared_store import log_shared_store_savings
 from mergegate.tasks.stage.stages import (
     DeclaredStage,
     Stage,
@@ -44,26 +44,35 @@ from mergegate.tasks.stage.usage import (
     QUOTA,
     bytes_made,
     keep_quota,
-    note_stage,
-    noted_run,
+    record_run,
+    record_stage,
     runs_directory,
     store_quota,
 )
-from mergegate.tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
+from mergegate.tasks.stage.verdict import (
+    JointVerdict,
+    Outcome,
+    Section,
+    Verdict,
+    combine_verdicts,
+    severity,
+    verdict_word,
+    worst_verdict,
+)
 
 __all__ = [
     "QUOTA",
     "DeclaredStage",
-    "HeldProgress",
+    "DeferredProgress",
     "JointVerdict",
     "Limits",
     "LostArtifact",
-    "NotedProgress",
     "Outcome",
     "Pace",
     "PinnedInput",
     "ProgressLog",
     "Pulse",
+    "RecordedProgress",
     "Runtime",
     "Section",
     "Stage",
@@ -74,36 +83,37 @@ __all__ = [
     "TimeSpan",
     "ValueStage",
     "Verdict",
-    "WorkToDo",
-    "about_to",
+    "WorkRequired",
     "advance",
-    "also_forget",
     "announce",
     "bytes_made",
-    "combined",
+    "combine_verdicts",
     "device_kind",
+    "dry_pass",
     "formats_without_units",
     "home",
     "is_watched",
+    "join_progress",
     "joint_status",
     "keep_quota",
     "limited",
+    "log_shared_store_savings",
     "logged_for_machines",
-    "looking",
     "memory_of_child",
     "nearest",
-    "note_stage",
-    "noted_run",
-    "noted_stages",
+    "on_input_change",
+    "progress_watcher",
     "read_pinned",
+    "record_run",
+    "record_stage",
+    "recorded_stages",
+    "relay_progress",
     "report_stage",
-    "report_together",
     "require_pinned",
-    "retell",
+    "require_work_allowed",
     "running_stage",
     "runs_directory",
     "runtime",
-    "said_what_arrived",
     "say_progress",
     "severity",
     "stage",
@@ -111,8 +121,7 @@ __all__ = [
     "store",
     "store_quota",
     "value_stage",
+    "verdict_word",
     "versions",
-    "watched_by",
-    "word_for",
-    "worst",
+    "worst_verdict",
 ]

@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from mergegate.tasks.stage.progress import RelayedProgress, StageStatus, Watcher, running_stage, watched_by, watcher_or
+from mergegate.tasks.stage.progress import (
+    RelayedProgress,
+    StageStatus,
+    Watcher,
+    progress_watcher,
+    running_stage,
+    watcher_or,
+)
 
 LOG = "MERGEGATE_LOG"
 _LONGEST = 8000  # characters of a message
@@ -119,7 +126,7 @@ def logged_for_machines(
     for logger in loggers:
         logger.addHandler(log)
     try:
-        with watched_by(_LoggedProgress(watcher_or(otherwise), log)):
+        with progress_watcher(_LoggedProgress(watcher_or(otherwise), log)):
             yield log.say
     finally:
         for logger in loggers:

@@ -34,7 +34,7 @@ _running: ContextVar[tuple[str, str, str]] = ContextVar("running", default=("", 
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def progress_watcher(watcher: Watcher) -> Iterator[None]:
     """Tell ``watcher`` about every stage that is called inside."""
     token = _watcher.set(watcher)
     try:
@@ -138,7 +138,7 @@ def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
     return max(kept, key=_SEVERITY.index)
 
 
-class HeldProgress:
+class DeferredProgress:
     """A ``Watcher`` where nobody looks: it keeps how stages ended, to be told elsewhere (``retell``)."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class RelayedProgress:
         self._other.ended(stage, subject, status, seconds, summary)
 
 
-class NotedProgress(RelayedProgress):
+class RecordedProgress(RelayedProgress):
     """A ``Watcher`` that notes how stages ended, and passes it on."""
 
     def __init__(self, other: Watcher) -> None:
@@ -195,18 +195,18 @@ class NotedProgress(RelayedProgress):
 
 
 @contextmanager
-def noted_stages(otherwise: Callable[[], Watcher]) -> Iterator[NotedProgress]:
+def recorded_stages(otherwise: Callable[[], Watcher]) -> Iterator[RecordedProgress]:
     """Note how the stages that are called inside end, and tell whoever watches already.
 
     Args:
         otherwise: Who is told where nobody watches.
     """
-    noted = NotedProgress(watcher_or(otherwise))
-    with watched_by(noted):
+    noted = RecordedProgress(watcher_or(otherwise))
+    with progress_watcher(noted):
         yield noted
 
 
-def retell(stages: Iterable[StageEnd]) -> None:
+def relay_progress(stages: Iterable[StageEnd]) -> None:
     """Tell the watcher of stages that ran in another process."""
     if (watcher := _watcher.get()) is not None:
         for one in stages:

@@ -38,26 +38,26 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import MergegateError, state_name
-from mergegate.merge_core.store import (
+from mergegate.merge_core.files import disk_errors_refused
+from mergegate.merge_core.wording import detail, has_detail_listener
+from mergegate.tasks.stage.dry_run_pass import WorkRequired, is_looking, require_work_allowed
+from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, require_pinned
+from mergegate.tasks.stage.limits import declare_stage, within_limit
+from mergegate.tasks.stage.progress import StageStatus, report_stage
+from mergegate.tasks.stage.project import home
+from mergegate.tasks.stage.shared_store import shared_store
+from mergegate.tasks.stage.usage import note_artifact, record_stage
+from mergegate.tasks.store import (
     Artifact,
     Store,
     StoredValue,
     StoreMiss,
     canonical,
     digest,
+    directory_bytes,
     family_prefix,
-    refusing_disk,
-    size_of,
     stage_key,
 )
-from mergegate.merge_core.wording import detail, wants_details
-from mergegate.tasks.stage.limits import declare_stage, within_limit
-from mergegate.tasks.stage.looking import WorkToDo, about_to, is_looking
-from mergegate.tasks.stage.progress import StageStatus, report_stage
-from mergegate.tasks.stage.project import home
-from mergegate.tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
-from mergegate.tasks.stage.sharing import shared_store
-from mergegate.tasks.stage.usage import note_artifact, note_stage
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -92,7 +92,7 @@ class StageValue(BaseModel):
 def store() -> Store:
     """The artifact store of this project."""
     root = home() / "store"
-    return Store(root, shared_store(root), lambda path: about_to(f"read {path} for its hash"))
+    return Store(root, shared_store(root), lambda path: require_work_allowed(f"read {path} for its hash"))
 
 
 class StageCall:
@@ -139,7 +139,7 @@ class DeclaredStage(Generic[P, V, A]):
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StageFuture[A]:
         """Begin on the flow's task runner, beside what was submitted before. Call inside a flow."""
         call = self._bind(args, kwargs)
-        about_to(f"submit {call.label}")
+        require_work_allowed(f"submit {call.label}")
         return StageFuture(self.task.submit(call, wait_for=_upstream(call.inputs.arguments)))
 
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -149,7 +149,7 @@ class DeclaredStage(Generic[P, V, A]):
     def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
         """What the store has of these inputs, if that can be believed. Makes nothing."""
         call = self._bind(args, kwargs)
-        note_stage(call.name, call.key, call.subject, in_run_only=True)
+        record_stage(call.name, call.key, call.subject, in_run_only=True)
         try:
             return self._open(call)
         except StoreMiss:
@@ -217,7 +217,7 @@ class DeclaredStage(Generic[P, V, A]):
             Refused: when the value says that the flow must not go on.
         """
         report_here = report_stage(self.name, call.subject, call.key)
-        with report_here as report, refusing_disk(home()), within_limit(self.name):
+        with report_here as report, disk_errors_refused(home()), within_limit(self.name):
             artifact, status = self._noted(call)
             report.summary = artifact.value.summary()
             report.status = "refused" if artifact.value.refuses() else status
@@ -227,11 +227,11 @@ class DeclaredStage(Generic[P, V, A]):
 
     def _noted(self, call: StageCall) -> tuple[A, StageStatus]:
         """From the store or made now, and noted as used: by a note before, by its time after."""
-        note_stage(call.name, call.key, call.subject)
+        record_stage(call.name, call.key, call.subject)
         _tell_key(call, self.version)
         artifact, status = self._found(call) if is_looking() else self._build(call)
         if status != "cached" and isinstance(artifact, Artifact):
-            note_artifact(size_of(artifact.directory))
+            note_artifact(directory_bytes(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
 
@@ -239,12 +239,12 @@ class DeclaredStage(Generic[P, V, A]):
         """What the store has, where nothing may be made.
 
         Raises:
-            WorkToDo: when that is nothing, or cannot be believed.
+            WorkRequired: when that is nothing, or cannot be believed.
         """
         try:
             return self._open(call), "cached"
         except StoreMiss as miss:
-            raise WorkToDo(f"{call.label}: {miss}") from None
+            raise WorkRequired(f"{call.label}: {miss}") from None
 
     def _open(self, call: StageCall) -> A:
         raise NotImplementedError
@@ -296,7 +296,7 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         subject = self._subject_of(inputs)
 
         def about_to_read(name: str) -> None:
-            note_stage(self.name, name, subject, in_run_only=True)
+            record_stage(self.name, name, subject, in_run_only=True)
 
         found = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=about_to_read)
         # Of other inputs with equal first digits, if such there are, the whole key tells.
@@ -461,7 +461,7 @@ def step(
             return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
 
         def reported(call: StageCall) -> S:
-            with report_stage(name, "") as report, refusing_disk(home()), within_limit(name):
+            with report_stage(name, "") as report, disk_errors_refused(home()), within_limit(name):
                 require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                 value = work(*call.inputs.args, **call.inputs.kwargs)
                 report.status, report.summary = ("made" if value.new else "cached"), value.summary()
@@ -486,7 +486,7 @@ def step(
             call = StageCall(name, "", "", signature.bind(*args, **kwargs))
             if is_looking():
                 if is_done is None or not is_done(*args, **kwargs):
-                    raise WorkToDo(name)
+                    raise WorkRequired(name)
                 return reported(call)
             waited = _upstream(call.inputs.arguments)
             state = task()(call, return_state=True, wait_for=waited or None)
@@ -560,7 +560,7 @@ def _settled(state: Any) -> Any:
 
 def _tell_key(call: StageCall, version: int) -> None:
     """The key, and what it is made of: of two runs whose keys differ a person sees by which input."""
-    if wants_details():
+    if has_detail_listener():
         inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
         detail("%s: key %s of version %d · %s", call.label, call.key[:16], version, inputs)
 

@@ -18,20 +18,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mergegate.merge_core.store import (
-    OpenRun,
-    RetentionRule,
-    collect_garbage,
-    note_made,
-    note_use,
-    open_run,
-    prune_runs,
-    read_run,
-    store_bytes,
-)
 from mergegate.merge_core.wording import format_bytes, parse_bytes
 from mergegate.tasks.stage.progress import announce
 from mergegate.tasks.stage.project import home
+from mergegate.tasks.store import (
+    OpenRun,
+    RetentionRule,
+    collect_garbage,
+    open_run,
+    prune_runs,
+    read_run,
+    record_created,
+    record_use,
+    store_bytes,
+)
 
 QUOTA = "MERGEGATE_QUOTA"
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def store_quota() -> int | None:
 
 
 @contextmanager
-def noted_run(profile: str) -> Iterator[OpenRun | None]:
+def record_run(profile: str) -> Iterator[OpenRun | None]:
     """Register the running flow as a run of ``profile``; None outside of a flow, where there is nothing to register."""
     from prefect.context import FlowRunContext
 
@@ -67,7 +67,7 @@ def noted_run(profile: str) -> Iterator[OpenRun | None]:
         yield run
 
 
-def note_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False) -> None:
+def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False) -> None:
     """Note that an artifact is about to be used. Call before the store is asked for it.
 
     Args:
@@ -75,10 +75,10 @@ def note_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False)
     """
     runs = runs_directory()
     run = _running_flow()
-    if run is not None and note_use(runs, run, stage, key, subject):
+    if run is not None and record_use(runs, run, stage, key, subject):
         return
     if run is None and not in_run_only:
-        note_use(runs, _lease_of_process(runs), stage, key, subject)
+        record_use(runs, _lease_of_process(runs), stage, key, subject)
 
 
 def note_artifact(size: int) -> None:
@@ -88,7 +88,7 @@ def note_artifact(size: int) -> None:
         size: Of its files, in bytes.
     """
     if (run := _running_flow()) is not None:
-        note_made(runs_directory(), run, size)
+        record_created(runs_directory(), run, size)
 
 
 def bytes_made() -> int:

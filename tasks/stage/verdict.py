@@ -47,7 +47,7 @@ class JointVerdict(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def worst(outcomes: Iterable[Outcome]) -> Outcome:
+def worst_verdict(outcomes: Iterable[Outcome]) -> Outcome:
     """The worst of them; ``pass`` where there is none."""
     return max(outcomes, key=severity, default="pass")
 
@@ -57,7 +57,7 @@ def severity(outcome: Outcome) -> int:
     return _SEVERITY.index(outcome)
 
 
-def word_for(outcome: Outcome, *, shown_worse: bool) -> str:
+def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
     """What was shown, in one of four words.
 
     Args:
@@ -68,11 +68,11 @@ def word_for(outcome: Outcome, *, shown_worse: bool) -> str:
     return {"fail": "worse", "inconclusive": "undecided"}[outcome]
 
 
-def combined(verdicts: Sequence[Verdict]) -> JointVerdict:
+def combine_verdicts(verdicts: Sequence[Verdict]) -> JointVerdict:
     """The worst outcome of all, and every reason, those of the worst verdict first. One no is enough."""
     ordered = sorted(verdicts, key=lambda verdict: -severity(verdict.outcome))  # stable: as they were asked
     return JointVerdict(
-        outcome=worst(verdict.outcome for verdict in verdicts),
+        outcome=worst_verdict(verdict.outcome for verdict in verdicts),
         publishable=all(verdict.publishable for verdict in verdicts),
         reasons=tuple(reason for verdict in ordered for reason in verdict.reasons),
     )

@@ -34,7 +34,7 @@ from mergegate.tasks.gate import (
 from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import Objective, Term
 from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
 LEAST_P = 1e-6  # below which no p-value is told: no bound is known to hold so far out
 _NAME = "sweep"
@@ -137,7 +137,7 @@ class Confirmation(BaseModel):
         )
 
 
-class Unconfirmed(BaseModel):
+class NothingToConfirm(BaseModel):
     """There was nothing to be confirmed: no candidate was better even on the documents that chose it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -167,16 +167,18 @@ class _Part(NamedTuple):
     interval: Callable[[float], Difference]
 
 
-def nothing_to_confirm(study: Study) -> Unconfirmed | None:
+def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
     """Why no test is needed; None: there is a candidate that looks better."""
     best, reference = study.best, study.reference
     if best is None:
-        return Unconfirmed(why=f"none of {len(study.trials) - len(study.hand_written)} candidates has a score")
+        return NothingToConfirm(why=f"none of {len(study.trials) - len(study.hand_written)} candidates has a score")
     if best.violation > reference.violation:
-        return Unconfirmed(why=f"none keeps the constraints as well as {reference.label or 'the hand-written recipe'}")
+        return NothingToConfirm(
+            why=f"none keeps the constraints as well as {reference.label or 'the hand-written recipe'}"
+        )
     total = study.objective.total
     if best.violation == reference.violation and total(best.scores) <= total(reference.scores):
-        return Unconfirmed(
+        return NothingToConfirm(
             why=f"none scored above {reference.label or 'the hand-written recipe'} on the documents of the search"
         )
     return None
@@ -186,7 +188,7 @@ def confirm(
     study: Study,
     winner: Sheet,
     reference: Sheet,
-    clusters: Mapping[Asked, Sequence[str]] | None = None,
+    clusters: Mapping[MetricKey, Sequence[str]] | None = None,
 ) -> Confirmation:
     """Test the winner of a search.
 

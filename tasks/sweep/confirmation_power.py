@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.gate import POWER, normal_quantile
 from mergegate.tasks.sweep.objective import Objective
-from mergegate.tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
 CORRELATION = 0.6  # of two recipes of one family, on the same documents
 _POINTS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains that are spoken of, where numbers are shares
@@ -63,7 +63,7 @@ class ConfirmationPower(BaseModel):
 def confirmation_power(
     objective: Objective,
     sheets: Sequence[Sheet],
-    documents: Mapping[Asked, int],
+    documents: Mapping[MetricKey, int],
     confidence: float,
     correlation: float = CORRELATION,
 ) -> ConfirmationPower:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
 from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.trial import TrialSet
@@ -28,9 +28,9 @@ class SweepEvidence(NamedTuple):
 
     names: Mapping[str, str]
     tasks: tuple[EvalTask, ...]
-    divisions: Mapping[str, Division]
+    divisions: Mapping[str, DocumentSplits]
     text: HeldOutText | None
-    text_division: Division
+    text_division: DocumentSplits
 
     def tasks_of(self, name: SetName) -> tuple[EvalTask, ...]:
         """The tasks with the documents of one set only. Their data are not looked at yet."""
@@ -113,9 +113,9 @@ def pin_sweep(
             expected="a task, or perplexity.documents as held-out text",
         )
 
-    def division(field: str | None) -> Division:
+    def division(field: str | None) -> DocumentSplits:
         sizes = settings.documents
-        return Division(search=sizes.search, confirmation=sizes.confirmation, seed=sizes.seed, together=field)
+        return DocumentSplits(search=sizes.search, confirmation=sizes.confirmation, seed=sizes.seed, together=field)
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}

@@ -46,21 +46,21 @@ _CONFIRMED_ON = 2  # times as many documents
 _METRIC = "acc,none"  # theirs, where a task names none
 
 
-class NotCarried(NamedTuple):
+class UnsupportedSetting(NamedTuple):
     """A setting that has no counterpart, and why."""
 
     setting: str
     why: str
 
 
-class Converted(NamedTuple):
+class ConvertedProfile(NamedTuple):
     """A profile as YAML says it, and what of the other file is not in it."""
 
     profile: dict[str, Any]
-    not_carried: tuple[NotCarried, ...]
+    not_carried: tuple[UnsupportedSetting, ...]
 
 
-def profile_of_evolve(content: Mapping[str, Any], name: str, where: str, layers: int | None = None) -> Converted:
+def profile_of_evolve(content: Mapping[str, Any], name: str, where: str, layers: int | None = None) -> ConvertedProfile:
     """What mergekit-evolve's ``content`` is as a profile.
 
     Args:
@@ -85,12 +85,14 @@ def profile_of_evolve(content: Mapping[str, Any], name: str, where: str, layers:
     for task in tasks:
         if task not in kept:
             why = "a weight is above zero: a task that must not fall is a constraint (sweep.constraints)"
-            dropped.append(NotCarried(f"tasks: {task['name']}: weight {task['weight']}", why))
+            dropped.append(UnsupportedSetting(f"tasks: {task['name']}: weight {task['weight']}", why))
     if not kept:
         raise InvalidInput(f"{where}: tasks", found="no task with a weight above zero", expected="at least one")
     if recipe.get("base_model") is None and genome.get("base_model") is not None:
-        dropped.append(NotCarried("genome.base_model", f"{method.name} has no base; it is a guard's reference only"))
-    return Converted(_profile(content, name, recipe, parameters, kept, where), tuple(dropped))
+        dropped.append(
+            UnsupportedSetting("genome.base_model", f"{method.name} has no base; it is a guard's reference only")
+        )
+    return ConvertedProfile(_profile(content, name, recipe, parameters, kept, where), tuple(dropped))
 
 
 def _profile(
@@ -162,7 +164,9 @@ def _recipe(
     return recipe, parameters
 
 
-def _layers_and_filters(genome: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], list[NotCarried]]:
+def _layers_and_filters(
+    genome: Mapping[str, Any], layers: int | None
+) -> tuple[dict[str, Any], list[UnsupportedSetting]]:
     """What each parameter says of layers and filters, and what it cannot say."""
     shape: dict[str, Any] = {}
     lost = []
@@ -170,28 +174,30 @@ def _layers_and_filters(genome: Mapping[str, Any], layers: int | None) -> tuple[
     if each is not None and int(each) > 0:
         if layers is None:
             why = "the number of layers is not known here: add 'layers' (groups of layers) to the parameters"
-            lost.append(NotCarried(f"genome.layer_granularity: {each}", why))
+            lost.append(UnsupportedSetting(f"genome.layer_granularity: {each}", why))
         elif (groups := math.ceil(layers / int(each))) > 1:
             shape["layers"] = groups
             if layers % int(each):
                 why = f"{layers} layers are not divisible by it: they become {groups} groups of nearly one size"
-                lost.append(NotCarried(f"genome.layer_granularity: {each}", why))
+                lost.append(UnsupportedSetting(f"genome.layer_granularity: {each}", why))
     if genome.get("filters"):
         shape["filters"] = list(genome["filters"])
     return shape, lost
 
 
-def _without_counterpart(content: Mapping[str, Any], genome: Mapping[str, Any], where: str) -> list[NotCarried]:
+def _without_counterpart(content: Mapping[str, Any], genome: Mapping[str, Any], where: str) -> list[UnsupportedSetting]:
     found = []
     if genome.get("smooth"):
-        found.append(NotCarried("genome.smooth", "layers of a group have one value; nothing runs between groups"))
+        found.append(
+            UnsupportedSetting("genome.smooth", "layers of a group have one value; nothing runs between groups")
+        )
     if content.get("random_init"):
-        found.append(NotCarried("random_init", "a search starts at the hand-written recipe"))
+        found.append(UnsupportedSetting("random_init", "a search starts at the hand-written recipe"))
     if content.get("shuffle"):
         why = "documents of the search are drawn by a hash of their content (sweep.documents.seed)"
-        found.append(NotCarried("shuffle", why))
+        found.append(UnsupportedSetting("shuffle", why))
     if content.get("fewshot_as_multiturn"):
-        found.append(NotCarried("fewshot_as_multiturn", "few-shot examples stand in one turn"))
+        found.append(UnsupportedSetting("fewshot_as_multiturn", "few-shot examples stand in one turn"))
     return found
 
 

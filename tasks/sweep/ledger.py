@@ -19,19 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.store import (
+from mergegate.merge_core.files import (
     JournalPlace,
     RecordJournal,
-    digest,
+    disk_errors_refused,
     locked,
     open_journal,
-    refusing_disk,
     state_directory,
 )
 from mergegate.tasks.stage import home
+from mergegate.tasks.store import digest
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space
-from mergegate.tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.trials import MetricKey, Sheet, TrialRequest, TrialScores
 
 _NAME = 32  # hex digits of a key that name its directory
 
@@ -96,7 +96,7 @@ def open_ledger(
         DiskRefused: The state directory cannot be made.
     """
     directory = (place or home() / "sweeps") / scoring[:_NAME]
-    with refusing_disk(directory):
+    with disk_errors_refused(directory):
         state_directory(directory)
     with (
         locked(directory / "lock", required=False, on_wait=on_wait),
@@ -146,7 +146,7 @@ def _record_of(scores: TrialScores) -> dict[str, Any]:
 
 
 def _scores_of(record: Mapping[str, Any]) -> TrialScores:
-    sheet: Sheet = {Asked(*asked): _unpacked(packed) for *asked, packed in record["sheet"]}
+    sheet: Sheet = {MetricKey(*asked): _unpacked(packed) for *asked, packed in record["sheet"]}
     return TrialScores(
         sheet, bool(record["dropped"]), float(record["change"]), dict(record["seconds"]), str(record["problem"])
     )

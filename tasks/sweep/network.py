@@ -28,16 +28,17 @@ from mergegate.merge_core import (
     merge_weights,
     plan_merge,
 )
+from mergegate.merge_core.files import sha256_file
 from mergegate.merge_core.methods import PASSTHROUGH
-from mergegate.merge_core.store import digest, sha256_file
-from mergegate.tasks.checkpoints import LoadedModel, Model, load_apart
+from mergegate.tasks.checkpoints import LoadedModel, Model, load_private_model
+from mergegate.tasks.store import digest
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class MergeHow:
+class CandidateMergeSettings:
     """How candidates are merged.
 
     Args:
@@ -105,7 +106,7 @@ def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
 
 
 @dataclass(frozen=True)
-class KeptNetwork:
+class CandidateNetwork:
     """A network with the weights of the last candidate.
 
     Args:
@@ -120,7 +121,7 @@ class KeptNetwork:
     places: Mapping[str, torch.Tensor]
     twins: frozenset[str]
 
-    def fill(self, plan: MergePlan, how: MergeHow, watch: Stopwatch, change: Change | None) -> bool:
+    def fill(self, plan: MergePlan, how: CandidateMergeSettings, watch: Stopwatch, change: Change | None) -> bool:
         """Merge ``plan`` into the network; False where it does not fit, and the network holds nothing that is whole.
 
         Raises:
@@ -187,7 +188,7 @@ class Change:
         self._seen += self._squares[name]
         self._moved += float((merged.double() - before).square_().sum())
 
-    def measure(self, plan: MergePlan, how: MergeHow) -> None:
+    def measure(self, plan: MergePlan, how: CandidateMergeSettings) -> None:
         """Merge a candidate once more, for this alone."""
         base = self.begin(plan)
         for name, merged in merge_tensors(plan, seed=how.seed, device=how.device, settings=how.engine):
@@ -200,8 +201,14 @@ class Change:
 
 
 def network_from_files(
-    plan: MergePlan, structure: str, how: MergeHow, dtype: str, device: str, runs_code: bool, watch: Stopwatch
-) -> KeptNetwork:
+    plan: MergePlan,
+    structure: str,
+    how: CandidateMergeSettings,
+    dtype: str,
+    device: str,
+    runs_code: bool,
+    watch: Stopwatch,
+) -> CandidateNetwork:
     """Write the merge of ``plan`` where temporary files go, load it, and see which tensor went where.
 
     Raises:
@@ -216,9 +223,9 @@ def network_from_files(
                     raise finding.refusal()
         with watch.on("load"):
             model = Model(name="candidate", digest=structure, directory=place, runs_code=runs_code)
-            loaded = load_apart(model, dtype=dtype, device=device)
+            loaded = load_private_model(model, dtype=dtype, device=device)
             places, twins = _places(loaded, place)
-    return KeptNetwork(loaded, structure, places, twins)
+    return CandidateNetwork(loaded, structure, places, twins)
 
 
 def _places(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.settings import Constraint, ObjectiveTerm, SweepSettings
-from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet, Trial
+from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet, Trial
 
 HAND_WRITTEN = ""  # among references: the hand-written recipe
 
@@ -39,7 +39,7 @@ class Term:
         cluster_by: Field of the documents that belong together; None: each stands for itself.
     """
 
-    asked: Asked
+    asked: MetricKey
     weight: float
     clip: float | None = None
     cluster_by: str | None = None
@@ -59,7 +59,7 @@ class Limit:
         max_drop: In the unit of the numbers, not in points.
     """
 
-    asked: Asked
+    asked: MetricKey
     reference: str
     max_drop: float
 
@@ -74,17 +74,17 @@ class Objective:
     change_penalty: float = 0.0
 
     @property
-    def asked(self) -> tuple[Asked, ...]:
+    def asked(self) -> tuple[MetricKey, ...]:
         """Every number that is needed of a document, once."""
         return tuple(dict.fromkeys([term.asked for term in self.terms] + [limit.asked for limit in self.limits]))
 
     @property
-    def weights(self) -> dict[Asked, float]:
+    def weights(self) -> dict[MetricKey, float]:
         """Of each (task, measure) in the score; together 1."""
         return {term.asked: term.weight for term in self.terms}
 
     @property
-    def clips(self) -> dict[Asked, float]:
+    def clips(self) -> dict[MetricKey, float]:
         """Where log-likelihoods are cut, of those that are."""
         return {term.asked: term.clip for term in self.terms if term.clip is not None}
 
@@ -213,10 +213,10 @@ def _limit(constraint: Constraint, names: Mapping[str, str], where: str) -> Limi
     return Limit(asked, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100)
 
 
-def _asked(said: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], where: str) -> Asked:
+def _asked(said: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], where: str) -> MetricKey:
     if (said.measure == "metric") != (said.metric is not None):
         found = "no metric" if said.metric is None else f"metric with measure: {said.measure}"
         raise InvalidInput(
             f"{where}.metric", found=found, expected="the name of one with measure: metric, and only there"
         )
-    return Asked(TEXT if task is None else names[task], said.measure, said.metric or "")
+    return MetricKey(TEXT if task is None else names[task], said.measure, said.metric or "")

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.store import refusing_disk
+from mergegate.merge_core.files import disk_errors_refused
 from mergegate.tasks.sweep.objective import Objective
-from mergegate.tasks.sweep.samplers import hushed, installed
+from mergegate.tasks.sweep.samplers import installed, quiet_optuna
 from mergegate.tasks.sweep.settings import Value
 from mergegate.tasks.sweep.space import Coordinate
 from mergegate.tasks.sweep.study import Study
@@ -57,7 +57,7 @@ class StudyView:
 
         Recipes that were written otherwise have no place in the space, and are left out.
         """
-        with hushed(self._optuna):
+        with quiet_optuna(self._optuna):
             known = {one.user_attrs.get("number") for one in self._study.get_trials(deepcopy=False)}
             new = [trial for trial in trials if trial.number not in known and trial.point]
             self._study.add_trials([self._frozen(trial) for trial in new])
@@ -98,7 +98,7 @@ class StudyView:
         chosen = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
         made = getattr(module, chosen)(**({"seed": 0} if evaluator == "fanova" else {}))
         target = (lambda one: self._objective.total(one.values)) if several or evaluator == "fanova" else None
-        with hushed(self._optuna):
+        with quiet_optuna(self._optuna):
             found = module.get_param_importances(self._study, evaluator=made, target=target)
         return {name: float(share) for name, share in found.items()}
 
@@ -116,7 +116,7 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
     """
     optuna = installed("optuna")
     objectives = len(objective.terms) if objective.several else 1
-    with hushed(optuna):
+    with quiet_optuna(optuna):
         storage = view_storage(place)
         study = _reached(
             place,
@@ -144,7 +144,7 @@ def view_storage(place: str) -> Any:
     if "://" in place:
         return _reached(place, lambda: optuna.storages.RDBStorage(place))
     file = Path(place)
-    with refusing_disk(file):
+    with disk_errors_refused(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(file)))
 
@@ -161,7 +161,7 @@ def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> I
     if len({one.scores for one in trials}) < 2:
         return Importances({}, evaluator, len(trials), why_none="all trials have the same score")
     optuna = installed("optuna")
-    with hushed(optuna):
+    with quiet_optuna(optuna):
         directions = ["maximize"] * len(trials[0].scores)
         made = optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=directions)
     view = StudyView(made, study.coordinates, study.objective)
@@ -176,7 +176,7 @@ def serve_dashboard(place: str, port: int = 8080) -> None:
         InvalidInput: It is not installed.
     """
     dashboard = installed("optuna_dashboard", extra="dashboard")
-    with hushed(installed("optuna")):
+    with quiet_optuna(installed("optuna")):
         storage = view_storage(place)
     dashboard.run_server(storage, host="127.0.0.1", port=port)
 

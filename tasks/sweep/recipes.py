@@ -18,7 +18,7 @@ from mergegate.tasks.sweep.space import make_space
 _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
 
 
-def named_by(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
+def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
     """The hand-written recipe with another choice in one place, for each choice: together they name all that a
     candidate can be made of.
 
@@ -34,12 +34,12 @@ def named_by(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dic
                 yield space.recipe_of({**space.start, coordinate.name: choice})
 
 
-def base_of(parents: Sequence[PinnedCheckpoint]) -> str:
+def reference_parent(parents: Sequence[PinnedCheckpoint]) -> str:
     """The parent that the size of a change is measured from: the base, or where there is none the first."""
     return next((parent.name for parent in parents if parent.is_base), parents[0].name)
 
 
-def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
+def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
     """``recipe`` with relative paths of directories that lie at ``before`` rewritten for a file in ``now``."""
 
     def moved(text: str) -> str:
@@ -61,7 +61,7 @@ def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, A
     return {name: look(value, str(name)) for name, value in recipe.items()}
 
 
-def layers_among(names: Iterable[str]) -> int | None:
+def count_layers(names: Iterable[str]) -> int | None:
     """Layers of the model that has tensors of these names; of several stacks the deepest, which is what gradients run
     along. None: it has none."""
     return max(stacks(names).values(), default=None)

@@ -18,12 +18,12 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.sweep.batch import ScoreAll, score_once
 from mergegate.tasks.sweep.ledger import Ledger, request_key
 from mergegate.tasks.sweep.objective import HAND_WRITTEN, Objective, best_of, front, rank
-from mergegate.tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats
-from mergegate.tasks.sweep.samplers import Told, generation_size, make_baseline, make_sampler
+from mergegate.tasks.sweep.race import Race, doubling_shares, going_on, heat, heats
+from mergegate.tasks.sweep.samplers import TrialResult, generation_size, make_baseline, make_sampler
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, recipe_key
 from mergegate.tasks.sweep.study import HandWritten, SearchEnd, SearchProgress, Study
-from mergegate.tasks.sweep.trials import Asked, Point, Sheet, Trial, TrialRequest, TrialScores
+from mergegate.tasks.sweep.trials import MetricKey, Point, Sheet, Trial, TrialRequest, TrialScores
 
 _BASELINE = 3  # one trial of random search beside so many of the sampler, where a profile does not say
 
@@ -105,7 +105,7 @@ class _Search:
     sheets: dict[int, Sheet] = field(default_factory=dict)
     recipes: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     first_of: dict[str, Trial] = field(default_factory=dict)  # of each recipe the trial that was scored
-    sizes: dict[Asked, int] = field(default_factory=dict)
+    sizes: dict[MetricKey, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     new: int = 0  # scored in this run
     found: int = 0  # requests of this generation that are done
@@ -117,7 +117,7 @@ class _Search:
         self.began = self.ledger.used
         self._hand_written(hand_written, references)
         start = self.trials[0]
-        sampler.begin(Told(self.space.start, start.scores, start.violation))
+        sampler.begin(TrialResult(self.space.start, start.scores, start.violation))
         stopped: SearchEnd = "trials"
         generation, budget, asked, drawn = 0, self.settings.budget.trials, 0, 0
         while len(self.trials) < budget:
@@ -135,7 +135,7 @@ class _Search:
             self._generation(generation, own, requests)
             if len(kept) == len(points):
                 told = self.trials[len(self.trials) - len(own) :][: len(points)]
-                sampler.tell([Told(one.point, one.scores, one.violation) for one in told])
+                sampler.tell([TrialResult(one.point, one.scores, one.violation) for one in told])
             asked, drawn, generation = asked + len(kept), drawn + beside, generation + 1
         return self._study(stopped)
 
@@ -170,7 +170,7 @@ class _Search:
         rule, penalty = self.settings.racing, self.objective.change_penalty
         lead = penalty * best.change if penalty else 0.0
         asked = {one: self.sheets[best.number][one] for one in self.objective.weights}
-        looks = doubling_looks(rule.first)
+        looks = doubling_shares(rule.first)
         return Race(asked, self.objective.weights, looks, rule.error, self.objective.clips, lead)
 
     def _is_over(self, requests: Sequence[TrialRequest]) -> SearchEnd | None:

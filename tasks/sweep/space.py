@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import fit_to_method
-from mergegate.merge_core.store import digest
-from mergegate.tasks.sweep.holes import Hole, fill, holes_in
+from mergegate.tasks.store import digest
+from mergegate.tasks.sweep.placeholders import Placeholder, fill, holes_in
 from mergegate.tasks.sweep.settings import FreeParameter, SweepSettings, Value
 from mergegate.tasks.sweep.trials import Point
 
@@ -162,7 +162,7 @@ class Space:
         ]
 
 
-def at_start(recipe: Mapping[str, Any], settings: SweepSettings, where: str) -> dict[str, Any]:
+def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, where: str) -> dict[str, Any]:
     """The recipe as a person wrote it, with each hole filled by its start value: one number also where there will be
     several.
 
@@ -255,7 +255,7 @@ def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]
     return [int(unit) / 10**DIGITS for unit in units]
 
 
-def _require_said(hole: Hole, settings: SweepSettings) -> None:
+def _require_said(hole: Placeholder, settings: SweepSettings) -> None:
     if hole.name not in settings.parameters:
         raise InvalidInput(
             hole.where,

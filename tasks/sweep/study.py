@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mergegate.tasks.sweep.objective import Objective, best_of
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Coordinate
-from mergegate.tasks.sweep.trials import Asked, Sheet, Trial
+from mergegate.tasks.sweep.trials import MetricKey, Sheet, Trial
 
 SearchEnd = Literal["trials", "hours", "cost"]
 
@@ -73,7 +73,7 @@ class Study:
     trials: tuple[Trial, ...]
     best: Trial | None
     front: tuple[Trial, ...]
-    sizes: Mapping[Asked, int]
+    sizes: Mapping[MetricKey, int]
     sheets: Mapping[int, Sheet]
     recipes: Mapping[int, Mapping[str, Any]]
     population: int

@@ -25,24 +25,31 @@ from mergegate.merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.methods import PASSTHROUGH
-from mergegate.merge_core.recipe import AskedText, MeasuredInputs
-from mergegate.merge_core.store import digest
+from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
 from mergegate.tasks.checkpoints import (
+    OutOfModelMemory,
     PinnedCheckpoint,
-    ShortOfMemory,
     TellProgress,
-    also_unload,
-    ask_child,
-    asked_with,
-    files_state,
+    call_model_process,
+    files_fingerprint,
+    on_unload,
     tokenizer_digest,
+    torch_threads,
 )
-from mergegate.tasks.evaluation import EvalTask, Scoring, pose
+from mergegate.tasks.evaluation import EvalTask, Scoring, tokenize_task
 from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_held_out
 from mergegate.tasks.stage import versions
-from mergegate.tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
-from mergegate.tasks.sweep.questions import Questions
-from mergegate.tasks.sweep.trials import TEXT, Asked, AskedSet, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.store import digest
+from mergegate.tasks.sweep.network import (
+    CandidateMergeSettings,
+    CandidateNetwork,
+    Change,
+    Stopwatch,
+    network_from_files,
+    structure_of,
+)
+from mergegate.tasks.sweep.search_documents import SearchDocuments
+from mergegate.tasks.sweep.trials import TEXT, AskedSet, MetricKey, Sheet, TrialRequest, TrialScores
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -93,7 +100,7 @@ class TrialSetting:
 
     parents: tuple[PinnedCheckpoint, ...]
     sets: Mapping[AskedSet, TrialSet]
-    asked: tuple[Asked, ...]
+    asked: tuple[MetricKey, ...]
     scoring: Scoring
     windows: WindowSettings = field(default_factory=WindowSettings)
     device: str = "cpu"
@@ -102,7 +109,7 @@ class TrialSetting:
     base: str = ""
     looks: tuple[float, ...] = (1.0,)
     threads: int = 1
-    measured: Mapping[AskedText, MeasuredInputs] = field(default_factory=dict)
+    measured: Mapping[CalibrationRequest, InputMeasurements] = field(default_factory=dict)
 
     def as_it_is(self, name: str) -> TrialRequest:
         """A parent, with its adapter if it has one, as a candidate.
@@ -150,7 +157,7 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
         Refused: It took longer than ``scoring.time_limit``; the disk is full; a parent was changed.
     """
     began = time.perf_counter()
-    found = ask_child(
+    found = call_model_process(
         _score,
         (setting, request),
         where="a trial of the sweep",
@@ -175,7 +182,7 @@ def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
 class TrialAnswer:
     """``TrialScores`` as they travel between processes: plain data only."""
 
-    numbers: tuple[tuple[Asked, bytes], ...] = ()  # float64
+    numbers: tuple[tuple[MetricKey, bytes], ...] = ()  # float64
     dropped: bool = False
     change: float = float("nan")
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -203,18 +210,18 @@ class _Place:
                 expected="hf: a trial's network is in memory, where transformers asks it",
             )
         self.setting = setting
-        self._state = files_state(setting.parents)
+        self._state = files_fingerprint(setting.parents)
         self._checkpoints: dict[str, Checkpoint] = {}
         self._change = Change(_parent(setting, setting.base).open()) if setting.base else None
-        self._how = MergeHow(setting.seed, setting.merge_device, setting.threads)
+        self._how = CandidateMergeSettings(setting.seed, setting.merge_device, setting.threads)
         self._beside: dict[Path, str] = {}
-        self._questions: dict[tuple[object, ...], Questions] = {}
-        self.network: KeptNetwork | None = None
+        self._questions: dict[tuple[object, ...], SearchDocuments] = {}
+        self.network: CandidateNetwork | None = None
         self._reading: tuple[object, ...] = ()  # how the network reads text
 
     def require_same_parents(self) -> None:
         """Raise ChangedInput if anything was done to a file of a parent since this place was made."""
-        if files_state(self.setting.parents) != self._state:
+        if files_fingerprint(self.setting.parents) != self._state:
             _forget()
             raise ChangedInput(
                 "sweep: the parents",
@@ -227,7 +234,7 @@ class _Place:
         """The candidate's numbers, or its problem."""
         try:
             change = self._fill(request, watch)
-        except (DiskRefused, ChangedInput, ShortOfMemory):
+        except (DiskRefused, ChangedInput, OutOfModelMemory):
             self.network = None
             raise
         except MergegateError as problem:
@@ -239,7 +246,7 @@ class _Place:
             questions = self._questions_for(network, request.set, looks)
         sheet: Sheet = {}
         dropped = False
-        with watch.on("score"), asked_with(network.loaded, self.setting.threads):
+        with watch.on("score"), torch_threads(network.loaded, self.setting.threads):
             for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
                 broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
                 if broken is not None:
@@ -306,7 +313,7 @@ class _Place:
         matched = match_experts(recipe, tables)
         return plan_merge(matched.recipe, matched.checkpoints)
 
-    def _questions_for(self, network: KeptNetwork, which: AskedSet, looks: tuple[float, ...]) -> Questions:
+    def _questions_for(self, network: CandidateNetwork, which: AskedSet, looks: tuple[float, ...]) -> SearchDocuments:
         wanted = (*self._reading, which, looks)
         if wanted not in self._questions:
             while len(self._questions) >= _KEPT_QUESTIONS:
@@ -316,7 +323,9 @@ class _Place:
         return found
 
 
-def _pose(setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], network: KeptNetwork) -> Questions:
+def _pose(
+    setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], network: CandidateNetwork
+) -> SearchDocuments:
     chosen, loaded = setting.sets[which], network.loaded
     every = {task.name: task for task in chosen.tasks}
     tasks = {}
@@ -324,7 +333,7 @@ def _pose(setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], netw
         if name not in every:
             raise InvalidInput("sweep", found=f"task {name} without documents for the {which}", expected="some")
         tokens = any(asked.task == name and asked.measure != "metric" for asked in setting.asked)
-        tasks[name] = pose(every[name], setting.scoring, loaded, tokens=tokens)
+        tasks[name] = tokenize_task(every[name], setting.scoring, loaded, tokens=tokens)
     text = None
     if any(asked.task == TEXT for asked in setting.asked):
         if chosen.text is None:
@@ -333,7 +342,7 @@ def _pose(setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], netw
             )
         model: Model = setting.parents[0]
         text = read_held_out(loaded, model, chosen.text, setting.windows)
-    return Questions(setting.asked, tasks, text, looks)
+    return SearchDocuments(setting.asked, tasks, text, looks)
 
 
 _place: _Place | None = None
@@ -358,4 +367,4 @@ def _let_go() -> None:
         _place.network = None
 
 
-also_unload(_let_go)
+on_unload(_let_go)

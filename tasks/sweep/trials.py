@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from mergegate.tasks.sweep.settings import Measure, Value
 
 if TYPE_CHECKING:
-    from mergegate.tasks.sweep.racing import Race
+    from mergegate.tasks.sweep.race import Race
 
 TEXT = ""  # in place of a task: the held-out text of ``perplexity``
 
 
-class Asked(NamedTuple):
+class MetricKey(NamedTuple):
     """One number of a document: ``measure`` of its answer. More is better."""
 
     task: str  # as lm-eval calls it; TEXT: the held-out text
@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     metric: str = ""  # of measure 'metric': lm-eval's label
 
 
-Sheet = Mapping[Asked, NDArray[np.float64]]  # [documents of that task that were asked], in the order of the set
+Sheet = Mapping[MetricKey, NDArray[np.float64]]  # [documents of that task that were asked], in the order of the set
 Point = Mapping[str, Value]  # value by name of parameter
 
 

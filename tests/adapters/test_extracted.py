@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
-from mergegate.merge_core.adapters.factoring import factor_change, factor_sum
+from mergegate.merge_core.adapters.factorization import factor_change, factor_sum
 from mergegate.merge_core.errors import InvalidInput
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -158,7 +158,7 @@ def test_large_matrices_are_decomposed_as_small_ones_are(monkeypatch: pytest.Mon
     strengths = torch.logspace(0, -4, 90)
     change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
     whole = factor_change(change, 8, kept_as=torch.float32)
-    monkeypatch.setattr("mergegate.merge_core.adapters.factoring._WHOLE", 16)
+    monkeypatch.setattr("mergegate.merge_core.adapters.factorization._WHOLE", 16)
     assert factor_change(change, 8, kept_as=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
 
 

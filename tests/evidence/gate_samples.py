@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mergegate.merge_core.store.store import Artifact
 from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.drift import ModelLikelihoods
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import GuardVerdict, judge_guard
-from mergegate.tasks.perplexity.measuring import DocumentLikelihood
+from mergegate.tasks.perplexity.measurement import DocumentLikelihood
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents
+from mergegate.tasks.store.store import Artifact
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 
@@ -30,11 +30,11 @@ def table_in_the_document(name: str) -> list[list[str]]:
     ]
 
 
-def paired(lost: int, won: int, n: int) -> Paired:
+def paired(lost: int, won: int, n: int) -> PairedScores:
     """``lost`` documents right by the reference only, ``won`` by the merge only, the others by both."""
     reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
     merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
-    return Paired(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
+    return PairedScores(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
 
 
 def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:

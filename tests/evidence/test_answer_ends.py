@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tiny_models import LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.records import JournalPlace, open_journal
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalPlace, open_journal
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import journalled
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
-from mergegate.tasks.evaluation.backends.served import _ends_in
+from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
 from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
 from mergegate.tasks.evaluation.harness import score_documents
@@ -43,7 +43,7 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm, "_engine", None)
     yield
-    unload()
+    unload_models()
 
 
 def generation_task(directory: Path, settings: str) -> EvalTask:
@@ -133,7 +133,7 @@ def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
     place = JournalPlace(tmp_path / "journal", "key")
     asked = ("cpu", lambda done, total: None, place)
     first = score_documents(model, task, Scoring(), WHOLE, *asked)
-    unload()
+    unload_models()
     assert score_documents(model, task, Scoring(), WHOLE, *asked) == first
     assert first.outcomes[0].ended == ("length",)
 

@@ -12,9 +12,9 @@ from samples import sampled
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.records import JournalPlace, open_journal
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import harness
 from mergegate.tasks.evaluation.answer_journal import journalled
 from mergegate.tasks.evaluation.backends import find_backend
@@ -194,7 +194,7 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
         limit = -1
         assert score(place) == wanted
     finally:
-        unload()
+        unload_models()
     assert seen == undisturbed
     assert told[0][0] > 18
     assert told[-1] == (80, 80)  # two choices a document

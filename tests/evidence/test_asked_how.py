@@ -21,20 +21,20 @@ from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from mergegate.flows.cli.check import _print_examples
 from mergegate.flows.preflight import TaskExample
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.keys import digest
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
-from mergegate.tasks.evaluation.arranging import BUDGET_NAMES, require_known_generation, room_for_prompt
-from mergegate.tasks.evaluation.asking import AskedHow, asking_of
-from mergegate.tasks.evaluation.division import Division
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _preview_there
+from mergegate.tasks.evaluation.prompt_settings import PromptSettings, resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.splits import DocumentSplits
 from mergegate.tasks.evaluation.support import require_effect
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.store.keys import digest
 from mergegate.tasks.sweep.evidence import SweepEvidence
 
 TEMPLATE = (
@@ -74,7 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    unload()
+    unload_models()
 
 
 def pinned(root: Path, *guards: dict[str, Any]) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
@@ -149,17 +149,17 @@ def test_one_task_in_two_ways_is_asked_in_each_as_if_it_were_alone(root: Path, t
 
 def test_what_a_guard_says_wins_over_the_profile() -> None:
     of_all = Scoring(num_fewshot=5, chat_template=True)
-    own = asking_of(AskedHow(num_fewshot=0, apply_chat_template=False), of_all)
+    own = resolve_prompt_settings(PromptSettings(num_fewshot=0, apply_chat_template=False), of_all)
     assert (own.num_fewshot, own.is_chat, own.is_multiturn) == (0, False, False)
-    assert asking_of(None, of_all).num_fewshot == 5
-    assert asking_of(AskedHow(fewshot_as_multiturn=False), of_all).is_multiturn is False
+    assert resolve_prompt_settings(None, of_all).num_fewshot == 5
+    assert resolve_prompt_settings(PromptSettings(fewshot_as_multiturn=False), of_all).is_multiturn is False
 
 
 def test_what_is_not_said_is_in_no_key_and_what_is_said_in_that_of_scores_alone() -> None:
     plain = EvalTask(name="t", digest="0" * 64, definition=None)
     known = {"name": "t", "digest": "0" * 64, "cluster_field": None, "data_digest": None}
     assert digest(plain) == digest(known)
-    ways = [AskedHow(num_fewshot=1), AskedHow(num_fewshot=2), AskedHow(gen_kwargs={"until": ("a",)})]
+    ways = [PromptSettings(num_fewshot=1), PromptSettings(num_fewshot=2), PromptSettings(gen_kwargs={"until": ("a",)})]
     asked = [plain.model_copy(update={"asked": way}) for way in ways]
     assert len({digest(each) for each in (plain, *asked)}) == 4
     guard = Guard(task="t", guarded_by="a")
@@ -185,7 +185,7 @@ def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Pa
 
 
 def test_check_shows_how_a_task_is_asked() -> None:
-    asked = AskedHow(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
+    asked = PromptSettings(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
     seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
     console = Console(record=True, width=200)
     _print_examples([TaskExample("t", "base", seen, asked.described())], console)
@@ -194,7 +194,7 @@ def test_check_shows_how_a_task_is_asked() -> None:
 
 
 def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(root: Path) -> None:
-    division = Division(search=4, confirmation=2)
+    division = DocumentSplits(search=4, confirmation=2)
     task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
     swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
     _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
@@ -231,15 +231,15 @@ def test_two_ways_under_one_name_are_refused(root: Path) -> None:
 
 def test_what_would_change_nothing_is_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="nothing written out"):
-        require_effect("letters.yaml", AskedHow(gen_kwargs={"max_gen_toks": 3}), root)
+        require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
     (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
     with pytest.raises(InvalidInput, match="a task that says 0 itself"):
-        require_effect("none.yaml", AskedHow(num_fewshot=2), root)
-    require_effect("none.yaml", AskedHow(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
+        require_effect("none.yaml", PromptSettings(num_fewshot=2), root)
+    require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
 
 
 def test_a_setting_of_generation_that_transformers_lacks_is_named() -> None:
-    how = asking_of(AskedHow(gen_kwargs={"max_gen_toks": 5, "temprature": 0.5}), Scoring())
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"max_gen_toks": 5, "temprature": 0.5}), Scoring())
     with pytest.raises(InvalidInput, match="temprature") as refused:
         require_known_generation(how, "hf", "t")
     assert "temperature" in refused.value.remedy
@@ -248,22 +248,22 @@ def test_a_setting_of_generation_that_transformers_lacks_is_named() -> None:
 @pytest.mark.parametrize("key", ["enable_thinking", "think_end_token", "chat_template_args"])
 @pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_an_argument_of_lm_evals_models_is_not_a_setting_of_generation(key: str, backend: str) -> None:
-    how = asking_of(AskedHow(gen_kwargs={key: "x"}), Scoring())
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={key: "x"}), Scoring())
     with pytest.raises(InvalidInput, match=rf"gen_kwargs\.{key}(.*\n)*.*delete the key: mergegate does not support"):
         require_known_generation(how, backend, "t")
-    plain = asking_of(None, Scoring())
+    plain = resolve_prompt_settings(None, Scoring())
     with pytest.raises(InvalidInput, match=rf"task leaf: generation_kwargs\.{key}"):
         require_known_generation(plain, backend, "t", {"leaf": {"until": [], key: "x"}, "choice": None})
 
 
 def test_a_setting_of_the_profile_is_named_where_it_belongs() -> None:
-    how = asking_of(AskedHow(gen_kwargs={"batch_size": 4}), Scoring())
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"batch_size": 4}), Scoring())
     with pytest.raises(InvalidInput, match=r"set evaluate\.batch_size instead"):
         require_known_generation(how, "hf", "t")
 
 
 def room(own: dict[str, Any], gen_kwargs: dict[str, Any], context: int | None) -> int | None:
-    how = asking_of(AskedHow(gen_kwargs=gen_kwargs) if gen_kwargs else None, Scoring())
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs=gen_kwargs) if gen_kwargs else None, Scoring())
     return room_for_prompt(SimpleNamespace(generation={"t": own}), "t", how, context)  # type: ignore[arg-type]
 
 

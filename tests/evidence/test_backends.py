@@ -14,17 +14,17 @@ from pydantic import ValidationError
 from tiny_models import Prefix, make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.keys import digest
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import vllm
-from mergegate.tasks.evaluation.backends.served import ModelEndpoint, ServerSettings
+from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoredDocuments, score_documents
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.store.keys import digest
 
 WHOLE = DocumentRange(first=0, last=40)
 
@@ -35,7 +35,7 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm, "_engine", None)
     yield
-    unload()
+    unload_models()
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) 
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))
         there = process.score_in_child(model, task, settings, WHOLE, "cpu", lambda done, total: None)
-    process.end_child()
+    process.end_model_process()
     assert of_lm_eval(there) == outcomes_by(model, task)
 
 

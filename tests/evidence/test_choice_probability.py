@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.flows.cli.gate import gate_results
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, answered_then, probabilities
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
@@ -95,7 +95,7 @@ def outcomes(model: Model, tasks: dict[str, Path]) -> dict[str, tuple[DocumentSc
     try:
         return {name: scored(model, definition) for name, definition in tasks.items()}
     finally:
-        unload()
+        unload_models()
 
 
 def by_hand(model: Model, definition: Path) -> list[list[float]]:
@@ -146,7 +146,7 @@ def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
             rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
             found |= {row.doc_id: row.outcome for row in rows if row.metric == "prob,none"}
     finally:
-        unload()
+        unload_models()
     whole = {row.doc_id: row.outcome for row in outcomes["a text"] if row.metric == "prob,none"}
     assert found == pytest.approx(whole, abs=1e-5)
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation import EvalTask, Scoring, allow_code, pin_task
 from mergegate.tasks.evaluation.backends.registry import added_backends
 from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
-from mergegate.tasks.evaluation.process import end_child, look_in_child, score_in_child
+from mergegate.tasks.evaluation.process import end_model_process, look_in_child, score_in_child
 from mergegate.tasks.evaluation.scoring import DocumentRange
-from mergegate.tasks.evaluation.support import Unsuited, refusal_of_leaf, require_supported, shipped_leaves
+from mergegate.tasks.evaluation.support import UnsupportedReason, refusal_of_leaf, require_supported, shipped_leaves
 from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
-from mergegate.tasks.outside import ProgramLimits
+from mergegate.tasks.sandbox import ProgramLimits
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 
@@ -160,7 +160,7 @@ def test_tasks_of_a_family_are_told_apart_by_what_their_functions_come_to() -> N
     }
     families = {name.rpartition("_")[0] for name in refusals}
     assert families == {"longproc_countdown", "longproc_pseudo_to_code"}  # eval() and g++, with the models
-    assert {refusal.reason for refusal in refusals.values()} == {Unsuited.OWN_CODE}
+    assert {refusal.reason for refusal in refusals.values()} == {UnsupportedReason.OWN_CODE}
 
 
 def test_a_task_that_lm_eval_ships_says_how_it_is_allowed() -> None:
@@ -203,9 +203,9 @@ def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
     invalidate_caches()
     added_backends.cache_clear()
-    end_child()
+    end_model_process()
     yield Model(name="coder", digest="0" * 64, directory=tmp_path)
-    end_child()
+    end_model_process()
     monkeypatch.undo()
     sys.modules.pop("coder_backend", None)
     added_backends.cache_clear()

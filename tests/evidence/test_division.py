@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo, sha256_file
-from mergegate.tasks.evaluation import Division, EvalTask, Scoring, divide, pin_task
+from mergegate.merge_core.files import HashMemo, sha256_file
+from mergegate.tasks.evaluation import DocumentSplits, EvalTask, Scoring, pin_task, split_documents
 from mergegate.tasks.evaluation.harness import look_at_data
 from mergegate.tasks.evaluation.scoring import DocumentRange, documents_in
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
@@ -29,35 +29,37 @@ NAMES = ("search", "confirmation", "gate")
 )
 def test_every_document_is_in_one_set_with_its_cluster_in_any_order(clusters, search, confirmation, seed, random):
     documents = [(position, f"cluster {cluster}") for position, cluster in enumerate(clusters)]
-    division = Division(search=search, confirmation=confirmation, seed=seed)
+    division = DocumentSplits(search=search, confirmation=confirmation, seed=seed)
     if len(clusters) <= search + confirmation:
         with pytest.raises(InvalidInput, match="none is left for the gate"):
-            divide(documents, division, "task t")
+            split_documents(documents, division, "task t")
         return
     # Enough for all, and for the clusters that go over a border.
     documents += [(len(clusters) + n, f"further {n}") for n in range(2 * max(Counter(clusters).values()))]
     clusters = [*clusters, *(f"further {n}" for n in range(len(documents) - len(clusters)))]
-    sets = divide(documents, division, "task t")
+    sets = split_documents(documents, division, "task t")
     assert Counter(one for name in NAMES for one in sets[name]) == Counter(range(len(clusters)))
     of_cluster = {name: {clusters[one] for one in sets[name]} for name in NAMES}
     assert all(not of_cluster[a] & of_cluster[b] for a in NAMES for b in NAMES if a != b)
     assert len(sets["search"]) >= search
     assert len(sets["confirmation"]) >= confirmation
     random.shuffle(documents)
-    assert divide(documents, division, "task t") == sets
+    assert split_documents(documents, division, "task t") == sets
 
 
 def test_a_document_more_moves_hardly_any_other() -> None:
-    division = Division(search=100, confirmation=200)
-    before = divide([(n, str(n)) for n in range(1000)], division, "t")
-    after = divide([(n, str(n)) for n in range(1001)], division, "t")
+    division = DocumentSplits(search=100, confirmation=200)
+    before = split_documents([(n, str(n)) for n in range(1000)], division, "t")
+    after = split_documents([(n, str(n)) for n in range(1001)], division, "t")
     moved = sum(len(before[name] - after[name]) for name in NAMES)
     assert moved <= 2  # one over each border at most
 
 
 def test_another_seed_divides_otherwise() -> None:
     documents = [(n, str(n)) for n in range(1000)]
-    one, other = (divide(documents, Division(search=100, confirmation=100, seed=seed), "t") for seed in (0, 1))
+    one, other = (
+        split_documents(documents, DocumentSplits(search=100, confirmation=100, seed=seed), "t") for seed in (0, 1)
+    )
     assert 1 <= len(one["search"] & other["search"]) <= 30  # ten are expected
 
 
@@ -74,7 +76,7 @@ def write_task(folder: Path, rows: list[dict[str, object]]) -> EvalTask:
 def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     rows = [{"q": f"q{n % 50}", "a": "x", "id": n, "passage": f"p{n % 7}"} for n in range(100)]  # each question twice
     task = write_task(tmp_path, rows)
-    division = Division(search=20, confirmation=30)
+    division = DocumentSplits(search=20, confirmation=30)
     parts = {name: task.model_copy(update={"only": division.of(name)}) for name in NAMES}
     sizes = {name: look_at_data(part).documents for name, part in parts.items()}
     assert sizes == {"search": 20, "confirmation": 30, "gate": 50}
@@ -93,7 +95,9 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     assert not questions["search"] & questions["gate"]
     assert not questions["confirmation"] & questions["gate"]
 
-    by_passage = task.model_copy(update={"only": Division(search=20, confirmation=20, together="passage").of("gate")})
+    by_passage = task.model_copy(
+        update={"only": DocumentSplits(search=20, confirmation=20, together="passage").of("gate")}
+    )
     gate = documents_in(
         loaded.sizes, 0, DocumentRange(first=0, last=99), harness.counted_documents(loaded, by_passage)
     )["t"]
@@ -103,7 +107,7 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
 
 def test_a_field_that_documents_do_not_have_is_named(tmp_path: Path) -> None:
     task = write_task(tmp_path, [{"q": str(n), "a": "x", "passage": "p"} for n in range(9)])
-    only = Division(search=2, confirmation=2, together="pasage").of("gate")
+    only = DocumentSplits(search=2, confirmation=2, together="pasage").of("gate")
     with pytest.raises(InvalidInput, match="passage"):
         look_at_data(task.model_copy(update={"only": only}))
 
@@ -111,7 +115,7 @@ def test_a_field_that_documents_do_not_have_is_named(tmp_path: Path) -> None:
 def test_a_task_without_a_set_keeps_the_key_that_it_had_before_there_were_sets() -> None:
     task = EvalTask(name="t", digest="d" * 64, definition=None)
     assert task.content_key() == {"name": "t", "digest": "d" * 64, "cluster_field": None, "data_digest": None}
-    only = Division(search=1, confirmation=1).of("gate")
+    only = DocumentSplits(search=1, confirmation=1).of("gate")
     assert task.model_copy(update={"only": only}).content_key() != task.content_key()
     assert Scoring().first_look == 500
 
@@ -121,7 +125,7 @@ def test_held_out_text_has_sets_as_well(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"text": f"line {n % 30}"}) + "\n" for n in range(60)))
     whole = HeldOutText(path=path, sha256=sha256_file(path))
     assert whole.content_key() == {"sha256": whole.sha256, "field": "text"}
-    division = Division(search=10, confirmation=20)
+    division = DocumentSplits(search=10, confirmation=20)
     texts = {name: read_texts(whole.model_copy(update={"only": division.of(name)}), None) for name in NAMES}
     assert sorted(one for each in texts.values() for one in each) == sorted(read_texts(whole, None))
     assert {name: len(each) for name, each in texts.items()} == {"search": 10, "confirmation": 20, "gate": 30}

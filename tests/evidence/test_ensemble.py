@@ -14,10 +14,10 @@ from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
+from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
 from mergegate.tasks.perplexity.text import HeldOutText
 
@@ -111,7 +111,7 @@ def likelihoods(loss: float | None, vocabulary: str = "one") -> Likelihoods:
 @pytest.mark.parametrize(("merge", "kept"), [(1.8, 1.0), (2.0, 0.0), (1.9, 0.5), (2.1, -0.5), (1.7, 1.5)])
 def test_the_share_of_the_gain_is_counted_from_the_better_parent(merge: float, kept: float) -> None:
     parents = [likelihoods(2.0), likelihoods(2.5)]
-    assert gain_kept(parents, likelihoods(1.8), likelihoods(merge)) == pytest.approx(kept)
+    assert ensemble_gain_share(parents, likelihoods(1.8), likelihoods(merge)) == pytest.approx(kept)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,13 @@ def test_the_share_of_the_gain_is_counted_from_the_better_parent(merge: float, k
     ],
 )
 def test_there_is_no_share_where_nothing_compares(together: Likelihoods, merge: Likelihoods) -> None:
-    assert gain_kept([likelihoods(2.0), likelihoods(2.5)], together, merge) is None
+    assert ensemble_gain_share([likelihoods(2.0), likelihoods(2.5)], together, merge) is None
 
 
 @given(st.lists(st.floats(0.5, 5), min_size=2, max_size=4), st.floats(0.01, 0.4), st.floats(-1, 2))
 def test_a_merge_that_keeps_a_share_of_the_gain_is_said_to(losses: list[float], gain: float, share: float) -> None:
     best = min(losses)
-    kept = gain_kept([likelihoods(loss) for loss in losses], likelihoods(best - gain), likelihoods(best - share * gain))
+    kept = ensemble_gain_share(
+        [likelihoods(loss) for loss in losses], likelihoods(best - gain), likelihoods(best - share * gain)
+    )
     assert kept == pytest.approx(share, abs=1e-6)

@@ -17,9 +17,9 @@ from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
@@ -34,7 +34,7 @@ from mergegate.tasks.gate.settings import EvaluateSettings
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    unload()
+    unload_models()
 
 
 @pytest.fixture

@@ -19,18 +19,17 @@ from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.store import Artifact
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import document_scores, process
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
 from mergegate.tasks.evaluation.harness import ScoredDocuments
-from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, cover, document_ranges, looks, ordered
+from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, cover, document_ranges, interim_looks, ordered
 from mergegate.tasks.evaluation.stage import (
     Scores,
     TaskScores,
     document_count,
-    evaluate_to,
+    evaluate_documents,
     excerpt,
     join_parts,
     pin_data,
@@ -38,8 +37,9 @@ from mergegate.tasks.evaluation.stage import (
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.settings import pin_tasks
-from mergegate.tasks.stage.progress import StageStatus, watched_by
+from mergegate.tasks.stage.progress import StageStatus, progress_watcher
 from mergegate.tasks.stage.stages import Stage, store
+from mergegate.tasks.store.store import Artifact
 
 FIRST_TEN = Scoring(documents=10)  # of the 40 documents: 10, 10 more, 20 more
 
@@ -52,7 +52,7 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    process.end_child()
+    process.end_model_process()
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, lis
     def run() -> None:
         results.extend(call() for call in calls)
 
-    with watched_by(watching):
+    with progress_watcher(watching):
         run()
     return watching, results
 
@@ -107,7 +107,7 @@ def made() -> dict[str, tuple[int, int]]:
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
     watching, (ten, twenty, everything, again) = in_flow(
-        *(lambda n=n: evaluate_to(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
+        *(lambda n=n: evaluate_documents(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
     )
     assert watching.endings == ["made", "made", "made", "cached"]
     assert [len(parts) for parts in (ten, twenty, everything, again)] == [1, 2, 3, 3]
@@ -127,9 +127,9 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
 def test_joined_parts_score_as_all_their_documents(
     model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watching, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, None, CPU))
+    watching, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "knows nothing"))
-    _, (whole,) = in_flow(lambda: evaluate_to(model, task, Scoring(), None, CPU))
+    _, (whole,) = in_flow(lambda: evaluate_documents(model, task, Scoring(), None, CPU))
     assert [len(parts), len(whole)] == [3, 1]
     scores = [
         row.outcome
@@ -164,7 +164,7 @@ def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | N
     known: list[DocumentRange] = []
     for first in history:
         parts = document_ranges(total, first)
-        for look in looks(total, first)[: data.draw(st.integers(1, 3))]:
+        for look in interim_looks(total, first)[: data.draw(st.integers(1, 3))]:
             pieces = cover(look, parts, known)
             counted = [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)]
             assert counted == list(range(look))
@@ -208,10 +208,12 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
     for run in range(12):
         monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / f"store {run}"))
         counted.clear()
-        history = [(first := rng.choice([3, 5, 8, 10, 17, None]), rng.choice(looks(40, first))) for _ in range(5)]
+        history = [
+            (first := rng.choice([3, 5, 8, 10, 17, None]), rng.choice(interim_looks(40, first))) for _ in range(5)
+        ]
         last = (10, 20)
         results = [
-            evaluate_to(model, task, Scoring(documents=first or "all", seed=1), look, CPU)
+            evaluate_documents(model, task, Scoring(documents=first or "all", seed=1), look, CPU)
             for first, look in (*history, last)
         ]
         for (_, look), parts in zip((*history, last), results, strict=True):
@@ -225,10 +227,10 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
     watching, (more, fewer, again, back) = in_flow(
-        lambda: evaluate_to(model, task, Scoring(documents=30), 30, CPU),
-        lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU),
-        lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU),
-        lambda: evaluate_to(model, task, Scoring(), 40, CPU),
+        lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_documents(model, task, Scoring(), 40, CPU),
     )
     assert watching.endings == ["made", "cached", "cached", "made"]
     first_twenty = {doc for _, doc in ordered({"letters": 40}, 0)[:20]}
@@ -241,10 +243,10 @@ def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: 
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_known_scores_that_are_damaged_are_asked_again(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_to(model, task, Scoring(documents=30), 30, CPU))
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
     before = scores_of(parts)
     (parts[0].directory / SCORES_FILE).write_bytes(b"torn")
-    watching, (again,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
+    watching, (again,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
     assert watching.endings == ["made"]
     assert scores_of(again) == {doc: score for doc, score in before.items() if doc in scores_of(again)}
     assert [part.value.part for part in again] == [DocumentRange(first=0, last=10), DocumentRange(first=10, last=20)]
@@ -252,7 +254,7 @@ def test_known_scores_that_are_damaged_are_asked_again(model: Model, task: EvalT
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU))
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU))
     part = DocumentRange(first=0, last=11)
     lacking = dataclasses.replace(parts[0], value=parts[0].value.model_copy(update={"part": part}))
     with pytest.raises(InvalidInput, match="10 documents scored"):
@@ -261,7 +263,7 @@ def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
     older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
     other = Artifact("evaluate", parts[0].key, parts[0].digest, older, parts[0].directory, parts[0].files)
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
@@ -270,7 +272,7 @@ def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
-    watching, _ = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, None, CPU))
+    watching, _ = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
     assert watching.endings == ["made"]
     assert watching.how_far[-1] == (80, 80)  # two choices a document, whatever part it is in
     assert watching.how_far == sorted(watching.how_far)
@@ -287,14 +289,14 @@ def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
     patient = FIRST_TEN.model_copy(update={"time_limit": 3600.0})
     other = CPU.model_copy(update={"libraries": {"torch": "9"}})
     watching, _ = in_flow(
-        lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_to(model, second, FIRST_TEN, 10, CPU),
-        lambda: evaluate_to(renamed, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_to(model, task, patient, 10, CPU),
-        lambda: evaluate_to(model, task, Scoring(documents=10, batch_size=4), 10, CPU),
-        lambda: evaluate_to(model, task, Scoring(documents=10, dtype="bfloat16"), 10, CPU),
-        lambda: evaluate_to(model, task, FIRST_TEN, 10, other),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, second, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(renamed, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, task, patient, 10, CPU),
+        lambda: evaluate_documents(model, task, Scoring(documents=10, batch_size=4), 10, CPU),
+        lambda: evaluate_documents(model, task, Scoring(documents=10, dtype="bfloat16"), 10, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, other),
     )
     assert watching.endings == ["made", "cached", "made", "cached", "cached", "made", "made", "made"]
 

@@ -17,7 +17,7 @@ from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import harness, process
@@ -32,13 +32,13 @@ SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
 def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
-    model_cache.unload()
+    model_cache.unload_models()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    process.end_child()
+    process.end_model_process()
 
 
 @pytest.fixture

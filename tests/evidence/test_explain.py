@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, write_choices
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.store import Artifact
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation import document_scores
@@ -28,6 +27,7 @@ from mergegate.tasks.evaluation.task_texts import document_texts
 from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.store.store import Artifact
 
 METRIC = "acc,none"
 Scored = Callable[..., Artifact[Scores]]

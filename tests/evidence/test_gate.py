@@ -16,7 +16,7 @@ from mergegate.tasks.gate.guards import GateRule
 from mergegate.tasks.gate.settings import EvaluateSettings
 from mergegate.tasks.gate.stage import GateVerdict, gate, gate_verdict
 from mergegate.tasks.perplexity.stage import DriftLimits
-from mergegate.tasks.stage import Section, Verdict, combined
+from mergegate.tasks.stage import Section, Verdict, combine_verdicts
 
 LIMITS = DriftLimits()
 
@@ -66,7 +66,7 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
         evidence=verdict,
         section=Section(title="Judge"),
     )
-    further = combined((verdict.as_verdict(), judge))
+    further = combine_verdicts((verdict.as_verdict(), judge))
     assert further.publishable == publishable
     assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
     assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)

@@ -18,10 +18,10 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import by_task
-from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.evaluation.scoring import DocumentRange
-from mergegate.tasks.gate import bounded
-from mergegate.tasks.gate.bounded import graded_difference, graded_documents_needed, refuted
+from mergegate.tasks.gate import graded_scores
+from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refuted
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guard, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import plan_looks
@@ -74,8 +74,8 @@ def test_a_bet_is_the_slope_of_the_chance_to_cross_at_any_look(sum_so_far: float
     schedule, step = (400, 1000), 0.5
     chances = [crossing(sum_so_far + by, schedule, 0.95) for by in (-step, 0.0, step)]
     slope = (math.log(chances[2]) - math.log(chances[0])) / (2 * step)
-    before_the_first = bounded._slopes(schedule, 0.95)[0]
-    assert np.interp(math.log(chances[1]), bounded._LOG_P, before_the_first) == pytest.approx(slope, rel=0.01)
+    before_the_first = graded_scores._slopes(schedule, 0.95)[0]
+    assert np.interp(math.log(chances[1]), graded_scores._LOG_P, before_the_first) == pytest.approx(slope, rel=0.01)
 
 
 SHARES = {  # of differences of -1, -.5, 0, .5, 1
@@ -105,7 +105,7 @@ def test_the_truth_is_refuted_as_seldom_as_was_allowed_by_exact_enumeration(
 def test_bets_are_finite_whatever_the_plan() -> None:
     for schedule in ((1,), (2, 3), (10, 20, 40, 80, 160, 14042), (5000, 5001)):
         for confidence in (0.6, 0.95, 0.9999):
-            slopes = bounded._slopes(schedule, confidence)
+            slopes = graded_scores._slopes(schedule, confidence)
             assert np.isfinite(slopes).all()
             assert (slopes >= 0).all()
             assert slopes[-1].max() > 0
@@ -214,11 +214,11 @@ def test_the_graded_table_in_the_document_is_the_scripts_and_keeps_its_promise(s
 # --- in a guard
 
 
-def graded_pair(n: int, by: float, scale: float = 1.0) -> Paired:
+def graded_pair(n: int, by: float, scale: float = 1.0) -> PairedScores:
     rng = np.random.default_rng(8)
     reference = rng.beta(5, 2, n) * 0.8 + 0.1
     merge = (reference - by + rng.normal(0, 0.1, n)).clip(0, 1)
-    return Paired(tuple(("t", i) for i in range(n)), tuple(scale * reference), tuple(scale * merge))
+    return PairedScores(tuple(("t", i) for i in range(n)), tuple(scale * reference), tuple(scale * merge))
 
 
 def test_scores_of_another_range_are_judged_on_that_range() -> None:
@@ -233,7 +233,7 @@ def test_scores_of_another_range_are_judged_on_that_range() -> None:
 @pytest.mark.parametrize(("score", "said"), [(1.2, "1.2"), (math.nan, "nan"), (math.inf, "inf"), (-0.1, "-0.1")])
 def test_a_score_that_cannot_be_is_named_with_model_task_and_document(score: float, said: str) -> None:
     found = graded_pair(50, 0.0)
-    broken = Paired(found.documents, found.reference, (*found.merge[:7], score, *found.merge[8:]))
+    broken = PairedScores(found.documents, found.reference, (*found.merge[:7], score, *found.merge[8:]))
     with pytest.raises(InvalidInput) as raised:
         measure_guard(GUARD, "f1,none", broken, True)
     assert raised.value.where == "reverse: f1,none of the merge"
@@ -244,7 +244,7 @@ def test_a_score_that_cannot_be_is_named_with_model_task_and_document(score: flo
 
 def test_what_rounding_adds_to_a_score_is_not_held_against_it() -> None:
     found = graded_pair(50, 0.0)
-    rounded = Paired(found.documents, found.reference, (*found.merge[:7], 1.0 + 2e-16, -1e-17, *found.merge[9:]))
+    rounded = PairedScores(found.documents, found.reference, (*found.merge[:7], 1.0 + 2e-16, -1e-17, *found.merge[9:]))
     assert max(map(abs, measure_guard(GUARD, "f1,none", rounded, True).differences)) <= 1
 
 

@@ -14,9 +14,8 @@ from gate_samples import GUARD, table_in_the_document
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate import clusters
-from mergegate.tasks.gate.bounded import graded_difference
 from mergegate.tasks.gate.clusters import (
     check_clusters,
     cluster_errors,
@@ -24,6 +23,7 @@ from mergegate.tasks.gate.clusters import (
     critical_value,
     effective_clusters,
 )
+from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guard
 from mergegate.tasks.gate.statistics import Difference, binary_bounds
@@ -195,11 +195,11 @@ def test_the_cluster_table_in_the_document_is_the_scripts_and_keeps_its_promise(
 # --- in a guard
 
 
-def subjects(count: int, each: int, lost: int) -> Paired:
+def subjects(count: int, each: int, lost: int) -> PairedScores:
     """``lost`` documents, all of them of the first subject."""
     documents = tuple((f"subject {doc // each}", doc) for doc in range(count * each))
     merge = tuple(0.0 if doc < lost else 1.0 for doc in range(count * each))
-    return Paired(documents, (1.0,) * len(documents), merge)
+    return PairedScores(documents, (1.0,) * len(documents), merge)
 
 
 def test_each_population_has_its_verdict() -> None:
@@ -223,13 +223,13 @@ def test_to_cluster_by_task_is_to_ask_for_new_subjects() -> None:
 
 def test_new_subjects_may_be_named_by_a_field() -> None:
     found = subjects(2, 500, 20)
-    fields = Paired(found.documents, found.reference, found.merge, tuple(str(i % 25) for i in range(1000)))
+    fields = PairedScores(found.documents, found.reference, found.merge, tuple(str(i % 25) for i in range(1000)))
     guard = Guard(task="t", guarded_by="a", population="new subjects", cluster_by="category")
     assert judge_guard(guard, "acc,none", fields, True, 0.95).clusters == 25
 
 
 def test_a_task_without_subjects_cannot_speak_for_new_ones() -> None:
-    found = Paired(tuple(("reverse", i) for i in range(200)), (1.0,) * 200, (1.0,) * 200)
+    found = PairedScores(tuple(("reverse", i) for i in range(200)), (1.0,) * 200, (1.0,) * 200)
     with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
         judge_guard(GUARD.model_copy(update={"population": "new subjects"}), "acc,none", found, True, 0.95)
 

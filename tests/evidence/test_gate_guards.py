@@ -9,7 +9,7 @@ from gate_samples import GUARD, outcome, paired, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired, pair_documents
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores, pair_documents
 from mergegate.tasks.gate.regression import judge_guard
 
 
@@ -67,7 +67,7 @@ def test_where_less_is_better_a_rise_is_the_drop() -> None:
 def test_graded_scores_are_judged_by_their_mean_difference() -> None:
     reference = tuple(0.5 + 0.01 * (i % 7) for i in range(300))
     merge = tuple(value - 0.08 - 0.01 * (i % 3) for i, value in enumerate(reference))
-    verdict = judge_guard(GUARD, "f1,none", Paired((("t", 0),) * 300, reference, merge), True, 0.95)
+    verdict = judge_guard(GUARD, "f1,none", PairedScores((("t", 0),) * 300, reference, merge), True, 0.95)
     assert verdict.drop == pytest.approx(9.0)
     assert (verdict.outcome, verdict.lost, verdict.won) == ("fail", 300, 0)
 
@@ -79,7 +79,7 @@ def test_the_margin_is_what_the_profile_says() -> None:
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
     found = pair_documents([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
-    assert found == Paired((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
+    assert found == PairedScores((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
 
 
 def test_other_metrics_take_no_part() -> None:
@@ -123,7 +123,7 @@ def test_subjects_of_a_group_can_be_the_independent_units() -> None:
     # Twenty subjects, and all that is lost is lost in one of them: to its documents clear, to the subjects an accident.
     subjects = tuple((f"subject {doc // 50}", doc) for doc in range(1000))
     lost = [0.0 if doc < 50 else 1.0 for doc in range(1000)]
-    found = Paired(subjects, (1.0,) * 1000, tuple(lost))
+    found = PairedScores(subjects, (1.0,) * 1000, tuple(lost))
     alone = judge_guard(GUARD, "acc,none", found, True, 0.95)
     by_subject = judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", found, True, 0.95)
     assert (alone.outcome, by_subject.outcome) == ("fail", "inconclusive")
@@ -134,7 +134,7 @@ def test_subjects_of_a_group_can_be_the_independent_units() -> None:
 
 def test_clusters_are_read_from_the_field_that_was_recorded() -> None:
     found = paired(20, 0, 200)
-    passages = Paired(found.documents, found.reference, found.merge, tuple(str(doc % 20) for doc in range(200)))
+    passages = PairedScores(found.documents, found.reference, found.merge, tuple(str(doc % 20) for doc in range(200)))
     guard = GUARD.model_copy(update={"cluster_by": "passage"})
     assert judge_guard(guard, "acc,none", passages, True, 0.95).clusters == 20
     with pytest.raises(InvalidInput, match="'passage', which is not known of every document"):

@@ -12,7 +12,7 @@ import pytest
 from benchmark_scripts import load_benchmark
 from gate_samples import paired
 
-from mergegate.tasks.evaluation.scoring import looks
+from mergegate.tasks.evaluation.scoring import interim_looks
 from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guards, measure_guard
 
@@ -33,7 +33,7 @@ def script() -> ModuleType:
 def test_a_merge_as_bad_as_the_margin_is_published_one_time_in_twenty_at_most(
     script: ModuleType, n: int, discordance: float, first: int | None
 ) -> None:
-    found = script.simulate(0.03, discordance, looks(n, first), RUNS, np.random.default_rng(1))
+    found = script.simulate(0.03, discordance, interim_looks(n, first), RUNS, np.random.default_rng(1))
     assert found.passed <= 0.05 + 3 * ERROR
     assert found.failed > 0.3
 
@@ -43,20 +43,20 @@ def test_a_merge_as_bad_as_the_margin_is_published_one_time_in_twenty_at_most(
 def test_a_merge_as_good_as_its_reference_is_alarmed_one_time_in_twenty_at_most(
     script: ModuleType, discordance: float, first: int | None
 ) -> None:
-    found = script.simulate(0.0, discordance, looks(1319, first), RUNS, np.random.default_rng(2))
+    found = script.simulate(0.0, discordance, interim_looks(1319, first), RUNS, np.random.default_rng(2))
     assert found.failed <= 0.05 + 3 * ERROR
     assert found.passed > 0.7
 
 
 def test_looks_save_most_documents_where_the_answer_is_clear(script: ModuleType) -> None:
-    found = script.simulate(0.0, 0.10, looks(14042, 500), RUNS, np.random.default_rng(3))
+    found = script.simulate(0.0, 0.10, interim_looks(14042, 500), RUNS, np.random.default_rng(3))
     assert found.passed > 0.99
     assert found.documents < 14042 / 5
 
 
 @pytest.mark.parametrize("n", [500, 1000, 1319])
 def test_the_script_decides_as_the_gate_does(script: ModuleType, n: int) -> None:
-    schedule = looks(1319, 500) if n < 1319 else (1319,)
+    schedule = interim_looks(1319, 500) if n < 1319 else (1319,)
     schedule = schedule if n in schedule else (n,)
     guard = Guard(task="reverse", guarded_by="reverser", max_drop=2, margin=3)
     counts = np.random.default_rng(4).multinomial(n, [0.055, 0.035, 0.91], size=60).astype(float)

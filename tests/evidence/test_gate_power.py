@@ -8,15 +8,15 @@ import gate_samples as samples
 import numpy as np
 import pytest
 
-from mergegate.merge_core.store import Artifact
-from mergegate.tasks.evaluation.document_scores import DocumentScore, Paired
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.discordance import PastGuard, known_discordance, past_discordance
+from mergegate.tasks.gate.discordance import PastGuardOutcome, find_past_discordance, known_discordance
 from mergegate.tasks.gate.guards import GateRule, Guard
 from mergegate.tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
 from mergegate.tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.suite import judge_suite
+from mergegate.tasks.store import Artifact
 
 
 def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:
@@ -27,7 +27,7 @@ def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
     reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
     merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
     documents = tuple((guard.task, at) for at in range(n))
-    return measure_guard(guard, "acc,none", Paired(documents, tuple(reference), tuple(merge)), True)
+    return measure_guard(guard, "acc,none", PairedScores(documents, tuple(reference), tuple(merge)), True)
 
 
 @pytest.mark.parametrize("as_suite", [True, False])
@@ -112,14 +112,14 @@ def test_a_parent_without_the_skill_says_nothing_of_a_merge_that_has_it(tmp_path
 
 def test_the_merges_of_the_last_nights_say_more_than_the_parents() -> None:
     guard = Guard(task="t", guarded_by="own")
-    nights = [PastGuard("t", "own", 100, 60), *[PastGuard("t", "own", 100, 4)] * 5]
-    others = [PastGuard("u", "own", 100, 90), PastGuard("t", "base", 100, 90)]
-    found = past_discordance(guard, [*nights, *others])
+    nights = [PastGuardOutcome("t", "own", 100, 60), *[PastGuardOutcome("t", "own", 100, 4)] * 5]
+    others = [PastGuardOutcome("u", "own", 100, 90), PastGuardOutcome("t", "base", 100, 90)]
+    found = find_past_discordance(guard, [*nights, *others])
     assert found is not None
     assert found.share == pytest.approx(20.5 / 501)
     assert str(found) == "4.1 % of answers differ (as of the merges of the last 5 nights on 500 documents)"
-    assert past_discordance(guard, others) is None
-    assert past_discordance(guard, [PastGuard("t", "own", 10, 1)]) is None
+    assert find_past_discordance(guard, others) is None
+    assert find_past_discordance(guard, [PastGuardOutcome("t", "own", 10, 1)]) is None
 
 
 def test_without_documents_that_two_models_share_it_is_the_guess(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergegate.tasks.gate.ratchet import anchor_confidence, note_refusal, refused_by
+from mergegate.tasks.gate.alpha_spending import anchor_confidence, count_refusals, record_refusal
 from mergegate.tasks.stage import home as home_of
 
 ANCHOR, OTHER = "a" * 64, "b" * 64
@@ -21,17 +21,17 @@ def test_all_refusals_together_spend_the_error_of_one() -> None:
 
 def test_a_merge_counts_once_and_not_against_itself() -> None:
     for merge in ("m1", "m2", "m1"):
-        note_refusal(ANCHOR, merge)
-    assert refused_by(ANCHOR) == 2
-    assert refused_by(ANCHOR, but="m1") == 1
-    assert refused_by(OTHER) == 0
+        record_refusal(ANCHOR, merge)
+    assert count_refusals(ANCHOR) == 2
+    assert count_refusals(ANCHOR, but="m1") == 1
+    assert count_refusals(OTHER) == 0
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"{", b"[1, null]", b'{"a": 1}', b"null"])
 def test_a_record_that_is_none_is_as_if_it_were_not_there(garbage: bytes) -> None:
-    note_refusal(ANCHOR, "m1")
+    record_refusal(ANCHOR, "m1")
     (record,) = (home_of() / "anchors").glob("*.json")
     record.write_bytes(garbage)
-    assert refused_by(ANCHOR) == 0
-    note_refusal(ANCHOR, "m2")
-    assert refused_by(ANCHOR) == 1
+    assert count_refusals(ANCHOR) == 0
+    record_refusal(ANCHOR, "m2")
+    assert count_refusals(ANCHOR) == 1

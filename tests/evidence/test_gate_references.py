@@ -10,9 +10,9 @@ import pytest
 from gate_samples import GUARD, part, right_on, scores
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation.document_scores import Paired
+from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate.guards import BEST_PARENT, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.references import check_guards, needs_champion
 from mergegate.tasks.gate.regression import judge_guards, measure_guard
@@ -74,7 +74,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
         models = (rng.random((4, n)) < 0.7).astype(float)  # three parents and a merge, all as good
         *parents, merge = models
         chosen = max(parents, key=np.sum)
-        pair = Paired(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
+        pair = PairedScores(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
         bias = selection_bias([parent.tolist() for parent in parents])
         guard = measure_guard(strict, "acc,none", pair, True, candidates=3, selection_bias=bias)
         alarms += judge_guards([guard], 0.95)[0].outcome == "fail"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from samples import sampled
 
-from mergegate.merge_core.store import Artifact
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.guards import GateRule, Guard
-from mergegate.tasks.gate.power import PlannedTask, soonest_decided
-from mergegate.tasks.gate.stage import gate, lost_for_good
+from mergegate.tasks.gate.power import PlannedTask, order_by_information
+from mergegate.tasks.gate.stage import cannot_pass, gate
+from mergegate.tasks.store import Artifact
 
 N = 300
 TASKS = ("a", "b", "c")
@@ -54,7 +54,7 @@ def test_a_run_that_stops_early_would_have_failed_in_the_end_and_no_other_is_cha
             for run in range(1, 3):
                 so_far = {model: [parts[at] for at in sorted(order[:run])] for model, parts in scores.items()}
                 last = TASKS[order[run - 1]]
-                if lost_for_good(last, GUARDS, so_far, GateRule(rule=rule), schedule=SCHEDULE):
+                if cannot_pass(last, GUARDS, so_far, GateRule(rule=rule), schedule=SCHEDULE):
                     waiting = tuple(TASKS[at] for at in sorted(order[run:]))
                     early = gate.work(GUARDS, so_far, {}, None, GateRule(rule=rule), schedule=SCHEDULE, waiting=waiting)
                     assert (early.outcome, whole.outcome) == ("fail", "fail")
@@ -79,8 +79,8 @@ def planned(**share: float) -> list[PlannedTask]:
 def test_order_is_by_evidence_in_a_second_and_otherwise_as_given() -> None:
     same = planned(a=0.1, b=0.1, c=0.1)
     seen = {"a": 500, "b": 500, "c": 500}
-    assert soonest_decided(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")
-    assert soonest_decided(same, seen, {"a": 4.0, "b": 1.0, "c": 2.0}) == ("b", "c", "a")
-    assert soonest_decided(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # what costs nothing
-    assert soonest_decided(planned(a=0.2, b=0.05, c=0.1), seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("b", "c", "a")
-    assert soonest_decided(same, seen | {"c": 2000}, {"a": 1.0, "b": 1.0, "c": 2.0}) == ("c", "a", "b")
+    assert order_by_information(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")
+    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 2.0}) == ("b", "c", "a")
+    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # what costs nothing
+    assert order_by_information(planned(a=0.2, b=0.05, c=0.1), seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("b", "c", "a")
+    assert order_by_information(same, seen | {"c": 2000}, {"a": 1.0, "b": 1.0, "c": 2.0}) == ("c", "a", "b")

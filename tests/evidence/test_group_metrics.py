@@ -13,9 +13,9 @@ from lm_eval_runs import prepare, run_lm_eval, simple_evaluate
 from tiny_models import CPU, make_model, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
@@ -49,7 +49,7 @@ def ours(definition: Path, directory: Path = DEMO) -> tuple[DocumentScore, ...]:
             for outcome in score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
         )
     finally:
-        unload()
+        unload_models()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def written(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    unload()
+    unload_models()
 
 
 def results_of(written: Path) -> dict[str, Any]:

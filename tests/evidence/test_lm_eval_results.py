@@ -19,17 +19,17 @@ from samples import sampled
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import (
     TaskResults,
-    check_alike,
     find_results,
     precision_differences,
     read_task,
+    require_same_conditions,
 )
 from mergegate.tasks.evaluation.metrics import metrics_by_leaf
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
@@ -109,7 +109,7 @@ def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ..
         every = DocumentRange(first=0, last=count_documents(task))
         return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
     finally:
-        unload()
+        unload_models()
 
 
 @pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
@@ -284,7 +284,7 @@ OTHER_VALUES = (
 def decided(original: TaskResults, changed: TaskResults) -> list[DocumentScore]:
     """Return what a gate would judge of ``changed``. The probability of a choice may be missing: a guard that asks for
     it is then refused. It is never another number."""
-    check_alike(original, changed, "changed")
+    require_same_conditions(original, changed, "changed")
     before = {row[:3]: row for row in original.outcomes if row.metric == "prob,none"}
     assert all(before[row[:3]] == row for row in changed.outcomes if row.metric == "prob,none")
     return [row for row in changed.outcomes if row.metric != "prob,none"]
@@ -391,19 +391,19 @@ def test_another_condition_on_each_side_is_refused(
 ) -> None:
     rewrite(the(copied, "results_*.json"), change)
     with pytest.raises(InvalidInput, match=f"letters: a against b: another {condition}"):
-        check_alike(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
+        require_same_conditions(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
 
 
 def test_equal_conditions_compare(written: Path) -> None:
     ours, theirs = (read(written / name, "letters") for name in ("one", "other"))
-    check_alike(ours, theirs, "letters")
+    require_same_conditions(ours, theirs, "letters")
     assert precision_differences(ours, theirs) == ()
 
 
 def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None:
     rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
     ours, theirs = read(written / "one", "letters"), read(copied, "letters")
-    check_alike(ours, theirs, "letters")
+    require_same_conditions(ours, theirs, "letters")
     assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
 
 
@@ -420,4 +420,4 @@ def test_the_command_line_of_lm_eval_writes_the_same(
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     ours, theirs = read(written / "one", "endings"), read(tmp_path / "out", "endings")
     assert theirs.outcomes == ours.outcomes
-    check_alike(ours, theirs, "endings")
+    require_same_conditions(ours, theirs, "endings")

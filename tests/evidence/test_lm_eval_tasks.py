@@ -13,18 +13,18 @@ from benchmark_scripts import load_benchmark
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.tasks.checkpoints.model_cache import unload
-from mergegate.tasks.evaluation.asked_data import AskedDataset
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.mirror import find_dataset
-from mergegate.tasks.evaluation.shipped import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.support import (
-    Unsuited,
+    UnsupportedReason,
     refusal_of,
     refusal_of_leaf,
     require_examples,
     require_supported,
 )
+from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -47,18 +47,21 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     [
         ({}, None),
         ({"metric_list": None}, None),  # lm-eval's own for choices
-        ({"output_type": "loglikelihood_rolling"}, Unsuited.PERPLEXITY),
-        ({"unsafe_code": True}, Unsuited.CODE),
-        ({"doc_to_image": ["image"]}, Unsuited.SEES),
-        ({"class": "/x/task.Squad"}, Unsuited.WRITTEN_IN_PYTHON),
-        ({"recipe": "card=cards.x"}, Unsuited.OTHER_LIBRARY),
-        ({"custom_dataset": "/x/utils.make"}, Unsuited.MADE_DATA),
-        ({"test_split": None}, Unsuited.NO_DOCUMENTS),
+        ({"output_type": "loglikelihood_rolling"}, UnsupportedReason.PERPLEXITY),
+        ({"unsafe_code": True}, UnsupportedReason.CODE),
+        ({"doc_to_image": ["image"]}, UnsupportedReason.SEES),
+        ({"class": "/x/task.Squad"}, UnsupportedReason.WRITTEN_IN_PYTHON),
+        ({"recipe": "card=cards.x"}, UnsupportedReason.OTHER_LIBRARY),
+        ({"custom_dataset": "/x/utils.make"}, UnsupportedReason.MADE_DATA),
+        ({"test_split": None}, UnsupportedReason.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
-        ({"metric_list": [{"metric": "mcc"}]}, Unsuited.NO_MEAN),
-        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Unsuited.NO_MEAN),
+        ({"metric_list": [{"metric": "mcc"}]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, UnsupportedReason.NO_MEAN),
         # F1 of one document is no number: lm-eval itself fails when it is to average pairs.
-        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
+        (
+            {"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
+            UnsupportedReason.NO_MEAN,
+        ),
         (
             {
                 "metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}],
@@ -66,19 +69,24 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
             },
             None,
         ),
-        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Unsuited.NO_MEAN),  # in which direction?
+        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, UnsupportedReason.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
         # Beside a metric that could judge: lm-eval fails all the same.
-        ({"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
-        ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, Unsuited.NO_MEAN),
-        ({"output_type": "generate_until"}, Unsuited.NO_MEAN),  # accuracy of a free answer
+        (
+            {"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
+            UnsupportedReason.NO_MEAN,
+        ),
+        ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, UnsupportedReason.NO_MEAN),
+        ({"output_type": "generate_until"}, UnsupportedReason.NO_MEAN),  # accuracy of a free answer
         ({"output_type": "generate_until", "metric_list": [{**MEAN[0], "metric": "f1", "hf_evaluate": True}]}, None),
-        ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, Unsuited.NO_MEAN),  # choices have none
-        ({"metric_list": "acc"}, Unsuited.UNREADABLE),
-        ({"metric_list": ["acc"]}, Unsuited.UNREADABLE),
+        ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, UnsupportedReason.NO_MEAN),  # choices have none
+        ({"metric_list": "acc"}, UnsupportedReason.UNREADABLE),
+        ({"metric_list": ["acc"]}, UnsupportedReason.UNREADABLE),
     ],
 )
-def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Unsuited | None) -> None:
+def test_a_task_is_supported_or_refused_by_its_configuration(
+    said: dict[str, object], reason: UnsupportedReason | None
+) -> None:
     refusal = refusal_of({**CHOICE, **said})
     assert (refusal.reason if refusal else None) == reason
 
@@ -157,7 +165,7 @@ def test_nltk_data_of_a_function_are_missed_with_the_command_that_fetches_them(
 ) -> None:
     from nltk import data
 
-    monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
+    monkeypatch.setattr(data, "evidence_path", [str(tmp_path / "nltk_data")])
     task_with_function(tmp_path, f"import nltk\n{module}")
     with pytest.raises(InvalidInput, match="small_tab, not installed here") as refused:
         require_supported("t.yaml", tmp_path)
@@ -250,7 +258,7 @@ def test_what_is_refused_says_why(task: str, why: str) -> None:
 )
 def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) -> None:
     file = write(tmp_path / place, {"question": "?"})
-    found = find_dataset(tmp_path, AskedDataset("mmlu_law", "cais/mmlu", "law", "test", "dev"))
+    found = find_dataset(tmp_path, TaskDataset("mmlu_law", "cais/mmlu", "law", "test", "dev"))
     assert found.files == (file,)
 
 
@@ -258,13 +266,13 @@ def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) 
 def test_a_file_is_found_by_task_or_configuration(name: str, tmp_path: Path) -> None:
     write(tmp_path / "arc_challenge_test.jsonl", {})
     file = write(tmp_path / name, {})
-    found = find_dataset(tmp_path, AskedDataset("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", "train"))
+    found = find_dataset(tmp_path, TaskDataset("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", "train"))
     assert found.by_split == {"test": file}
 
 
 def test_a_single_file_is_the_split_that_the_task_evaluates(tmp_path: Path) -> None:
     file = write(tmp_path / "piqa_test.jsonl", {})
-    found = find_dataset(tmp_path, AskedDataset("piqa", "baber/piqa", None, "validation", "train"))
+    found = find_dataset(tmp_path, TaskDataset("piqa", "baber/piqa", None, "validation", "train"))
     assert found.by_split == {"validation": file}
 
 
@@ -325,6 +333,6 @@ def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path, monkeyp
     try:
         found = agreement.compare(["sciq", "copa", "arithmetic_2da", "winogrande", "triviaqa"], None, tmp_path)
     finally:
-        unload()
+        unload_models()
     assert {each.kind for each in found} == {"multiple_choice", "loglikelihood", "generate_until"}
     assert [(each.documents, each.differing) for each in found] == [(3, 0)] * 5

@@ -11,9 +11,9 @@ from samples import sampled
 from tiny_models import CPU, make_model, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.tasks.checkpoints.model_cache import unload
-from mergegate.tasks.evaluation.group_mean import require_own_mean
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.group_mean import require_declared_mean
 from mergegate.tasks.evaluation.harness import open_tasks, score_documents
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.support import require_supported
@@ -134,18 +134,18 @@ def test_a_guard_is_the_mean_that_its_group_says_or_asks_for_its_own(
 ) -> None:
     file = mean_of(root, entries)
     if complaint is None:
-        require_own_mean(file, None, root)
+        require_declared_mean(file, None, root)
     else:
         with pytest.raises(InvalidInput, match=complaint):
-            require_own_mean(file, None, root)
+            require_declared_mean(file, None, root)
 
 
 def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
-    require_own_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
+    require_declared_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
     with pytest.raises(InvalidInput, match="each task alike"):
-        require_own_mean("blimp", None, root)  # as lm-eval ships it
+        require_declared_mean("blimp", None, root)  # as lm-eval ships it
     for name in ("mmlu", "bbh", "arc_easy", "ai2_arc"):
-        require_own_mean(name, None, root)
+        require_declared_mean(name, None, root)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
         except InvalidInput:
             asked = False
         found[metric] = (beforehand, asked)
-    unload()
+    unload_models()
     found.pop("perplexity")  # a number of each document, of which lm-eval's perplexity is no mean
     assert {metric for metric, (beforehand, asked) in found.items() if beforehand != asked} == set()
     assert any(beforehand for beforehand, _ in found.values())

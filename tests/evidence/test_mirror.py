@@ -11,10 +11,10 @@ import yaml
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.tasks.evaluation.asked_data import asked_dataset
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation.harness import look_at_data, open_tasks
 from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation.task_datasets import asked_dataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.preflight import Evidence
 

@@ -15,19 +15,19 @@ from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from traps import parent_of
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.merge_core.store.records import JOURNAL, JournalPlace, open_journal
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JOURNAL, JournalPlace, open_journal
 from mergegate.merge_core.system import Capacity
 from mergegate.tasks.checkpoints import model_cache, model_process
-from mergegate.tasks.checkpoints.model import Model, files_state
-from mergegate.tasks.checkpoints.model_process import ask_child, end_child
+from mergegate.tasks.checkpoints.model import Model, files_fingerprint
+from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.process import score_in_child
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.stage import evaluate
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
-from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import PerplexitySettings, perplexity, pin_documents, read_documents
 from mergegate.tasks.perplexity.text import HeldOutText
 
@@ -41,18 +41,18 @@ def one_process_for_all() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
-        end_child()
+        end_model_process()
         yield
-        end_child()
+        end_model_process()
 
 
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that has held no model, and leaves none behind."""
     monkeypatch.setattr(model_process, "_alone", False)
-    end_child()
+    end_model_process()
     yield
-    end_child()
+    end_model_process()
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
 ) -> None:
     """The order of a night: perplexity of all, a look at all, another look at all, the parents together."""
     models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
-    ask_child(asked_there.count_loads, (), where="here")
+    call_model_process(asked_there.count_loads, (), where="here")
     for model in models:
         (tmp_path / f"out-{model.name}").mkdir()
         perplexity.work(tmp_path / f"out-{model.name}", model, documents, WindowSettings(), CPU)
@@ -87,7 +87,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
             score(model, task, first)
     (tmp_path / "together").mkdir()
     ensemble_likelihoods.work(tmp_path / "together", models[:2], documents, WindowSettings(), CPU)
-    assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "merge"]
+    assert call_model_process(asked_there.loads, (), where="here") == ["a", "b", "merge"]
 
 
 @pytest.mark.long
@@ -95,14 +95,14 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
 def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
-    ask_child(asked_there.count_loads, (), where="here")
-    ask_child(asked_there.have_memory, (3 * size,), where="here")  # half of it is less than two
+    call_model_process(asked_there.count_loads, (), where="here")
+    call_model_process(asked_there.have_memory, (3 * size,), where="here")  # half of it is less than two
     for first in (0, 10):
         for model in models:
             score(model, task, first)
-            assert ask_child(asked_there.held, (), where="here") == 1
-    assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "a", "b"]
-    end_child()  # with what it believes of its memory
+            assert call_model_process(asked_there.held, (), where="here") == 1
+    assert call_model_process(asked_there.loads, (), where="here") == ["a", "b", "a", "b"]
+    end_model_process()  # with what it believes of its memory
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     notes = tmp_path / "notes"
     for model in (*models, *models):
-        assert ask_child(asked_there.die_unless_alone, (model, notes), where=model.name, models=[model]) == 1
+        assert call_model_process(asked_there.die_unless_alone, (model, notes), where=model.name, models=[model]) == 1
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
@@ -119,7 +119,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
 @pytest.mark.usefixtures("new_process")
 def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
-        ask_child(asked_there.die, (), where="x", models=[make_model(tmp_path / "a")])
+        call_model_process(asked_there.die, (), where="x", models=[make_model(tmp_path / "a")])
     assert "batch_size" in caught.value.remedy
 
 
@@ -156,29 +156,29 @@ class Killed(BaseException):
 def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mergegate.tasks.perplexity import ensemble, measuring
+    from mergegate.tasks.perplexity import ensemble, measurement
 
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
     windows = WindowSettings(batch_size=5, max_length=9)
     read: list[int] = []
     limit = -1
-    read_batch = measuring.read_batch
+    read_batch = measurement.read_batch
 
-    def watched(loaded: model_cache.LoadedModel, batch: list[measuring.TextWindow]) -> object:
+    def watched(loaded: model_cache.LoadedModel, batch: list[measurement.TextWindow]) -> object:
         if len(read) == limit:
             raise Killed
         read.append(len(batch))
         return read_batch(loaded, batch)
 
-    monkeypatch.setattr(measuring, "read_batch", watched)
+    monkeypatch.setattr(measurement, "read_batch", watched)
     monkeypatch.setattr(ensemble, "read_batch", watched)
 
-    def measured(name: str) -> measuring.Measured:
+    def measured(name: str) -> measurement.TextMeasurement:
         place = JournalPlace(tmp_path / name / JOURNAL, "key")
         (tmp_path / name).mkdir(exist_ok=True)
         given = (documents, windows, "cpu", place, lambda done, total: None)
         return (
-            ensemble._measure_together(models, *given) if kind == "together" else measuring.measure(models[0], *given)
+            ensemble._measure_together(models, *given) if kind == "together" else measurement.measure(models[0], *given)
         )
 
     try:
@@ -193,7 +193,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
             assert measured(f"at-{done}") == wanted
             assert len(read) == batches
     finally:
-        model_cache.unload()
+        model_cache.unload_models()
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
     windows = WindowSettings(batch_size=4)
     value = perplexity.work(tmp_path / "out", model, documents, windows, CPU)
     rows = read_documents(tmp_path / "out")
-    key = perplexity.key(model, documents, windows, CPU) + files_state([model])
+    key = perplexity.key(model, documents, windows, CPU) + files_fingerprint([model])
     place = JournalPlace(tmp_path / "out" / JOURNAL, key)
     with open_journal(place) as journal:
         assert len(journal.records) == len(TEXTS) // 4
@@ -244,7 +244,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
     monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
     monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
     monkeypatch.setattr(model_cache, "_other_holders", [])
-    monkeypatch.setattr(model_cache, "asked_with", nullcontext)
+    monkeypatch.setattr(model_cache, "torch_threads", nullcontext)
 
     def memory() -> Capacity | None:
         return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name in held.values()))
@@ -293,7 +293,7 @@ def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(para
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with model_cache.asked_with(loaded, 3):
+        with model_cache.torch_threads(loaded, 3):
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == 2
     finally:

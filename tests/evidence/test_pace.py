@@ -8,11 +8,12 @@ from pathlib import Path
 import gate_samples as samples
 from tiny_models import write_choices
 
-from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation import EvalTask, pin_task
-from mergegate.tasks.evaluation.pace import GENERATED, document_seconds
 from mergegate.tasks.evaluation.scoring import DocumentRange
 from mergegate.tasks.evaluation.stage import Scores
+from mergegate.tasks.evaluation.throughput import GENERATED, document_seconds
+from mergegate.tasks.store import Artifact
 
 
 def pinned(place: Path, name: str, kind: str) -> EvalTask:

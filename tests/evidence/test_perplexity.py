@@ -17,9 +17,9 @@ from tiny_models import CPU, Prefix, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.analysis.tally import Tally
 from mergegate.merge_core.recipe.overrides import apply_overrides
-from mergegate.tasks.explain.named_base import named_base
-from mergegate.tasks.explain.remedies import Diagnosis, Remedy, by_content, movement, suggest_remedies, untried
+from mergegate.tasks.explain.base_model import named_base
+from mergegate.tasks.explain.remedies import (
+    Diagnosis,
+    Remedy,
+    drop_tried_remedies,
+    normalize_recipe,
+    relative_movement,
+    suggest_remedies,
+)
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
@@ -143,7 +150,7 @@ def test_a_gradient_of_densities_counts_by_its_largest() -> None:
 
 def test_a_merge_beyond_its_parents_is_taken_back_to_them() -> None:
     whole = tally(merge=(1.0, 1.0))
-    assert movement(whole) == pytest.approx(math.sqrt(2))
+    assert relative_movement(whole) == pytest.approx(math.sqrt(2))
     (first, *_) = suggestions(recipe("task_arithmetic"), whole)
     assert first.change == {"lambda": 0.71}
     assert "1.4 times as far" in first.reason
@@ -253,7 +260,7 @@ def test_what_was_refused_is_not_proposed_again(
 ) -> None:
     remedy = Remedy(change={"models": proposed["models"]}, reason="because")
     recipe = {**proposed, "models": tried[0]["models"]}
-    assert (untried([remedy], recipe, tried) == (remedy,)) is is_new
+    assert (drop_tried_remedies([remedy], recipe, tried) == (remedy,)) is is_new
 
 
 def test_an_average_whose_models_name_one_base_may_begin_there() -> None:
@@ -284,8 +291,8 @@ def test_models_of_two_directories_are_compared_by_what_they_hold() -> None:
         {"model": f"../m{at}", "parameters": {"weight": 0.5}} for at in range(2)
     ]}  # fmt: skip
     here, there = {"m0": "abc", "m1": "def"}, {"../m0": "abc", "../m1": "def"}
-    assert untried([proposed], recipe, [by_content(elsewhere, there)], here) == ()
-    assert untried([proposed], recipe, [by_content(elsewhere, {"../m0": "abc"})], here) == (proposed,)
+    assert drop_tried_remedies([proposed], recipe, [normalize_recipe(elsewhere, there)], here) == ()
+    assert drop_tried_remedies([proposed], recipe, [normalize_recipe(elsewhere, {"../m0": "abc"})], here) == (proposed,)
 
 
 def test_the_base_is_what_all_cards_name(tmp_path: Path) -> None:

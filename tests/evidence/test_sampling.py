@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mergegate.tasks.evaluation.scoring import CHUNK_SIZE, DocumentRange, document_ranges, documents_in, looks, ordered
+from mergegate.tasks.evaluation.scoring import (
+    CHUNK_SIZE,
+    DocumentRange,
+    document_ranges,
+    documents_in,
+    interim_looks,
+    ordered,
+)
 
 totals = st.integers(1, 20_000)
 firsts = st.none() | st.integers(1, 30_000)
@@ -29,12 +36,12 @@ firsts = st.none() | st.integers(1, 30_000)
     ],
 )
 def test_looks_double_up_to_the_whole_task(total: int, first: int | None, wanted: tuple[int, ...]) -> None:
-    assert looks(total, first) == wanted
+    assert interim_looks(total, first) == wanted
 
 
 @given(totals, firsts)
 def test_looks_rise_and_each_is_at_most_twice_the_one_before(total: int, first: int | None) -> None:
-    found = looks(total, first)
+    found = interim_looks(total, first)
     assert found[-1] == total
     assert found[0] == min(total, first or total)
     assert all(a < b <= 2 * a for a, b in pairwise(found))
@@ -43,7 +50,7 @@ def test_looks_rise_and_each_is_at_most_twice_the_one_before(total: int, first: 
 @pytest.mark.parametrize(("total", "first"), [(0, None), (-1, 5), (10, 0)])
 def test_no_documents_are_no_look(total: int, first: int | None) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        looks(total, first)
+        interim_looks(total, first)
 
 
 @given(totals, firsts)
@@ -52,7 +59,7 @@ def test_parts_follow_each_other_are_small_and_end_at_every_look(total: int, fir
     assert [part.first for part in found] == [0, *(part.last for part in found[:-1])]
     assert found[-1].last == total
     assert all(0 < part.last - part.first <= CHUNK_SIZE for part in found)
-    assert set(looks(total, first)) <= {part.last for part in found}
+    assert set(interim_looks(total, first)) <= {part.last for part in found}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 3), st.data())

@@ -12,8 +12,8 @@ from samples import sampled
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.scoring import looks
-from mergegate.tasks.gate.sequential import Look, look_at, plan_looks
+from mergegate.tasks.evaluation.scoring import interim_looks
+from mergegate.tasks.gate.sequential import InterimLook, look_at, plan_looks
 
 SCHEDULES = [(500, 1000), (500, 1000, 1319), (500, 1000, 2000, 4000, 8000, 14042), (100, 1000, 1001)]
 
@@ -27,7 +27,7 @@ def never_crossed(schedule: tuple[int, ...], bounds: list[float]) -> float:
 
 
 def test_a_single_look_is_as_sure_as_was_asked() -> None:
-    assert plan_looks((1319,), 0.95) == (Look(number=1, of=1, documents=1319, confidence=0.95),)
+    assert plan_looks((1319,), 0.95) == (InterimLook(number=1, of=1, documents=1319, confidence=0.95),)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,7 +56,7 @@ def test_asking_again_at_the_same_level_would_err_far_more_often() -> None:
 @given(st.integers(2, 20_000), st.integers(1, 20_000), st.floats(0.6, 0.999))
 @settings(max_examples=60)
 def test_no_look_is_less_sure_than_what_all_of_them_promise(total: int, first: int, confidence: float) -> None:
-    plan = plan_looks(looks(total, first), confidence)
+    plan = plan_looks(interim_looks(total, first), confidence)
     assert all(confidence - 1e-9 <= look.confidence <= 1 for look in plan)
     assert sum(1 - look.confidence for look in plan) >= 1 - confidence - 1e-6  # not more careful than need be
     assert [look.number for look in plan] == list(range(1, len(plan) + 1))

@@ -13,9 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import common_start as reading
-from mergegate.tasks.evaluation.backends import growing_cache, stretches
-from mergegate.tasks.evaluation.backends.common_start import common_start, read_apart, read_once
+from mergegate.tasks.evaluation.backends import batch_schedule, key_value_cache
+from mergegate.tasks.evaluation.backends import common_prefix as reading
+from mergegate.tasks.evaluation.backends.common_prefix import common_start, read_apart, read_once
 from mergegate.tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -164,7 +164,7 @@ def test_however_it_is_asked_what_is_written_is_the_same(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
-    monkeypatch.setattr(growing_cache, "_ROOM", 7)  # so that it grows several times
+    monkeypatch.setattr(key_value_cache, "_ROOM", 7)  # so that it grows several times
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []
@@ -221,7 +221,7 @@ def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any],
 
 def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(stretches, "_STRETCH", 4)
+    monkeypatch.setattr(batch_schedule, "_STRETCH", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
     theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
     assert ours._writes

@@ -20,12 +20,19 @@ from loopback import answering
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import look_at_data, open_tasks, score_documents
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
-from mergegate.tasks.evaluation.stage import CountLimit, TaskScores, count_task, data_revisions, evaluate_to, pin_data
+from mergegate.tasks.evaluation.stage import (
+    CountLimit,
+    TaskScores,
+    count_task,
+    data_revisions,
+    evaluate_documents,
+    pin_data,
+)
 from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.gate.guards import GateRule, Guard
@@ -80,9 +87,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_DATASETS_CACHE", str(cache))
         patched.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-        process.end_child()
+        process.end_model_process()
         yield cache
-    process.end_child()
+    process.end_model_process()
 
 
 @pytest.fixture
@@ -109,10 +116,10 @@ def model(tmp_path: Path) -> Model:
 def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
 ) -> None:
-    before, again = (evaluate_to(model, task, Scoring(), None, CPU) for _ in range(2))
+    before, again = (evaluate_documents(model, task, Scoring(), None, CPU) for _ in range(2))
     assert [part.key for part in again] == [part.key for part in before]
     hub.fetch(COMMITS[1], right=1)
-    after = evaluate_to(model, task, Scoring(), None, CPU)
+    after = evaluate_documents(model, task, Scoring(), None, CPU)
     assert after[0].key != before[0].key
     assert after[0].value.tasks[0].score == pytest.approx(1 - before[0].value.tasks[0].score)
     for parts, commit in ((before, COMMITS[0]), (after, COMMITS[1])):
@@ -126,7 +133,7 @@ def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
 
 @pytest.mark.slow
 def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None) -> None:
-    parts = evaluate_to(model, task, Scoring(), None, CPU)
+    parts = evaluate_documents(model, task, Scoring(), None, CPU)
     verdict = gate.work(
         (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GateRule()
     )
@@ -148,7 +155,7 @@ def test_data_that_did_not_change_are_not_loaded_anew(
     hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = pin_data(task)
-    process.end_child()
+    process.end_model_process()
     monkeypatch.setattr(process, "look_in_child", lambda *asked: pytest.fail("the data are loaded again"))
     assert pin_data(task) == first
 

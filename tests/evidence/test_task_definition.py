@@ -9,7 +9,7 @@ import pytest
 from tiny_models import write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import task_definition
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from mergegate.tasks.gate.guards import Guard

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 from tiny_models import CPU, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.evaluation import Scores, Scoring, evaluate_to, pin_task
+from mergegate.tasks.evaluation import Scores, Scoring, evaluate_documents, pin_task
 from mergegate.tasks.evaluation.backends import backend_names, find_backend
 from mergegate.tasks.evaluation.backends.registry import added_backends
-from mergegate.tasks.evaluation.process import end_child
+from mergegate.tasks.evaluation.process import end_model_process
+from mergegate.tasks.store import Artifact
 
 TOY = '''
 from contextlib import contextmanager
@@ -76,9 +77,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))))
-    end_child()  # one that was started before sees nothing of it
+    end_model_process()  # one that was started before sees nothing of it
     yield place
-    end_child()
+    end_model_process()
     monkeypatch.undo()
     forget()
 
@@ -96,7 +97,7 @@ def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(tmp_p
         found = []
         for version in ("1.0", "1.0", "1.1"):
             install(site, version)
-            found += evaluate_to(model, task, Scoring(backend="toy"), None, CPU)
+            found += evaluate_documents(model, task, Scoring(backend="toy"), None, CPU)
         return found
 
     first, again, newer = run()

@@ -13,7 +13,7 @@ from pathlib import Path
 from patience import HANG_S
 from tiny_models import words, write_choices
 
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation.scoring import ordered
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
-from mergegate.merge_core.analysis import geometric_median, outliers
+from mergegate.merge_core.analysis import find_outliers, geometric_median
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-from mergegate.tasks.merge import prepared, still_named
+from mergegate.tasks.merge import prepare_recipe, select_named_parents
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 Points = list[list[float]]
@@ -85,11 +85,11 @@ def test_twins_share_what_one_of_them_would_have() -> None:
 
 def test_an_outlier_is_longer_than_so_many_medians() -> None:
     gram = np.diag([1.0, 4.0, 9.0, 100.0]).tolist()  # lengths 1, 2, 3, 10; the median is 2.5
-    assert outliers(gram, 5) == {}
-    assert outliers(gram, 3.9) == {3: 4.0}
-    assert list(outliers(gram, 1.1)) == [2, 3]
-    assert outliers(np.zeros((3, 3)).tolist(), 5) == {}  # nobody was trained
-    assert outliers(np.diag([0.0, 1.0, 1.0]).tolist(), 5) == {}  # one was not
+    assert find_outliers(gram, 5) == {}
+    assert find_outliers(gram, 3.9) == {3: 4.0}
+    assert list(find_outliers(gram, 1.1)) == [2, 3]
+    assert find_outliers(np.zeros((3, 3)).tolist(), 5) == {}  # nobody was trained
+    assert find_outliers(np.diag([0.0, 1.0, 1.0]).tolist(), 5) == {}  # one was not
 
 
 # --- from weights on disk ---
@@ -137,7 +137,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 
     def of(recipe: Recipe) -> Recipe:
         by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(recipe), hashes)}
-        return prepared(recipe, by_ref.__getitem__)
+        return prepare_recipe(recipe, by_ref.__getitem__)
 
     return of
 
@@ -297,7 +297,7 @@ def test_who_is_left_out_is_no_parent_any_more(clients: Path, prepare: Home, tmp
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="median", leave_out_beyond=5))
     every = recipe_of(clients, *HONEST, "turned", merge_method="median")
     parents = pin_checkpoints(resolve_parents(every), HashMemo(tmp_path / "more.db"))
-    assert [parent.name for parent in still_named(found, parents)] == [*HONEST, "base"]
+    assert [parent.name for parent in select_named_parents(found, parents)] == [*HONEST, "base"]
 
 
 @pytest.mark.parametrize(

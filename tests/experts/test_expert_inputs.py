@@ -23,11 +23,11 @@ from test_matching import permuted
 from test_own_texts import DEMO, SENTENCES, pinned, read
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.architecture.experts import by_expert, match_experts
+from mergegate.merge_core.architecture.experts import match_experts, split_experts
 from mergegate.merge_core.checkpoint import open_importance, open_moments
-from mergegate.merge_core.recipe import MeasuredInputs
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.merge import reading_runs
+from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.recipe import InputMeasurements
+from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.statistics_cost import statistics_needs
 
 Array = np.ndarray
@@ -203,7 +203,7 @@ def test_the_layout_on_disk_changes_nothing_that_is_measured(
     for fused in (False, True):
         place, out = saved(built(family), tmp_path / f"{fused}", fused=fused), tmp_path / f"out-{fused}"
         assert read(place, text, out).unseen == ()
-        tensors = by_expert(open_checkpoint(place)).tensors
+        tensors = split_experts(open_checkpoint(place)).tensors
         assert open_moments(out).keys() <= tensors.keys()
         routed = {name for name, one in tensors.items() if ".experts." in name and len(one.shape) == 2}
         assert routed <= open_moments(out).keys()
@@ -255,8 +255,8 @@ def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
 ) -> None:
     place, text = saved(built(family), tmp_path / "model"), pinned(tmp_path, *SENTENCES)
     whole = read(place, text, tmp_path / "whole")
-    monkeypatch.setattr(reading_runs, "_SHARE", 0)
-    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    monkeypatch.setattr(layer_windows, "_SHARE", 0)
+    monkeypatch.setattr(layer_windows, "_LEAST", 1)
     split = read(place, text, tmp_path / "split")
     assert split == whole
     runs = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
@@ -288,9 +288,9 @@ def planned(root: Path, models: Mapping[str, Path], **recipe: Any) -> Any:
     content = {"models": [{"model": name, "text": "own.jsonl"} for name in models], **(recipe or REGMEAN)}
     loaded = load_recipe(content)
     measured = {
-        name: MeasuredInputs(name, name, open_moments(out), {})
+        name: InputMeasurements(name, name, open_moments(out), {})
         if (out / "inputs.json").exists()
-        else MeasuredInputs(name, name, {}, open_importance(out))
+        else InputMeasurements(name, name, {}, open_importance(out))
         for name, out in models.items()
     }
     matched = match_experts(
@@ -308,7 +308,7 @@ def merged(plan: Any, out: Path, **settings: Any) -> dict[str, Array]:
 
 def values_of(place: Path) -> dict[str, Array]:
     found = {}
-    for name, tensor in by_expert(open_checkpoint(place)).tensors.items():
+    for name, tensor in split_experts(open_checkpoint(place)).tensors.items():
         assert tensor.dtype.code == "F32"
         (part,) = tensor.parts
         found[name] = np.fromfile(part.file, np.float32, tensor.numel, offset=part.offset).reshape(tensor.shape)

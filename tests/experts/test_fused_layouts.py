@@ -28,11 +28,11 @@ from mergegate.merge_core import (
     plan_merge,
     plan_with_findings,
 )
-from mergegate.merge_core.architecture.experts import by_expert, disk_name
+from mergegate.merge_core.architecture.experts import disk_name, split_experts
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import InputMeasurements
 
 # What has per-expert and fused names; the others write fused experts in both.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
@@ -72,7 +72,7 @@ def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: obj
     if loaded.asks_distances:
         loaded = replace(loaded, places={})
     if loaded.texts:  # Nothing was measured of experts: all is the mean.
-        loaded = replace(loaded, measured={str(ref): MeasuredInputs("none", "none", {}) for ref in loaded.texts})
+        loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
     merge_weights(plan, out, seed=seed, settings=EngineSettings(**settings))
     return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}
@@ -200,8 +200,8 @@ def test_a_fused_tensor_that_is_computed_is_taken_apart_as_well(parents: Path, t
 def test_no_byte_of_a_fused_tensor_is_left_out(parents: Path) -> None:
     for family in FAMILIES:
         checkpoint = open_checkpoint(parents / family / "a-fused")
-        table = by_expert(checkpoint)
-        assert by_expert(table).tensors.keys() == table.tensors.keys()
+        table = split_experts(checkpoint)
+        assert split_experts(table).tensors.keys() == table.tensors.keys()
         found: dict[str, list[StoredTensor]] = {}
         for tensor in table.tensors.values():
             found.setdefault(disk_name(tensor), []).append(tensor)
@@ -290,7 +290,7 @@ def test_shapes_alone_tell_the_two_forms_apart(experts: int, hidden: int, wide: 
         up, down = (experts, hidden, 2 * wide), (experts, wide, hidden)
     one = StoredTensor("model.layers.0.mlp.experts.gate_up_proj", Path("f"), BY_CODE["F32"], up, 8)
     two = replace(one, name="model.layers.0.mlp.experts.down_proj", shape=down, offset=8 + one.nbytes)
-    table = by_expert(Checkpoint(Path("x"), {}, {one.name: one, two.name: two})).tensors
+    table = split_experts(Checkpoint(Path("x"), {}, {one.name: one, two.name: two})).tensors
     assert len(table) == (2 if transposed else 3) * experts
     first = next(iter(table.values()))
     assert first.shape == ((hidden, 2 * wide) if transposed else (wide, hidden))

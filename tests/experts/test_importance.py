@@ -15,15 +15,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import ReadingOfTexts
-from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import reading_runs
-from mergegate.tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
-from mergegate.tasks.merge.reading_inputs import read_inputs
+from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
+from mergegate.tasks.merge.input_statistics import read_inputs
 from mergegate.tasks.perplexity import HeldOutText, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -47,7 +47,7 @@ def read(
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
     place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
-    return read_gradients(model, text, ReadingOfTexts(**how), "float32", "cpu", out, place, told)
+    return read_gradients(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
 
 
 def kept(out: Path) -> dict[str, torch.Tensor]:
@@ -114,8 +114,8 @@ def test_its_mean_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: P
 def test_in_any_number_of_runs_it_is_the_same(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_runs, "_SHARE", 0)
-    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    monkeypatch.setattr(layer_windows, "_SHARE", 0)
+    monkeypatch.setattr(layer_windows, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     total = found.tensors * len(SENTENCES)
@@ -132,8 +132,8 @@ class Stopped(BaseException):
 def test_a_killed_one_goes_on(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(reading_runs, "_SHARE", 0)
-    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    monkeypatch.setattr(layer_windows, "_SHARE", 0)
+    monkeypatch.setattr(layer_windows, "_LEAST", 1)
     text, out = text_of(tmp_path, SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
@@ -215,7 +215,7 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
         out.mkdir()
         place = JournalPlace(tmp_path / f"{name}.journal", name)
         text = text_of(tmp_path, [document])
-        read_inputs(model, text, ReadingOfTexts(), "float32", "cpu", out, place, lambda done, total: None)
+        read_inputs(model, text, CalibrationReading(), "float32", "cpu", out, place, lambda done, total: None)
         found.append({key: one.read() for key, one in open_moments(out).items()})
     for key, moments in found[0].items():
         np.testing.assert_array_equal(moments, found[1][key])
@@ -277,7 +277,7 @@ def test_of_experts_that_are_one_parameter_each_element_is_kept_where_it_lies(
         (place / file).write_bytes((DEMO / "models/base" / file).read_bytes())
     told = read(place, text_of(tmp_path, SENTENCES), tmp_path / "out")
     found = kept(tmp_path / "out")
-    tensors = by_expert(open_checkpoint(place)).tensors
+    tensors = split_experts(open_checkpoint(place)).tensors
     assert {name: tuple(one.shape) for name, one in found.items()} == {name: one.shape for name, one in tensors.items()}
     assert told.parameters == sum(one.numel for one in tensors.values())
     assert told.unseen == ()

@@ -11,18 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.store import Artifact, HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import (
     MergeSettings,
     OptimizerState,
-    kept_names,
-    kept_place,
-    kept_places,
+    find_optimizer_state,
     merge,
     numerics,
     optimizer_state,
+    optimizer_state_paths,
+    optimizer_steps,
 )
+from mergegate.tasks.store import Artifact
 
 TEXT = """
 name: round
@@ -70,8 +71,8 @@ def weights(place: Path) -> np.ndarray:
 
 
 def test_each_is_a_model_in_shape_with_what_lies_beside_any(pinned: PinnedRecipe, tmp_path: Path) -> None:
-    assert kept_names(pinned) == ("mean", "squares")
-    found = kept_places(kept(pinned))
+    assert optimizer_steps(pinned) == ("mean", "squares")
+    found = optimizer_state_paths(kept(pinned))
     change = weights(tmp_path / "a") - weights(tmp_path / "base")
     np.testing.assert_allclose(weights(found["mean"][1]), 0.1 * change, atol=1e-7)
     np.testing.assert_allclose(weights(found["squares"][1]), 0.01 * change**2, atol=1e-7)
@@ -81,9 +82,9 @@ def test_each_is_a_model_in_shape_with_what_lies_beside_any(pinned: PinnedRecipe
 
 
 def test_what_is_kept_is_found_by_what_a_provenance_calls_it(pinned: PinnedRecipe) -> None:
-    for stored, place in kept_places(kept(pinned)).values():
-        assert kept_place(stored) == place
-        assert kept_place(stored.rpartition("/")[0] + "/another") is None
+    for stored, place in optimizer_state_paths(kept(pinned)).values():
+        assert find_optimizer_state(stored) == place
+        assert find_optimizer_state(stored.rpartition("/")[0] + "/another") is None
 
 
 @pytest.mark.parametrize("what", ["mean/model.safetensors", "squares/config.json", "manifest.json"])
@@ -91,7 +92,7 @@ def test_one_damaged_file_and_nothing_of_it_is_believed(pinned: PinnedRecipe, wh
     made = kept(pinned)
     before = {file: file.read_bytes() for file in made.directory.rglob("*.safetensors")}
     (made.directory / what).write_bytes(b"{}")
-    assert [kept_place(stored) for stored, _ in kept_places(made).values()] == [None, None]
+    assert [find_optimizer_state(stored) for stored, _ in optimizer_state_paths(made).values()] == [None, None]
     assert kept(pinned).digest == made.digest
     assert {file: file.read_bytes() for file in made.directory.rglob("*.safetensors")} == before
 

@@ -17,14 +17,14 @@ import transformers
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import ReadingOfTexts
-from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import reading_runs
-from mergegate.tasks.merge.preparation import prepared
-from mergegate.tasks.merge.reading_inputs import InputStatistics, read_inputs
-from mergegate.tasks.merge.statistics import pinned_texts
+from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
+from mergegate.tasks.merge.preparation import prepare_recipe
+from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.perplexity import HeldOutText, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -47,7 +47,7 @@ def read(
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
     place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
-    return read_inputs(model, text, ReadingOfTexts(**how), "float32", "cpu", out, place, told)
+    return read_inputs(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
 
 
 def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
@@ -122,8 +122,8 @@ def test_wide_inputs_are_kept_as_squares(loaded: tuple[Any, Any], tmp_path: Path
 def test_layer_by_layer_gives_the_same(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_runs, "_SHARE", 0)
-    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    monkeypatch.setattr(layer_windows, "_SHARE", 0)
+    monkeypatch.setattr(layer_windows, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     layers = loaded[0].config.num_hidden_layers
@@ -140,8 +140,8 @@ class Killed(BaseException):
 def test_a_killed_reading_goes_on(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(reading_runs, "_SHARE", 0)
-    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    monkeypatch.setattr(layer_windows, "_SHARE", 0)
+    monkeypatch.setattr(layer_windows, "_LEAST", 1)
     text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
@@ -221,21 +221,21 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
         asked.append(ref)
         return by_ref[ref]
 
-    done = prepared(wanted, find)
+    done = prepare_recipe(wanted, find)
     assert len(asked) == 2
     assert done.unprepared() == ""
     plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
     measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
     assert len(measured) == 7 * 3  # three layers of seven matrices
-    assert prepared(done, find) is done
+    assert prepare_recipe(done, find) is done
     # The same texts under other names are the same merge; another text is another.
     moved = tmp_path / "moved"
     moved.mkdir()
     for name in ("reverser", "shifter"):
         (moved / f"{name}.jsonl").write_bytes((DEMO / "data/texts" / f"{name}.jsonl").read_bytes())
-    assert prepared(recipe(moved), find).canonical() == done.canonical()
+    assert prepare_recipe(recipe(moved), find).canonical() == done.canonical()
     (moved / "shifter.jsonl").write_text('{"text": "shift: abc>bcd"}\n')
-    assert prepared(recipe(moved), find).canonical() != done.canonical()
+    assert prepare_recipe(recipe(moved), find).canonical() != done.canonical()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path, content: str | None
         load_recipe({"merge_method": "regmean", "models": [{"model": "a", "text": "text.jsonl"}]}), directory=tmp_path
     )
     with pytest.raises(InvalidInput) as problem:
-        list(pinned_texts(wanted, HashMemo(tmp_path / "hashes.db")))
+        list(pin_calibration_texts(wanted, HashMemo(tmp_path / "hashes.db")))
     assert said in str(problem.value)
     assert "perplexity" not in str(problem.value)
 

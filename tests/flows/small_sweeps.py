@@ -14,7 +14,7 @@ import yaml
 from demo_project import Project, make_project
 from numpy.typing import NDArray
 
-from mergegate.tasks.sweep import workshop
+from mergegate.tasks.sweep import trial_pool
 
 NAME = "small-sweep"
 TASKS = ("reverse", "shift")
@@ -71,7 +71,7 @@ def make_swept(place: Path) -> None:
     printed = {"first": project.mergegate("sweep", profile)}
     scored = len(scored_trials(project.home, "reverse"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workshop, "score_trial", None)  # whoever wants to have anything scored fails
+        patch.setattr(trial_pool, "score_trial", None)  # whoever wants to have anything scored fails
         printed["again"] = project.mergegate("sweep", profile)
     printed["saturated"] = project.mergegate("sweep", saturated)
     said = {name: [one.exit_code, one.output] for name, one in printed.items()}

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mergegate.flows.cli.approve import TerminalApproval
 from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, choose_waiting
+from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, select_waiting_run
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import PendingRelease
 
@@ -95,16 +95,16 @@ def waiting(number: int, profile: str) -> WaitingRun:
 def test_the_run_that_is_meant_is_found_by_whatever_a_person_calls_it() -> None:
     runs = (waiting(1, "one"), waiting(2, "two"))
     for named in ("two", "run-2", str(UUID(int=2))):
-        assert choose_waiting(runs, named) == runs[1]
-    assert choose_waiting(runs[:1], None) == runs[0]
+        assert select_waiting_run(runs, named) == runs[1]
+    assert select_waiting_run(runs[:1], None) == runs[0]
 
 
 @pytest.mark.parametrize("named", [None, "three"])
 def test_of_several_one_has_to_be_named(named: str | None) -> None:
     with pytest.raises(InvalidInput, match="one version-1: run run-1"):
-        choose_waiting((waiting(1, "one"), waiting(2, "two")), named)
+        select_waiting_run((waiting(1, "one"), waiting(2, "two")), named)
 
 
 def test_that_nothing_waits_is_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="waits for approval"):
-        choose_waiting((), None)
+        select_waiting_run((), None)

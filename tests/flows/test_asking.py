@@ -12,8 +12,8 @@ from made_families import FAMILIES, write_family
 from terminal import terminal
 from typer.testing import CliRunner
 
-from mergegate.flows.cli.asking import ask
 from mergegate.flows.cli.new_files import directory_for_new_files, write_new_files
+from mergegate.flows.cli.prompts import ask
 from mergegate.merge_core.errors import InvalidInput
 
 NAME, WHO, TEXT = "name of the release", "who accepts this and why", "held-out text"

@@ -12,8 +12,6 @@ from prefect import flow
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.keys import digest
-from mergegate.merge_core.store.store import Artifact
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import document_scores, find_backend
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -21,9 +19,11 @@ from mergegate.tasks.evaluation.scoring import Scoring, document_ranges
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.guards import CHAMPION, GateRule, Guard
-from mergegate.tasks.outside import RunnerSettings, open_runner
 from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
+from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.store import Artifact
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -80,7 +80,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         workers: int = 1,
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
-        monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
+        monkeypatch.setattr(assessment, "evaluate_documents", bench.evaluate_to)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(
             tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")
@@ -184,11 +184,11 @@ def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_wer
 def test_what_costs_nothing_is_never_left_out(
     judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assessment, "unknown_documents", lambda task, *_: 0 if task.name == "copy" else 500)
+    monkeypatch.setattr(assessment, "count_missing_documents", lambda task, *_: 0 if task.name == "copy" else 500)
     result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
     assert {task for _, task, _ in bench.asked} == {"copy"}
     assert {one.decided_by for one in result.verdict.value.not_run} == {"copy"}
-    monkeypatch.setattr(assessment, "unknown_documents", lambda *_: 0)
+    monkeypatch.setattr(assessment, "count_missing_documents", lambda *_: 0)
     result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
     assert {task for _, task, _ in bench.asked} == {"copy", "reverse", "sort"}
     assert result.verdict.value.not_run == ()

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from mergegate.flows.candidates import ClientRound, client_digest, client_round
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo, sha256_file
-from mergegate.tasks.merge import kept_place
+from mergegate.merge_core.files import HashMemo, sha256_file
+from mergegate.tasks.merge import find_optimizer_state
 
 WEIGHTS = "adapter_model.safetensors"
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}
@@ -462,8 +462,8 @@ def test_a_provenance_leads_nowhere_but_into_the_store(
 ) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path))
     (tmp_path / f"store/optimizer/{'0' * 32}/mean").mkdir(parents=True)
-    assert kept_place(stored) is None
-    assert kept_place(f"optimizer/{'0' * 32}/mean") is None  # without a manifest
+    assert find_optimizer_state(stored) is None
+    assert find_optimizer_state(f"optimizer/{'0' * 32}/mean") is None  # without a manifest
 
 
 # --- a whole project over rounds ---

@@ -10,9 +10,9 @@ import pytest
 from demo_project import PROFILES, make_project
 
 from mergegate.flows.profile import load_profile, parse_profile
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.pin import resolve_parents
-from mergegate.tasks.preflight import Evidence, in_computed_dtype
+from mergegate.tasks.preflight import Evidence, with_supported_dtype
 from mergegate.tasks.stage import formats_without_units
 
 X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
@@ -100,8 +100,8 @@ def test_what_a_server_loads_is_its_own_business(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("without_units", [set(), {"float16"}, {"bfloat16", "float16"}])
 def test_models_in_float32_are_computed_as_ever(tmp_path: Path, without_units: set[str]) -> None:
     found = evidence(tmp_path, {})
-    assert in_computed_dtype(found, {"float32"}, without_units) == found
-    assert in_computed_dtype(found, set(), without_units) == found
+    assert with_supported_dtype(found, {"float32"}, without_units) == found
+    assert with_supported_dtype(found, set(), without_units) == found
 
 
 def test_it_is_told_and_is_measured_as_if_float32_had_been_written(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Printed, Project
 
-from mergegate.flows.cli.events import EventLines
+from mergegate.flows.cli.json_events import EventLines
 
 CLI = PROFILES.parent / "flows" / "cli"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")

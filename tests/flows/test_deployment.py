@@ -32,16 +32,16 @@ from served_site import (
 )
 
 from mergegate.flows.prefect_api import (
-    Nights,
+    Schedules,
     Site,
+    desired_deployments,
+    desired_rules,
     find_deployment,
-    keep_deployments,
-    keep_rules,
     require_site,
-    wanted_deployments,
-    wanted_rules,
+    sync_deployments,
+    sync_rules,
 )
-from mergegate.flows.prefect_api.nights import parse_nights
+from mergegate.flows.prefect_api.schedules import parse_nights
 from mergegate.flows.prefect_api.site import write_settings
 from mergegate.merge_core.errors import InvalidInput
 
@@ -61,13 +61,13 @@ class Served:
     client: SyncPrefectClient
     environment: dict[str, str]
 
-    def deploy(self, nights: Nights, site: Site | None = None) -> dict[str, str]:
+    def deploy(self, nights: Schedules, site: Site | None = None) -> dict[str, str]:
         """As ``mergegate deploy``: what was done, by name."""
         here = site or self.site
-        wanted = wanted_deployments(nights, self.root)
-        done = keep_deployments(self.client, wanted, here)
-        rules = keep_rules(
-            self.client, wanted_rules(nights, wanted), nights.tell, {one.name: one.id for one in done}, here
+        wanted = desired_deployments(nights, self.root)
+        done = sync_deployments(self.client, wanted, here)
+        rules = sync_rules(
+            self.client, desired_rules(nights, wanted), nights.tell, {one.name: one.id for one in done}, here
         )
         return {one.name: one.change for one in done} | dict(rules)
 
@@ -104,7 +104,7 @@ def _served(root: Path, begin_records: Begin) -> Iterator[Served]:
             yield Served(root, site_of(root, port), client, environment)
 
 
-def nights(*profiles: dict[str, str], **more: object) -> Nights:
+def nights(*profiles: dict[str, str], **more: object) -> Schedules:
     return parse_nights({"profiles": list(profiles), **more}, "nights.yaml")
 
 

@@ -16,14 +16,14 @@ from prefect.client.schemas.objects import State
 from rich.console import Console
 
 from mergegate.flows.cli.history import print_history
-from mergegate.flows.outcome import RunOutcome, StoppedRun, concluded, outcome_of, profile_name
+from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome, profile_name
 from mergegate.flows.outcome.flow_state import prefect_page
-from mergegate.flows.outcome.naming import run_name
+from mergegate.flows.outcome.run_names import run_name
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import read_runs
 from mergegate.tasks.report import RunRecord, keep_run, read_history
 from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
+from mergegate.tasks.store import read_runs
 
 PAGE = "<style></style><main><header></header></main>"
 
@@ -52,7 +52,7 @@ def write(out: Path, size: int) -> Checked:
 def run_of(story: Callable[[], RunOutcome], name: str = "demo") -> State[RunOutcome]:
     @flow(name="release")
     def run() -> object:
-        return concluded(story, name)
+        return conclude_flow(story, name)
 
     state: State[RunOutcome] = run(return_state=True)
     return state
@@ -102,7 +102,7 @@ class TestEveryEnding:
             assert word in page
         assert (home() / "reports" / "demo.html").is_file()
         assert line.report in (home() / "reports" / "index.html").read_text(encoding="utf-8")
-        outcome = outcome_of(ended)
+        outcome = flow_outcome(ended)
         if code == 1:
             assert isinstance(outcome, ZeroDivisionError)
             assert outcome.__notes__ == [f"report: {home() / 'reports' / 'demo.html'}"]
@@ -131,7 +131,7 @@ class TestEveryEnding:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mergegate.flows.outcome.keeping.keep_run", full)
+        monkeypatch.setattr("mergegate.flows.outcome.archive.keep_run", full)
         with caplog.at_level(logging.WARNING):
             assert run_of(passed).name == "Passed"
             assert run_of(refused).name == "Refused"

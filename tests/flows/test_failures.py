@@ -29,11 +29,12 @@ from power import PowerCut, power
 from pydantic import BaseModel
 from test_kill import environment
 
-from mergegate.merge_core.store import HashMemo, Store, StoreMiss
-from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.report import read_history
+from mergegate.tasks.store import Store, StoreMiss
 
 PROJECT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef" * 4

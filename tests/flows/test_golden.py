@@ -22,7 +22,7 @@ from mergegate.tasks.judge.stage import judge
 from mergegate.tasks.merge import merge
 from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
 from mergegate.tasks.perplexity.stage import perplexity
-from mergegate.tasks.preflight.compat import check_compatibility
+from mergegate.tasks.preflight.compatibility import check_compatibility
 from mergegate.tasks.preflight.licenses.check import check_licenses
 from mergegate.tasks.report.stage import write_report
 from mergegate.tasks.serve.stage import measure_parent, serve

@@ -12,7 +12,7 @@ from demo_project import PROFILES, Project
 from made_families import FAMILIES, write_family
 from samples import sampled
 
-from mergegate.flows.cli.draft import claimed_tasks
+from mergegate.flows.cli.profile_draft import claimed_tasks
 from mergegate.flows.cli.schema import generated_pages
 
 FAMILY = PROFILES / "demo"

@@ -13,10 +13,10 @@ from demo_project import Printed, Project, make_project
 from patience import HANG_S
 from prefect import flow
 
-from mergegate.flows.outcome import RunOutcome, concluded, outcome_of
+from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
-from mergegate.tasks.stage import StageValue, home, runs_directory, stage, store, value_stage, watched_by
+from mergegate.tasks.stage import StageValue, home, progress_watcher, runs_directory, stage, store, value_stage
+from mergegate.tasks.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
 
 EVERYTHING = RetentionRule(grace_s=0.0, quota=0)
 
@@ -75,10 +75,10 @@ def night(
 
     @flow(name="release")
     def run() -> object:
-        return concluded(make, "demo")
+        return conclude_flow(make, "demo")
 
-    with watched_by(said):  # type: ignore[arg-type]
-        outcome = outcome_of(run(return_state=True))
+    with progress_watcher(said):  # type: ignore[arg-type]
+        outcome = flow_outcome(run(return_state=True))
     assert isinstance(outcome, RunOutcome)
     return outcome, said
 

@@ -15,7 +15,7 @@ from patience import HANG_S
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, OutOfTime
-from mergegate.tasks.checkpoints.model_process import answer_question, end_child
+from mergegate.tasks.checkpoints.model_process import answer_question, end_model_process
 from mergegate.tasks.stage import Limits, limited, memory_of_child
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 
@@ -191,7 +191,7 @@ def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[P
 
 @pytest.mark.slow
 def test_a_process_has_no_more_memory_than_it_may(project: Project) -> None:
-    end_child()  # the one of an earlier test, which may have more
+    end_model_process()  # the one of an earlier test, which may have more
     profile = project.edit("demo.yaml", "max_increase: 5%", "max_increase: 5%")
     path = project.root / profile
     path.write_text(path.read_text() + "limits: {memory: 100MB}\n")

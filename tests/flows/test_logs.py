@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prefect import flow
 
-from mergegate.flows.outcome import RunOutcome, concluded, outcome_of
+from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.stage import StageValue, value_stage
 
@@ -39,9 +39,9 @@ def night(word: str) -> RunOutcome:
 
     @flow(name="release")
     def run() -> object:
-        return concluded(make, "support")
+        return conclude_flow(make, "support")
 
-    found = outcome_of(run(return_state=True))
+    found = flow_outcome(run(return_state=True))
     assert isinstance(found, RunOutcome)
     return found
 

@@ -14,9 +14,9 @@ from samples import sampled
 
 from mergegate.flows import release
 from mergegate.flows.outcome import RunOutcome
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import WorkToDo, about_to, looking
+from mergegate.tasks.stage import WorkRequired, dry_pass, require_work_allowed
 
 PROFILE = "profiles/demo.yaml"
 Released = tuple[Project, Printed]
@@ -46,13 +46,13 @@ def looked(project: Project, *, overrides: tuple[str, ...] = (), publish: bool =
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project.root)
         patch.setenv("MERGEGATE_HOME", str(project.home))
-        return _answer(release.quiet_release(Path(PROFILE), overrides, publish, None))
+        return _answer(release.run_release_dry_pass(Path(PROFILE), overrides, publish, None))
 
 
 def run(project: Project, monkeypatch: pytest.MonkeyPatch) -> Answer:
     """The long way."""
     with monkeypatch.context() as patch:
-        patch.setattr(release, "quiet_release", lambda *_: None)
+        patch.setattr(release, "run_release_dry_pass", lambda *_: None)
         printed = project.mergegate("run", PROFILE, "--json")
     said = json.loads(printed.stdout)
     return Answer(said["status"], said.get("version"), said["message"])
@@ -219,7 +219,7 @@ def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Proje
 def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: True)
     before = looked(own)
-    monkeypatch.setattr(release, "quiet_release", lambda *_: pytest.fail("nobody is to look"))
+    monkeypatch.setattr(release, "run_release_dry_pass", lambda *_: pytest.fail("nobody is to look"))
     printed = own.mergegate("run", PROFILE, "--json")
     assert before is not None
     assert json.loads(printed.stdout)["status"] == "nothing new"
@@ -245,7 +245,7 @@ def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monk
 
 def test_nothing_is_read_for_its_hash_and_nobody_takes_the_interrupt_for_his_own(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"much to read")
-    memo = HashMemo(tmp_path / "hashes.sqlite", lambda path: about_to(f"read {path}"))
+    memo = HashMemo(tmp_path / "hashes.sqlite", lambda path: require_work_allowed(f"read {path}"))
 
     def careless() -> None:
         try:
@@ -253,8 +253,8 @@ def test_nothing_is_read_for_its_hash_and_nobody_takes_the_interrupt_for_his_own
         except Exception:
             pytest.fail("taken for an error")
 
-    with looking(), pytest.raises(WorkToDo, match="file"):
+    with dry_pass(), pytest.raises(WorkRequired, match="file"):
         careless()
     known = memo.sha256(tmp_path / "file")
-    with looking():
+    with dry_pass():
         assert memo.sha256(tmp_path / "file") == known

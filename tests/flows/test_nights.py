@@ -12,9 +12,9 @@ import pytest
 import yaml
 from demo_project import PROFILES
 
-from mergegate.flows.prefect_api import Nights, wanted_deployments, wanted_rules
+from mergegate.flows.prefect_api import Schedules, desired_deployments, desired_rules
 from mergegate.flows.prefect_api.automations import StateChange
-from mergegate.flows.prefect_api.nights import OCCASIONS, load_nights, parse_nights
+from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_nights
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_duration
 
@@ -22,7 +22,7 @@ PROJECT = PROFILES.parent
 DEMO = {"profile": "profiles/demo.yaml"}
 
 
-def nights(*profiles: Mapping[str, object], **more: object) -> Nights:
+def nights(*profiles: Mapping[str, object], **more: object) -> Schedules:
     return parse_nights({"profiles": list(profiles) or [DEMO], **more}, "nights.yaml")
 
 
@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_file_that_is_shipped_means_something() -> None:
-    found = wanted_deployments(load_nights(PROJECT / "nights.yaml"), PROJECT)
+    found = desired_deployments(load_schedules(PROJECT / "nights.yaml"), PROJECT)
     assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "shadow/shadow", "release/demo"]
     assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
 
@@ -67,7 +67,7 @@ def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[s
 
 def test_an_absent_file_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
-        load_nights(tmp_path / "nights.yaml")
+        load_schedules(tmp_path / "nights.yaml")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_is_no_time_is_refused(said: str) -> None:
 
 def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) -> None:
     scheduled = {**DEMO, "schedule": "0  3 * * *", "timezone": "Europe/Berlin"}
-    *_, one = wanted_deployments(nights(scheduled), project)
+    *_, one = desired_deployments(nights(scheduled), project)
     assert one.full_name == "release/demo"
     assert one.description == "demo · ties of 2 over base"
     assert one.told() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
@@ -95,14 +95,14 @@ def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) 
 
 
 def test_without_a_schedule_it_is_no_night(project: Path) -> None:
-    *_, one = wanted_deployments(nights(DEMO), project)
+    *_, one = desired_deployments(nights(DEMO), project)
     assert one.schedule is None
     assert "nightly" not in one.tags
 
 
 def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     swept = {"profile": "profiles/demo-sweep.yaml", "flow": "sweep", "schedule": "every 7 d"}
-    *_, one = wanted_deployments(nights(swept), project)
+    *_, one = desired_deployments(nights(swept), project)
     assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "mergegate.flows.sweep:sweep")
     assert one.schedule == {"interval": 604_800}
 
@@ -121,20 +121,20 @@ def test_what_cannot_be_deployed_is_refused_before_anything_is(
     project: Path, profiles: list[dict[str, str]], said: str
 ) -> None:
     with pytest.raises(InvalidInput, match=said):
-        wanted_deployments(nights(*profiles), project)
+        desired_deployments(nights(*profiles), project)
 
 
 def test_a_profile_may_not_take_the_name_that_takes_any_profile(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
     (project / "profiles" / "release.yaml").write_text(text)
     with pytest.raises(InvalidInput, match="rename it"):
-        wanted_deployments(nights({"profile": "profiles/release.yaml"}), project)
+        desired_deployments(nights({"profile": "profiles/release.yaml"}), project)
 
 
 def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
     """``prefect deploy --all`` and ``mergegate deploy`` must not undo each other."""
     shipped: list[dict[str, Any]] = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
-    ours = wanted_deployments(nights(DEMO), PROJECT)[:3]
+    ours = desired_deployments(nights(DEMO), PROJECT)[:3]
     for theirs, one in zip(shipped, ours, strict=True):
         limit = theirs.get("concurrency_limit") or {}
         assert theirs["name"] == one.name
@@ -151,7 +151,7 @@ def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(pr
         DEMO,
         tell=[{"to": "slack", "address": "$A", "of": ["refused"]}, {"to": "webhook", "address": "$B"}],
     )
-    rules = wanted_rules(told, wanted_deployments(told, project))
+    rules = desired_rules(told, desired_deployments(told, project))
     names = [rule.name for rule in rules]
     assert names[:3] == [
         "mergegate: a run without a sign of life has crashed",
@@ -164,7 +164,7 @@ def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(pr
 
 def test_two_of_a_kind_are_told_apart(project: Path) -> None:
     told = nights(DEMO, tell=[{"to": "slack", "address": "$A", "of": ["late"]}] * 2)
-    names = [rule.name for rule in wanted_rules(told, wanted_deployments(told, project))]
+    names = [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
     assert names[2:] == ["mergegate: tell slack 1 of late", "mergegate: tell slack 2 of late"]
 
 
@@ -174,7 +174,7 @@ def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(pr
     asked = text.replace("releases/demo}", "releases/demo, approval: {timeout: 12 h}}")
     (project / "profiles" / "demo.yaml").write_text(asked)
     file = nights(DEMO)
-    rule = wanted_rules(file, wanted_deployments(file, project))[2]
+    rule = desired_rules(file, desired_deployments(file, project))[2]
     assert rule.deployments == ("release/demo",)
     assert rule.silence_s == 43_200
     assert "nobody approved it within 12 h" in str(rule.then)
@@ -189,7 +189,7 @@ def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project:
     under_way = {state.name for state in states if state.type.value in ("PENDING", "RUNNING", "CANCELLING")}
     assert {"Pending", "Submitting", "Running"} <= under_way
     file = nights(DEMO)
-    silences = {event: rule for rule in wanted_rules(file, wanted_deployments(file, project)) for event in rule.on}
+    silences = {event: rule for rule in desired_rules(file, desired_deployments(file, project)) for event in rule.on}
     for event in (*under_way, "heartbeat"):
         rule = silences[f"prefect.flow-run.{event}"]
         assert rule.silence_s

@@ -10,7 +10,7 @@ import yaml
 
 from mergegate.flows.profile import Profile, is_recipe, load_profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.pin import resolve_parents
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))

@@ -11,16 +11,16 @@ import pytest
 from tampering import CHANGES, HARMLESS
 
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
-from mergegate.merge_core.store import file_identity
+from mergegate.merge_core.files import file_identity
 from mergegate.tasks.checkpoints import (
     Model,
     PinnedCheckpoint,
     PinnedRecipe,
-    files_state,
+    files_fingerprint,
     find_checkpoint,
     pin_checkpoints,
 )
-from mergegate.tasks.stage import StageValue, also_forget, reading, stage, stages, store, value_stage
+from mergegate.tasks.stage import StageValue, input_guard, on_input_change, stage, stages, store, value_stage
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -142,7 +142,7 @@ def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckp
         restore.append(True)  # The next time that anybody looks, it is over.
 
     restore: list[bool] = []
-    identities = reading._identities
+    identities = input_guard._identities
 
     def put_back(inputs: object) -> object:
         if restore:
@@ -153,7 +153,7 @@ def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckp
 
     meanwhile[:] = [alter]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_identities", put_back)
+        patch.setattr(input_guard, "_identities", put_back)
         artifact = copied.build(model, (other,))
     assert read[0] != read[1]
     assert (artifact.directory / "copy").read_bytes() == (model.directory / WEIGHTS).read_bytes() + content
@@ -168,8 +168,8 @@ def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None
 
 def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(reading, "_on_change", list(reading._on_change))
-    also_forget(lambda: told.append(True))
+    monkeypatch.setattr(input_guard, "_on_change", list(input_guard._on_change))
+    on_input_change(lambda: told.append(True))
     copied.build(model)
     assert not told
     shutil.rmtree(store().root / "copied")
@@ -181,7 +181,7 @@ def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatc
 def test_the_process_that_holds_models_is_ended() -> None:
     from mergegate.tasks.checkpoints import model_process
 
-    assert model_process._forget in reading._on_change
+    assert model_process._forget in input_guard._on_change
 
 
 def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:
@@ -206,11 +206,11 @@ def test_parents_of_a_recipe_and_artifacts_are_looked_at_too(model: PinnedCheckp
     made = copied.build(model)
     recipe = PinnedRecipe.__new__(PinnedRecipe)  # Only its parents are looked at.
     object.__setattr__(recipe, "parents", (model,))
-    inputs = list(reading.pinned_inputs([recipe, {"scores": [made]}, (model,), 3, "text", None]))
+    inputs = list(input_guard.pinned_inputs([recipe, {"scores": [made]}, (model,), 3, "text", None]))
     assert [one.label for one in inputs] == [model.name, f"copied {made.key[:12]}", model.name]
     (made.directory / "copy").write_bytes(b"altered")
     with pytest.raises(ChangedInput, match=f"copied {made.key[:12]}"):
-        reading.require_pinned(inputs, store().hashes)
+        input_guard.require_pinned(inputs, store().hashes)
 
 
 def test_a_model_that_is_not_pinned_is_not_looked_at(tmp_path: Path) -> None:
@@ -224,10 +224,10 @@ def test_a_model_that_is_not_pinned_is_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_unfinished_work_is_not_gone_on_with_when_anything_was_done_to_a_file(model: PinnedCheckpoint) -> None:
-    before = files_state([model])
-    assert files_state([model]) == before
+    before = files_fingerprint([model])
+    assert files_fingerprint([model]) == before
     (model.directory / WEIGHTS).touch()
-    assert files_state([model]) != before
+    assert files_fingerprint([model]) != before
 
 
 def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoint) -> None:
@@ -241,4 +241,4 @@ def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoin
 
 def test_every_stage_is_guarded() -> None:
     """The guard stands where all stages are built, not in each."""
-    assert stages.read_pinned is reading.read_pinned
+    assert stages.read_pinned is input_guard.read_pinned

@@ -11,9 +11,9 @@ import yaml
 from demo_project import PROFILES, Printed, Project, make_project
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.evaluation import CountLimit, documents_read, pin_data, pin_task
-from mergegate.tasks.preflight import texts_read
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.evaluation import CountLimit, find_contaminated_documents, pin_data, pin_task
+from mergegate.tasks.preflight import collect_calibration_texts
 
 PROFILE = "profiles/demo-regmean.yaml"
 
@@ -142,9 +142,9 @@ def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # 
         recipe = load_recipe(
             {"merge_method": "regmean", "models": [{"model": "a", "text": str(tmp_path / "text.jsonl")}]}
         )
-        found = texts_read(recipe, hashes)
+        found = collect_calibration_texts(recipe, hashes)
         assert found is not None
-        value = documents_read.build(task, found, limit).value
+        value = find_contaminated_documents.build(task, found, limit).value
         assert value.documents == len(rows)
         return value.read
 

@@ -12,7 +12,7 @@ from demo_project import Printed, Project
 
 from mergegate.flows.attempt import assess_merge
 from mergegate.flows.profile import load_profile
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.pin import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import MERGED

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from prefect.settings import get_current_settings
 
-from mergegate.flows.prefect_api import configure, database_url, find_site, make_secret, require_site, write_settings
-from mergegate.flows.prefect_api.nights import parse_nights
+from mergegate.flows.prefect_api import (
+    configure,
+    database_url,
+    find_site,
+    load_or_create_secret,
+    require_site,
+    write_settings,
+)
+from mergegate.flows.prefect_api.schedules import parse_nights
 from mergegate.flows.prefect_api.site import Site, own_settings
 from mergegate.merge_core.errors import InvalidInput
 
@@ -32,32 +39,32 @@ def mode(file: Path) -> int:
 def test_the_secret_is_drawn_once_and_readable_by_its_owner_only(here: Path) -> None:
     old = os.umask(0)
     try:
-        secret = make_secret()
+        secret = load_or_create_secret()
     finally:
         os.umask(old)
     file = here / ".mergegate" / "prefect" / "auth"
-    assert make_secret() == secret == file.read_text()
+    assert load_or_create_secret() == secret == file.read_text()
     assert len(secret.partition(":")[2]) >= 40
     assert mode(file) == 0o600
     assert mode(file.parent) == 0o700
 
 
 def test_a_secret_that_others_can_read_is_closed(here: Path) -> None:
-    secret = make_secret()
+    secret = load_or_create_secret()
     (file := here / ".mergegate" / "prefect" / "auth").chmod(0o644)
-    assert make_secret() == secret
+    assert load_or_create_secret() == secret
     assert mode(file) == 0o600
 
 
 @pytest.mark.parametrize("damage", [b"", b"no colon", b"\xff\xfe:", b"a:b\x00c"])
 def test_a_damaged_secret_is_drawn_anew(here: Path, damage: bytes) -> None:
-    make_secret()
+    load_or_create_secret()
     (here / ".mergegate" / "prefect" / "auth").write_bytes(damage)
-    assert len(make_secret()) > 40
+    assert len(load_or_create_secret()) > 40
 
 
 def test_prefects_own_command_line_is_told_in_a_file_for_the_owner_only(here: Path) -> None:
-    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", make_secret())
+    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", load_or_create_secret())
     assert write_settings(site)
     assert mode(here / "prefect.toml") == 0o600
     assert own_settings() == {"url": "http://127.0.0.1:4300/api", "auth_string": site.secret}

@@ -17,11 +17,11 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store.store import Artifact, StoredValue
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.stage.looking import WorkToDo, looking
-from mergegate.tasks.stage.progress import StageStatus, advance, watched_by
+from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass
+from mergegate.tasks.stage.progress import StageStatus, advance, progress_watcher
 from mergegate.tasks.stage.stages import StageValue, stage, step, store, value_stage
+from mergegate.tasks.store.store import Artifact, StoredValue
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -69,7 +69,7 @@ def run(number: int, **options: object) -> tuple[Artifact[Counted] | Exception, 
 
     @flow
     def one() -> Artifact[Counted] | Exception:
-        with watched_by(spy):
+        with progress_watcher(spy):
             try:
                 return count(number, **options)  # type: ignore[arg-type]
             except (InvalidInput, Refused) as error:
@@ -188,10 +188,10 @@ def test_a_look_does_no_step_that_is_not_done() -> None:
         return Done()
 
     told, silent = step("publish", is_done=lambda place: place == "there")(work), step("publish")(work)
-    with looking():
+    with dry_pass():
         assert told("there").summary() == "there"
         for one, place in ((told, "elsewhere"), (silent, "there")):
-            with pytest.raises(WorkToDo, match="publish"):
+            with pytest.raises(WorkRequired, match="publish"):
                 one(place)
     assert done == ["there"]
 
@@ -207,7 +207,7 @@ def two_stages(number: int, allowed: bool = True) -> UUID:
     """Both stages, one of the other's artifact; the id of the run."""
     from prefect.context import FlowRunContext
 
-    with watched_by(Spy()), suppress(Refused):
+    with progress_watcher(Spy()), suppress(Refused):
         double(count(number, allowed=allowed))
     context = FlowRunContext.get()
     assert context is not None

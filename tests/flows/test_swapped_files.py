@@ -22,10 +22,10 @@ from samples import sampled, sampled_rows
 from tampering import CHANGES, HARMLESS
 
 from mergegate.merge_core.errors import ChangedInput
-from mergegate.merge_core.store import sha256_file
+from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.merge import merge
-from mergegate.tasks.stage.reading import PinnedInput, pinned_inputs
+from mergegate.tasks.stage.input_guard import PinnedInput, pinned_inputs
 from mergegate.tasks.stage.stages import DeclaredStage, StageCall
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,12 @@ from demo_project import PROFILES, SOURCES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
-from mergegate.flows.attempt import all_candidates, labels_of
+from mergegate.flows.attempt import recipe_labels, sweep_candidates
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
-from mergegate.tasks.sweep import TrialRequest, at_start
+from mergegate.tasks.sweep import TrialRequest, start_recipe
 from mergegate.tasks.sweep.ledger import request_key
 from mergegate.tasks.sweep.settings import SweepSettings
 
@@ -97,7 +97,7 @@ def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_i
     project, _, _ = swept
     profile = yaml.safe_load((project.root / "profiles" / f"{small_sweeps.NAME}.yaml").read_text())
     document = yaml.safe_load((DEMO / "recipes/linear-searched.yaml").read_text())
-    recipe = at_start(document, SweepSettings.model_validate(profile["sweep"]), "recipe")
+    recipe = start_recipe(document, SweepSettings.model_validate(profile["sweep"]), "recipe")
     records = {record["scored"]: record for record in small_sweeps.scored_trials(project.home, "reverse")}
     asked = {
         name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, set=name))])  # type: ignore[arg-type]
@@ -226,6 +226,6 @@ def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
         "objective": [{"task": "t.yaml"}],
     }
     profile = parse_profile({"root": tmp_path, "name": "two", "recipe": searched, "sweep": sweep}, "two.yaml")
-    documents = [one.document for one in all_candidates(profile).by_hand]
+    documents = [one.document for one in sweep_candidates(profile).by_hand]
     assert [one["parameters"] for one in documents if one] == [{"weight": 0.3}, {"weight": 0.6}]
-    assert labels_of(profile) == ["a/mean.yaml", "b/mean.yaml"]
+    assert recipe_labels(profile) == ["a/mean.yaml", "b/mean.yaml"]

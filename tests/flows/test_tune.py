@@ -10,10 +10,10 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project, make_project
 
-from mergegate.flows.candidates import TuningSize, has_a_scale
+from mergegate.flows.candidates import TuningSize, has_searchable_scale
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import resolve_parents
 
 AVERAGE = {
@@ -118,7 +118,7 @@ def test_what_has_no_one_scale_is_refused(recipe: dict[str, Any], more: dict[str
     ],
 )
 def test_a_refusal_only_offers_it_where_it_would_be_taken(recipe: str, has: bool) -> None:
-    assert has_a_scale(recipe) is has
+    assert has_searchable_scale(recipe) is has
 
 
 @pytest.mark.parametrize(

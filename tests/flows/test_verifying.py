@@ -15,12 +15,12 @@ from signing_keys import write_keys
 
 from mergegate.flows.release import release as release_flow
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.publish.checksums import checksums_text, sha256_of
 from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signature import sign
-from mergegate.tasks.publish.sums import checksums_text, sha256_of
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
-from mergegate.tasks.stage.progress import watched_by
+from mergegate.tasks.stage.progress import progress_watcher
 
 Released = tuple[Project, Printed]
 
@@ -275,7 +275,7 @@ def test_whoever_watches_sees_the_bytes_of_the_publication(released: Released, m
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
     seen = Watched()
-    with watched_by(seen):
+    with progress_watcher(seen):
         outcome = release_flow(Path(profile), return_state=True).result()
     place = Path(outcome.location)
     total = sum(path.stat().st_size for path in files_of(place))

@@ -45,15 +45,16 @@ from mergegate.merge_core.checkpoint import fetch_header  # noqa: E402
 from mergegate.merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
 from mergegate.merge_core.errors import MergegateError  # noqa: E402
+from mergegate.merge_core.files import JournalPlace, open_journal  # noqa: E402  # noqa: E402
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
-from mergegate.merge_core.store import MANIFEST, VALUE, JournalPlace, Store, StoreMiss, open_journal  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
 from mergegate.tasks.evaluation.task_code import imported_beside  # noqa: E402
 from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
 from mergegate.tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
 from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
+from mergegate.tasks.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
 
 SLOW = 5  # seconds
 PLACE = Path("x")

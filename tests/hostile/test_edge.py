@@ -20,6 +20,7 @@ from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
 from mergegate.merge_core.engine.output import write_companions
 from mergegate.merge_core.errors import InvalidInput, shown
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import (
     JsonBounds,
     open_plain,
@@ -30,7 +31,6 @@ from mergegate.merge_core.parsing import (
     read_lines,
 )
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
-from mergegate.merge_core.store import HashMemo
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.preflight.custom_code import custom_code_findings
 

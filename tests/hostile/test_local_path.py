@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from mergegate.flows.prefect_api.nights import Nights
+from mergegate.flows.prefect_api.schedules import Schedules
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import LocalPath
@@ -95,6 +95,8 @@ def has_bare_path(annotation: Any) -> bool:
 
 def test_no_setting_has_a_path_of_another_type() -> None:
     seen: set[type] = set()
-    fields = [field for model in (Profile, Nights, *publish_targets().values()) for field in annotations(model, seen)]
+    fields = [
+        field for model in (Profile, Schedules, *publish_targets().values()) for field in annotations(model, seen)
+    ]
     assert sum(str(LocalPath) in str(annotation) for _, annotation in fields) > 8
     assert [name for name, annotation in fields if has_bare_path(annotation)] == []

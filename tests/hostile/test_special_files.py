@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.flows.prefect_api.nights import load_nights
+from mergegate.flows.prefect_api.schedules import load_schedules
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.merge_core.parsing import MAX_DATA_BYTES
-from mergegate.merge_core.store import HashMemo
-from mergegate.merge_core.store.hashing import sha256_file
 from mergegate.tasks.judge.prompts import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 from mergegate.tasks.perplexity.text import pin_text
@@ -33,7 +33,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 READERS: dict[str, Callable[[Path], object]] = {
     "profile": load_profile,
     "recipe": load_recipe,
-    "schedules": load_nights,
+    "schedules": load_schedules,
     "license table": load_table,
     "public key": public_key,
     "private key": private_key,

@@ -28,7 +28,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def header_sizes(models: Path) -> dict[str, int]:
     """By the sha256 of every safetensors file that counts, the bytes before its first weight."""
-    from mergegate.merge_core.store.hashing import sha256_file
+    from mergegate.merge_core.files.hashing import sha256_file
 
     files = list(models.glob("*/model*.safetensors"))
     return {sha256_file(file): 8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.pin import (
     ResolvedCheckpoint,
     open_parent,

@@ -12,7 +12,7 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.checkpoints.pin import (
@@ -91,7 +91,7 @@ def test_what_is_here_is_neither_fetched_nor_hashed_again(
     first = download_snapshots(snapshots_of(found), memo)
     online.log.clear()
     monkeypatch.setattr(
-        "mergegate.merge_core.store.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again")
+        "mergegate.merge_core.files.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again")
     )
     assert download_snapshots(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
     assert online.log == []

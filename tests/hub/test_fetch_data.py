@@ -11,8 +11,8 @@ from rich.console import Console
 
 from mergegate.flows.cli.fetch_data import fetch_data
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
-from mergegate.tasks.evaluation import AskedDataset, fetch_datasets, named_data, pin_task
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task
 from mergegate.tasks.evaluation.harness import look_at_data
 
 PROFILE = """\
@@ -109,13 +109,13 @@ def test_half_a_dataset_has_no_name_and_is_gone_on_with(
 
 
 def test_two_revisions_of_one_dataset_are_refused(tmp_path: Path) -> None:
-    asked = [AskedDataset(name, "acme/x", None, "test", None, revision=name) for name in ("v1", "v2")]
+    asked = [TaskDataset(name, "acme/x", None, "test", None, revision=name) for name in ("v1", "v2")]
     with pytest.raises(InvalidInput, match="v1 for task v1 and v2 for task v2"):
         fetch_datasets(asked, tmp_path, lambda one: None)
 
 
 def test_data_at_an_address_are_asked_for_by_the_name_of_their_task(tmp_path: Path) -> None:
-    asked = AskedDataset("prices", "", None, "test", None, reader="csv")
+    asked = TaskDataset("prices", "", None, "test", None, reader="csv")
     with pytest.raises(InvalidInput) as refused:
         fetch_datasets([asked], tmp_path, lambda one: None)
     assert "prices_test.jsonl" in refused.value.expected

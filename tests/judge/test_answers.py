@@ -13,10 +13,10 @@ from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_process import end_child
-from mergegate.tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
+from mergegate.tasks.checkpoints.model_process import end_model_process
+from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
 from mergegate.tasks.judge.prompts import Prompts
 from mergegate.tasks.judge.settings import Generation
 
@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% en
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    end_child()
+    end_model_process()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Model:
 
 def ask(
     tmp_path: Path, model: Model, turns: list[list[str]], **generation: Any
-) -> tuple[AnswerSummary, dict[str, Answered]]:
+) -> tuple[AnswerSummary, dict[str, ConversationAnswers]]:
     path = write_jsonl(tmp_path / "prompts.jsonl", ({"turns": turn} for turn in turns))
     prompts = Prompts(path=path, sha256=sha256_file(path))
     settings = Generation.model_validate({"max_new_tokens": 8, "chat_template": False, **generation})
@@ -100,7 +100,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     config = json.loads((model.directory / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "repetition_penalty": 9.0, "num_beams": 3}
     (model.directory / "generation_config.json").write_text(json.dumps(config))
-    end_child()  # or it has the model still
+    end_model_process()  # or it has the model still
     assert ask(tmp_path, model, asked)[1] == plain
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from judge_server import Response, completion, serving
 
-from mergegate.tasks.judge.asking import ask_judge, both_orders
 from mergegate.tasks.judge.prompts import Prompt
-from mergegate.tasks.judge.settings import JudgeServer, Judging
+from mergegate.tasks.judge.questions import ask_judge, both_orders
+from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
 
 MOST = 3
 
@@ -37,7 +37,9 @@ def test_what_was_asked_and_not_heard_is_never_more_than_is_asked_at_a_time() ->
     said = []
     with serving(answer) as judge:
         server = JudgeServer(url=judge.url, concurrency=MOST)
-        for judgement in ask_judge(questions, Judging(model="judge", dimensions={"clarity": "Clear."}), server, ""):
+        for judgement in ask_judge(
+            questions, JudgmentSettings(model="judge", dimensions={"clarity": "Clear."}), server, ""
+        ):
             said.append((judgement.prompt, judgement.turn, judgement.order))
             with lock:
                 heard += 1

@@ -15,14 +15,22 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import graded_difference
-from mergegate.tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
+from mergegate.tasks.judge.comparison import (
+    AnswerStatistics,
+    JudgeVerdict,
+    Judgment,
+    Order,
+    Winner,
+    answers_verdict,
+    settle,
+)
 from mergegate.tasks.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
 
 
-def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensions: Winner) -> Judgement:
-    return Judgement(
+def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensions: Winner) -> Judgment:
+    return Judgment(
         prompt=prompt,
         turn=turn,
         order=order,
@@ -34,17 +42,17 @@ def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensio
     )
 
 
-def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0) -> list[Judgement]:
+def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0) -> list[Judgment]:
     """What was said of one pair: with the reference first, then with the merge first."""
     return [said(prompt, turn, "reference first", first), said(prompt, turn, "merge first", second)]
 
 
-def verdict(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
-    ours, theirs = Answering("base", 1000, 1), Answering("merge", 1500, 2)
+def verdict(judgements: Iterable[Judgment], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
+    ours, theirs = AnswerStatistics("base", 1000, 1), AnswerStatistics("merge", 1500, 2)
     return answers_verdict("j", ours, theirs, list(judgements), list(identical), JudgeRule.model_validate(rule))
 
 
-def many(wins: int, ties: int, losses: int) -> list[Judgement]:
+def many(wins: int, ties: int, losses: int) -> list[Judgment]:
     winners: list[Winner] = ["merge"] * wins + ["tie"] * ties + ["reference"] * losses
     return [judgement for n, winner in enumerate(winners) for judgement in both(f"p{n}", winner, winner)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, pin_prompts, read_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 

@@ -14,12 +14,12 @@ from prefect import flow
 from tiny_models import CPU, make_model, words, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.judge.prompts import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 from mergegate.tasks.judge.stage import JudgedAnswers, judge_models
-from mergegate.tasks.stage.progress import StageStatus, watched_by
+from mergegate.tasks.stage.progress import StageStatus, progress_watcher
 
 PROMPTS = 24
 
@@ -165,7 +165,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     third = make_model(tmp_path_factory.mktemp("third") / "merge", seed=5)
     with serving(alphabetical) as asked:
         run(tmp_path, models, asked.url)
-        with watched_by(Listener()):  # type: ignore[arg-type]  # whatever a watcher is told
+        with progress_watcher(Listener()):  # type: ignore[arg-type]  # whatever a watcher is told
             run(tmp_path, (models[0], third), asked.url)
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 

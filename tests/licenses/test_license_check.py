@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mergegate.merge_core.store.keys import stage_key
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.licenses.use import LicenseSettings
+from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
 

@@ -25,15 +25,15 @@ from mergegate.merge_core import (
 )
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import (
-    file_of_importance,
-    file_of_moments,
+    importance_file_name,
+    moments_file_name,
     open_importance,
     open_moments,
-    packed_moments,
+    pack_moments,
     write_importance,
     write_inputs,
 )
-from mergegate.merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import InputMeasurements
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
 # Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a process of its own.
@@ -135,9 +135,9 @@ def read_recipe(text: str, root: Path) -> Recipe:
             draw = draw_inputs if what == "moments" else draw_importance
             draw(place, open_checkpoint(root / ref), seed=number)
         if what == "moments":
-            measured[ref] = MeasuredInputs(ref, ref, moments=open_moments(place))
+            measured[ref] = InputMeasurements(ref, ref, moments=open_moments(place))
         else:
-            measured[ref] = MeasuredInputs(ref, ref, importance=open_importance(place))
+            measured[ref] = InputMeasurements(ref, ref, importance=open_importance(place))
     return replace(recipe, measured=measured)
 
 
@@ -149,7 +149,7 @@ def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype.kind == "float" and not is_routed_expert(name):
             kept[name] = torch.randn(tensor.shape, generator=generator).relu().pow(4)
-    save_file(kept, place / file_of_importance(0))
+    save_file(kept, place / importance_file_name(0))
     write_importance(place, {name: name for name in kept}, positions=5)
 
 
@@ -161,8 +161,8 @@ def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) == 2 and is_projection(name):
             inputs = torch.randn(5, tensor.shape[1], generator=generator, dtype=torch.float64)
-            kept[name] = torch.from_numpy(packed_moments((inputs.T @ inputs / 5).numpy()))
-    save_file(kept, place / file_of_moments(0))
+            kept[name] = torch.from_numpy(pack_moments((inputs.T @ inputs / 5).numpy()))
+    save_file(kept, place / moments_file_name(0))
     write_inputs(place, {name: name for name in kept}, positions=5)
 
 

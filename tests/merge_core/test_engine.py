@@ -21,7 +21,7 @@ from mergegate.merge_core import EngineSettings, load_recipe, merge_methods, mer
 from mergegate.merge_core.engine import blocks, execution, tensor_run
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.methods import Fold, Map, Steps
-from mergegate.merge_core.methods import kept as notes
+from mergegate.merge_core.methods import mask_cache as notes
 
 DARE = (
     "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"

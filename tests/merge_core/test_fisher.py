@@ -13,8 +13,8 @@ from family import load, merge_text, read_recipe, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import file_of_importance, open_importance
-from mergegate.merge_core.engine.forecast import needs_of
+from mergegate.merge_core.checkpoint import importance_file_name, open_importance
+from mergegate.merge_core.engine.forecast import estimate_needs
 from mergegate.merge_core.errors import InvalidInput
 
 SHAPES = {
@@ -43,7 +43,7 @@ def recipe(more: str = "", weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> str:
 
 
 def importance(root: Path) -> dict[str, list[Array]]:
-    kept = [load_file(root / "importance" / name / file_of_importance(0)) for name in MODELS]
+    kept = [load_file(root / "importance" / name / importance_file_name(0)) for name in MODELS]
     return {name: [one[name].double().numpy() for one in kept] for name in SHAPES}
 
 
@@ -84,7 +84,7 @@ def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
     merge_text(recipe(), root)
     expected = load(root / "out")
     for model in MODELS:
-        file = root / "importance" / model / file_of_importance(0)
+        file = root / "importance" / model / importance_file_name(0)
         save_file({name: tensor * 2.0**-70 for name, tensor in load_file(file).items()}, file)
     merge_text(recipe(), root, out="tiny")
     for name, tensor in load(root / "tiny").items():
@@ -94,7 +94,7 @@ def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
 def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
     merge_text(recipe(), root)  # Draws it.
     place = root / "importance" / "b"
-    file = place / file_of_importance(0)
+    file = place / importance_file_name(0)
     kept = load_file(file)
     missing = "model.layers.0.mlp.up_proj.weight"
     del kept[missing]
@@ -109,7 +109,7 @@ def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
     merge_text(recipe(), root)
-    file = root / "importance" / "c" / file_of_importance(0)
+    file = root / "importance" / "c" / importance_file_name(0)
     kept = load_file(file)
     kept["model.norm.weight"][7] = broken
     save_file(kept, file)
@@ -119,7 +119,7 @@ def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
 
 def test_files_that_do_not_belong_together_are_refused(root: Path) -> None:
     merge_text(recipe(), root)
-    (root / "importance/a" / file_of_importance(0)).unlink()
+    (root / "importance/a" / importance_file_name(0)).unlink()
     with pytest.raises(InvalidInput, match="nothing of that name"):
         open_importance(root / "importance/a")
 
@@ -132,7 +132,7 @@ def test_what_is_read_beside_is_counted_before_and_after(root: Path) -> None:
     weights = sum(int(np.prod(shape)) for shape in SHAPES.values())
     assert before.bytes_read == after.bytes_read == len(MODELS) * weights * (4 + 4)
     how: Any = {"settings": EngineSettings(), "cores": 2, "device": "cpu"}
-    assert replace(needs_of(before, **how), input_files=0) == replace(needs_of(after, **how), input_files=0)
+    assert replace(estimate_needs(before, **how), input_files=0) == replace(estimate_needs(after, **how), input_files=0)
 
 
 def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:

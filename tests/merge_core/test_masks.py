@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mergegate.merge_core.methods.masks import mask_key, philox, threshold, words
+from mergegate.merge_core.methods.masks import mask_key, mask_words, philox, threshold
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ def test_the_generator_gives_the_published_answers(counter: tuple[int, int], key
 @pytest.mark.parametrize("start", [0, 1, 7, 2**32 - 3])
 def test_words_of_a_part_are_a_part_of_the_words(start: int) -> None:
     key = mask_key(1, "layer", 0)
-    whole = words(key, start, 100, CPU)
-    parts = [words(key, start + first, count, CPU) for first, count in ((0, 33), (33, 1), (34, 66))]
+    whole = mask_words(key, start, 100, CPU)
+    parts = [mask_words(key, start + first, count, CPU) for first, count in ((0, 33), (33, 1), (34, 66))]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -39,8 +39,8 @@ def test_the_fused_kernel_draws_the_same_words() -> None:
     key = mask_key(1, "layer", 0)
     for start, count in ((0, 64), (5, 33), (2**33 + 2, 10)):
         out = np.zeros(count + 2, np.uint32)
-        kernels.words(key[0], key[1], start, count, out)
-        assert out[start % 2 :][:count].tolist() == words(key, start, count, CPU).tolist()
+        kernels.mask_words(key[0], key[1], start, count, out)
+        assert out[start % 2 :][:count].tolist() == mask_words(key, start, count, CPU).tolist()
 
 
 def test_seed_tensor_and_model_all_change_the_key() -> None:
@@ -50,7 +50,7 @@ def test_seed_tensor_and_model_all_change_the_key() -> None:
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_the_share_of_kept_elements_is_the_density(density: float) -> None:
     count = 200_000
-    kept = (words(mask_key(3, "x", 1), 0, count, CPU) < threshold(density)).double()
+    kept = (mask_words(mask_key(3, "x", 1), 0, count, CPU) < threshold(density)).double()
     # Five standard deviations of a binomial share.
     assert abs(float(kept.mean()) - density) < 5 * (density * (1 - density) / count) ** 0.5
     neighbours = float(torch.corrcoef(torch.stack((kept[:-1], kept[1:])))[0, 1])

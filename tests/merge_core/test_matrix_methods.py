@@ -16,10 +16,10 @@ from family import load, save_checkpoint
 from safetensors.torch import save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import file_of_moments, no_moments, open_moments, packed_moments, write_inputs
+from mergegate.merge_core.checkpoint import empty_moments, moments_file_name, open_moments, pack_moments, write_inputs
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.matrices import GRAIN_ROWS
-from mergegate.merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import InputMeasurements
 
 Array = np.ndarray
 # A square, a tall and a wide matrix, each of several runs of rows and a rest; what is no matrix of a linear layer.
@@ -71,8 +71,8 @@ def save_moments(place: Path, seed: int, diagonal: tuple[str, ...] = ()) -> Path
     for name in MATRICES:
         inputs = made.normal(size=(20, SHAPES[name][1])) * made.lognormal(size=SHAPES[name][1])
         moments = inputs.T @ inputs / len(inputs)
-        kept[name] = torch.from_numpy(packed_moments(moments.diagonal() if name in diagonal else moments))
-    save_file(kept, place / file_of_moments(0))
+        kept[name] = torch.from_numpy(pack_moments(moments.diagonal() if name in diagonal else moments))
+    save_file(kept, place / moments_file_name(0))
     write_inputs(place, {name: name for name in MATRICES}, positions=20)
     return place
 
@@ -84,7 +84,7 @@ def moments_in(place: Path) -> dict[str, Array]:
 def planned(root: Path, recipe: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> Any:
     read = load_recipe(recipe)
     if inputs is not None:
-        measured = {name: MeasuredInputs(place, place, open_moments(root / place)) for name, place in inputs.items()}
+        measured = {name: InputMeasurements(place, place, open_moments(root / place)) for name, place in inputs.items()}
         read = replace(read, measured=measured)
     return plan_merge(read, {str(ref): open_checkpoint(root / ref.path) for ref in read.references()})
 
@@ -325,8 +325,8 @@ def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
         inputs[number * 18 : number * 18 + 18, number * 18 : number * 18 + 18] = np.eye(18)
         (place / name).mkdir(parents=True)
         names = [one for one in MATRICES if SHAPES[one][1] == width]
-        kept = {one: torch.from_numpy(packed_moments(inputs)) for one in names}
-        save_file(kept, place / name / file_of_moments(0))
+        kept = {one: torch.from_numpy(pack_moments(inputs)) for one in names}
+        save_file(kept, place / name / moments_file_name(0))
         write_inputs(place / name, {one: one for one in names}, positions=1)
     found = merged(planned(root, regmean_recipe(("a", "b")), {"a": "apart/a", "b": "apart/b"}))
     own = [load(root / name) for name in ("a", "b")]
@@ -337,7 +337,7 @@ def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
 
 def test_where_nothing_flows_the_mean_stays(root: Path, tmp_path: Path) -> None:
     kept = {MATRICES[0]: torch.zeros(1, 36 * 37 // 2)}
-    save_file(kept, tmp_path / file_of_moments(0))
+    save_file(kept, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
     found = merged(planned(root, regmean_recipe(("a", "b")), dict.fromkeys(("a", "b"), str(tmp_path))))
     wanted = mean([load(root / name)[MATRICES[0]] for name in ("a", "b")], [1.0, 1.0])
@@ -422,10 +422,10 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for expert in range(experts):
                 flowed = made.normal(size=(40, width))
                 moments = flowed.T @ flowed / 40
-                own = packed_moments(moments.diagonal() if expert == 1 else moments)
-                own = no_moments(width, is_diagonal=False) if expert == 2 else own
+                own = pack_moments(moments.diagonal() if expert == 1 else moments)
+                own = empty_moments(width, is_diagonal=False) if expert == 2 else own
                 kept[f"model.layers.0.mlp.experts.{expert}.{part}"] = torch.from_numpy(own)
-        save_file(kept, seen / file_of_moments(0))
+        save_file(kept, seen / moments_file_name(0))
         write_inputs(seen, {name: name for name in kept}, positions=40)
     return place
 
@@ -470,7 +470,7 @@ def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:
 
 
 def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> None:
-    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / file_of_moments(0))
+    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match="width 35"):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
@@ -478,7 +478,7 @@ def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
 def test_numbers_that_are_no_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
-    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / file_of_moments(0))
+    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match="no moments"):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
@@ -495,8 +495,8 @@ def test_moments_are_what_was_kept(tmp_path: Path, width: int) -> None:
     whole = (made + made.T).astype(np.float64)
     np.fill_diagonal(whole, np.abs(whole.diagonal()))
     values = {"whole": whole, "squares": whole.diagonal()}
-    kept = {name: torch.from_numpy(packed_moments(one)) for name, one in values.items()}
-    save_file(kept, tmp_path / file_of_moments(0))
+    kept = {name: torch.from_numpy(pack_moments(one)) for name, one in values.items()}
+    save_file(kept, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
     found = open_moments(tmp_path)
     np.testing.assert_array_equal(found["a"].read(), whole.astype(np.float32))

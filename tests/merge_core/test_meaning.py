@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mergegate.merge_core import Finding, architecture, load_recipe, open_checkpoint, preflight
-from mergegate.merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
+from mergegate.merge_core.architecture import described_families, differing_settings, layer_kinds, text_part
 from mergegate.merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
 
 DEFAULTS = Path(architecture.__file__).parent / "defaults.json"
@@ -110,7 +110,7 @@ def reported(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def kinds_per_layer(config: dict[str, Any]) -> list[Any]:
-    return [kinds_of_layer(text_part(config), index, LAYERS, "config.json") for index in range(LAYERS)]
+    return [layer_kinds(text_part(config), index, LAYERS, "config.json") for index in range(LAYERS)]
 
 
 def other_values(value: Any) -> Iterator[Any]:

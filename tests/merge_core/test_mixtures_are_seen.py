@@ -10,13 +10,13 @@ import pytest
 import torch
 from tiny_families import FAMILIES
 
-from mergegate.merge_core.architecture.experts import by_expert
+from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import open_checkpoint, open_importance, open_moments
-from mergegate.merge_core.recipe import ReadingOfTexts
-from mergegate.merge_core.store import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge.reading_gradients import read_gradients
-from mergegate.tasks.merge.reading_inputs import read_inputs
+from mergegate.tasks.merge.gradient_statistics import read_gradients
+from mergegate.tasks.merge.input_statistics import read_inputs
 from mergegate.tasks.perplexity import pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
@@ -49,10 +49,10 @@ def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
         out = tmp_path / read.__name__
         out.mkdir()
         journal = JournalPlace(tmp_path / f"{read.__name__}.journal", name)
-        told = read(model, text, ReadingOfTexts(), "float32", "cpu", out, journal, lambda done, total: None)
+        told = read(model, text, CalibrationReading(), "float32", "cpu", out, journal, lambda done, total: None)
         unseen += told.unseen
     assert unseen == []
-    tensors = by_expert(open_checkpoint(place)).tensors
+    tensors = split_experts(open_checkpoint(place)).tensors
     routed = {name for name, one in tensors.items() if ".experts." in name and len(one.shape) == 2}
     assert routed
     assert routed <= open_moments(tmp_path / "read_inputs").keys()

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.checkpoint.vocabulary import join_tokenizers, read_tokenizer
-from mergegate.tasks.preflight import cut_shares
+from mergegate.tasks.preflight import segmentation_shares
 
 PLACE = Path(__file__).resolve().parents[2] / ".tokenizers"
 WANTED = os.environ.get("MERGEGATE_REQUIRE_TOKENIZERS") == "1"
@@ -288,7 +288,7 @@ def measured(base: Tokenizer, union: Tokenizer) -> float:
 def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
     """As the product makes the union, and measures it."""
     if way == "added":  # Which it does not make.
-        return cut_shares(base.to_str(), by_hand(base, other, way).to_str(), LINES)[0]
+        return segmentation_shares(base.to_str(), by_hand(base, other, way).to_str(), LINES)[0]
     for name, one in (("base", base), ("other", other)):
         (root / name).mkdir(parents=True)
         one.save(str(root / name / "tokenizer.json"))
@@ -298,7 +298,7 @@ def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
     joined = join_tokenizers(first, {"other": second}, way, "recipe")  # type: ignore[arg-type]
     text = json.dumps(joined.content)
     assert Tokenizer.from_str(text).get_vocab() == joined.ids
-    return cut_shares(base.to_str(), text, LINES)[0]
+    return segmentation_shares(base.to_str(), text, LINES)[0]
 
 
 @pytest.mark.parametrize(

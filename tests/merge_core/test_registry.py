@@ -16,7 +16,7 @@ from family import load, merge_text
 
 from mergegate.merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.analysis import Tally
-from mergegate.merge_core.engine.forecast import Needs, needs_of
+from mergegate.merge_core.engine.forecast import Needs, estimate_needs
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import (
     REQUIRED,
@@ -131,7 +131,7 @@ def test_what_a_method_of_another_package_declares_is_in_the_estimate(family: Pa
     def needs(method: str) -> Needs:
         recipe = load_recipe(f"merge_method: {method}\nmodels: [{{model: a}}]")
         plan = plan_merge(recipe, {"a": open_checkpoint(family / "a")})
-        return needs_of(plan, EngineSettings(), cores=2, device="cpu")
+        return estimate_needs(plan, EngineSettings(), cores=2, device="cpu")
 
     sizes = [tensor.shape for tensor in open_checkpoint(family / "a").tensors.values()]
     units = sum(math.prod(shape) * (14.5 if len(shape) > 1 else 0.5) for shape in sizes)

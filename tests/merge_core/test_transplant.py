@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mergegate.flows.cli.app import app
 from mergegate.merge_core import open_checkpoint
-from mergegate.merge_core.checkpoint.vocabulary import combined_rows, read_tokenizer, sparse_combinations, spelled_bytes
+from mergegate.merge_core.checkpoint.vocabulary import combined_rows, read_tokenizer, sparse_combinations, token_bytes
 from mergegate.merge_core.engine import transplant_tokenizer
 from mergegate.merge_core.errors import InvalidInput
 
@@ -177,7 +177,7 @@ def test_tokens_are_one_where_they_stand_for_the_same_bytes(tmp_path: Path) -> N
     a, b = (read_tokenizer(tmp_path / name) for name in "ab")
     assert a is not None
     assert b is not None
-    mine, theirs = spelled_bytes(a), spelled_bytes(b)
+    mine, theirs = token_bytes(a), token_bytes(b)
     assert theirs == {b"\0<unk>": 0, b"\xff": 1, b" the": 2, "é".encode(): 3}
     assert mine[b" the"] == a.ids["Ġthe"]
     assert all(mine[bytes([byte])] < 340 for byte in range(256))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mergegate.merge_core.methods.contract import GRAIN, Fold
-from mergegate.merge_core.methods.selection import Request, ScoreFunction
+from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
 from mergegate.merge_core.methods.windows import glance
 
 # So many that few are enough to guess from, as of the largest tensors.
@@ -18,14 +18,14 @@ NUMEL = 100 << 20
 STREAMS = 3
 
 
-def begun(requests: Sequence[Request]) -> Fold:
+def begun(requests: Sequence[SelectionRequest]) -> Fold:
     scores = ScoreFunction(lambda block: torch.empty(0), "float32")
     return next(glance(scores, requests, NUMEL))
 
 
 def test_streams_are_guessed_at_one_after_the_other() -> None:
     """So the memory is that of one stream, seen and sorted, whatever their number, and of nothing wider."""
-    requests = [Request(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
+    requests = [SelectionRequest(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
     fold, generator = begun(requests), np.random.default_rng(0)
     parts: list[Any] = [
         np.abs(generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32) for _ in range(fold.glance)
@@ -42,7 +42,7 @@ def test_streams_are_guessed_at_one_after_the_other() -> None:
 
 
 def test_each_request_gets_the_window_that_it_gets_alone() -> None:
-    requests = [Request(stream, k) for k in (NUMEL // 4, NUMEL // 2) for stream in range(STREAMS)]
+    requests = [SelectionRequest(stream, k) for k in (NUMEL // 4, NUMEL // 2) for stream in range(STREAMS)]
     fold, generator = begun(requests), np.random.default_rng(1)
     scales = np.array([[1.0], [2.0], [3.0]], np.float32)
     parts: list[Any] = [
@@ -56,6 +56,6 @@ def test_each_request_gets_the_window_that_it_gets_alone() -> None:
 
 def test_a_number_that_is_none_does_not_stop_the_guess() -> None:
     """It is found, and refused, when the tensor is read as a whole."""
-    fold = begun([Request(0, 1)])
+    fold = begun([SelectionRequest(0, 1)])
     parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.glance)]
     assert len(fold.combine(parts)) == 1

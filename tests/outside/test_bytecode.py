@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import HANG_S
 
-from mergegate.tasks.outside import compile_imports
+from mergegate.tasks.sandbox import compile_imports
 
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,8 @@ import work
 from clusters import KINDS, descendants
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.outside import Runner, RunnerSettings, open_runner
-from mergegate.tasks.stage import HeldProgress, watched_by
+from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
+from mergegate.tasks.stage import DeferredProgress, progress_watcher
 
 GONE_WITHIN_S = 60.0
 
@@ -119,8 +119,8 @@ def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Pa
 
 
 def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
-    watcher = HeldProgress()
-    with watched_by(watcher):
+    watcher = DeferredProgress()
+    with progress_watcher(watcher):
         opened.each(work.run_a_stage, range(2))
     assert sorted((one.stage, one.subject, one.status) for one in watcher.stages) == [
         ("evaluate", "0", "made"),
@@ -143,7 +143,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
 ) -> None:
     from distributed import Client, LocalCluster
 
-    from mergegate.tasks.outside import cluster
+    from mergegate.tasks.runners import cluster
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(cluster.ROOT))))
     with LocalCluster(
@@ -165,7 +165,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
 @pytest.mark.slow
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergegate.tasks.outside import dask_cluster
+    from mergegate.tasks.runners import dask_cluster
 
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import HANG_S
 
-from mergegate.tasks.outside import SupervisedProcess
-from mergegate.tasks.outside.gpu_lock import LOCKS, GpuLocks, gpus_of_host, gpus_to_hold
+from mergegate.tasks.sandbox import SupervisedProcess
+from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, gpus_of_host, gpus_to_hold
 
 FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
 HOLDER = """

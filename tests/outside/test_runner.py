@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.outside import Runner, RunnerSettings, here, open_runner
-from mergegate.tasks.outside import runner as runner_module
-from mergegate.tasks.outside.cluster import _require_reachable
-from mergegate.tasks.stage import HeldProgress, StageEnd, retell, watched_by
+from mergegate.tasks.runners import Runner, RunnerSettings, local_runner, open_runner
+from mergegate.tasks.runners import runner as runner_module
+from mergegate.tasks.runners.cluster import _require_reachable
+from mergegate.tasks.stage import DeferredProgress, StageEnd, progress_watcher, relay_progress
 from mergegate.tasks.stage.progress import report_stage
 
 
@@ -36,9 +36,9 @@ def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
         threads.add(threading.current_thread())
         return item
 
-    assert list(here().each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
+    assert list(local_runner().each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
     assert threads == {threading.current_thread()}
-    assert not here().side_by_side
+    assert not local_runner().side_by_side
 
 
 def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ def test_workers_elsewhere_must_reach_the_api(api: str, address: str, fine: bool
 
 
 def test_stages_that_ran_elsewhere_are_told_here() -> None:
-    there, watcher = HeldProgress(), HeldProgress()
-    with watched_by(there), report_stage("evaluate", "merge") as report:
+    there, watcher = DeferredProgress(), DeferredProgress()
+    with progress_watcher(there), report_stage("evaluate", "merge") as report:
         report.status, report.summary = "made", "copy 100.0"
-    with watched_by(watcher):
-        retell(there.stages)
+    with progress_watcher(watcher):
+        relay_progress(there.stages)
     (told,) = watcher.stages
     assert told == there.stages[0] == StageEnd("evaluate", "merge", "made", told.seconds, "copy 100.0")
 
 
 def test_local_runners_are_runners() -> None:
-    runner: Runner = here()
+    runner: Runner = local_runner()
     assert dict(runner.each(work.square, [4])) == {0: 16}

@@ -12,23 +12,23 @@ import pytest
 import work
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import ask_child, end_child
+from mergegate.tasks.checkpoints import call_model_process, end_model_process
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.outside.slots import (
-    GivenUp,
-    Slot,
-    at_slot,
+from mergegate.tasks.runners.slots import (
+    Cancelled,
+    WorkerSlot,
     current_slot,
     end_slot,
     gpu_of_worker,
     slots_for,
     threads_of_worker,
+    use_slot,
     visible_gpus,
 )
 
 
 def test_a_single_worker_is_where_everybody_is_and_changes_nothing() -> None:
-    assert slots_for(1, 64, ("0", "1")) == (current_slot(),) == (Slot(),)
+    assert slots_for(1, 64, ("0", "1")) == (current_slot(),) == (WorkerSlot(),)
     assert current_slot().environment == ()
 
 
@@ -69,16 +69,16 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes that hold models, which find this module's ``work``; none is left behind."""
     places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
-    end_child()
+    end_model_process()
     yield
-    end_child()
+    end_model_process()
 
 
 def asked_at(
-    slot: Slot, function: object = work.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
+    slot: WorkerSlot, function: object = work.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
 ) -> object:
-    with at_slot(slot):
-        return ask_child(function, arguments, where=f"place {slot.number}", models=models)  # type: ignore[arg-type]
+    with use_slot(slot):
+        return call_model_process(function, arguments, where=f"place {slot.number}", models=models)  # type: ignore[arg-type]
 
 
 def alive(pid: int) -> bool:
@@ -103,7 +103,7 @@ def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> N
     assert [one["CUDA_VISIBLE_DEVICES"], other["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
     end_slot(1)
     assert (alive(first), alive(second)) == (True, False)
-    end_child()
+    end_model_process()
     assert not alive(first)
 
 
@@ -135,14 +135,14 @@ def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_
 @pytest.mark.usefixtures("children", "home")
 def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None:
     gone = threading.Event()
-    slot = Slot(1, given_up=gone)
+    slot = WorkerSlot(1, given_up=gone)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(asked_at, slot, work.wait_for_ever, tmp_path)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert not waiting.done()
         gone.set()
-        with pytest.raises(GivenUp):
+        with pytest.raises(Cancelled):
             waiting.result()
     assert not alive(int((tmp_path / "pid").read_text()))
-    with pytest.raises(GivenUp):  # and none is started for it
+    with pytest.raises(Cancelled):  # and none is started for it
         asked_at(slot)

@@ -13,7 +13,7 @@ from typing import Any
 from prefect import flow
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.outside import current_slot
+from mergegate.tasks.runners import current_slot
 
 asked: list[Callable[[], list[tuple[int, Any]]]] = []
 

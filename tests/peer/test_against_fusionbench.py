@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import (
-    file_of_importance,
-    file_of_moments,
+    importance_file_name,
+    moments_file_name,
     open_importance,
     open_moments,
-    packed_moments,
+    pack_moments,
     write_importance,
     write_inputs,
 )
-from mergegate.merge_core.recipe import MeasuredInputs
+from mergegate.merge_core.recipe import InputMeasurements
 
 pytestmark = pytest.mark.fusionbench
 
@@ -91,10 +91,10 @@ def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
     for i in range(MODELS):
         measured = place / f"measured{i}"
         measured.mkdir()
-        moments = {name: packed_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
-        save_file({name: torch.from_numpy(one) for name, one in moments.items()}, measured / file_of_moments(0))
+        moments = {name: pack_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
+        save_file({name: torch.from_numpy(one) for name, one in moments.items()}, measured / moments_file_name(0))
         write_inputs(measured, {name: name for name in MATRICES}, positions=1)
-        save_file({name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / file_of_importance(0))
+        save_file({name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / importance_file_name(0))
         write_importance(measured, {name: name for name in MATRICES}, positions=1)
     return place
 
@@ -109,7 +109,7 @@ def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) ->
     )
     if reads:
         measured = {
-            f"model{i}": MeasuredInputs("", "", open_moments(place), open_importance(place))
+            f"model{i}": InputMeasurements("", "", open_moments(place), open_importance(place))
             for i, place in ((i, root / f"measured{i}") for i in range(MODELS))
         }
         recipe = replace(recipe, measured=measured)

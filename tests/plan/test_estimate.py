@@ -21,7 +21,7 @@ from mergegate.merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from mergegate.merge_core.engine.forecast.forecast import Needs, Rates, duration, input_files, needs_of
+from mergegate.merge_core.engine.forecast.forecast import Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.engine.forecast.work import Work, work_of
 from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
 from mergegate.merge_core.methods.masks import mask_key
@@ -69,7 +69,7 @@ def planned(text: str, root: Path, *names: str, **sizes: Any) -> MergePlan:
 
 
 def needs(plan: MergePlan, *, cores: int = 2, device: str = "cpu", **settings: Any) -> Needs:
-    return needs_of(plan, EngineSettings(**settings), cores=cores, device=device)
+    return estimate_needs(plan, EngineSettings(**settings), cores=cores, device=device)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -12,10 +12,10 @@ from benchmark_scripts import load_benchmark
 
 from mergegate.flows.cli.recipe_parents import clear_recipe
 from mergegate.merge_core import EngineSettings, load_recipe, plan_merge
-from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.checkpoint import checkpoint as checkpoint_file
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.merge_core.engine.forecast import forecast, needs_of
+from mergegate.merge_core.engine.forecast import estimate_needs, forecast
 from mergegate.merge_core.plan import values
 from mergegate.merge_core.recipe import Recipe, value_for
 
@@ -62,12 +62,14 @@ def test_each_header_is_read_once_and_each_name_is_taken_apart_once(
     mixtures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = counting(monkeypatch, checkpoint_file, "read_header", lambda path: path)
-    layer_place.cache_clear()
+    parse_layer_place.cache_clear()
     cleared = clear_recipe(recipe_in(mixtures))
     assert len(cleared.plan.jobs) == len(SHAPES)
     assert len(headers) == 2 * SHARDS
     assert set(headers.values()) == {1}
-    assert layer_place.cache_info().misses <= len(SHAPES) + LAYERS  # names of both models, and a few that are asked for
+    assert (
+        parse_layer_place.cache_info().misses <= len(SHAPES) + LAYERS
+    )  # names of both models, and a few that are asked for
 
 
 def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_expert(
@@ -77,7 +79,7 @@ def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_exp
     asked = counting(monkeypatch, values, "value_for", lambda parameter, *_: parameter.name)
     costs = counting(monkeypatch, forecast, "work_of", lambda method, _: method.name)
     plan = plan_merge(recipe_in(mixtures), opened)
-    needs = needs_of(plan, EngineSettings(), cores=1, device="cpu")
+    needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu")
     # Two inputs, filtered or not, in each layer and outside of them.
     assert asked["weight"] <= 2 * 2 * (LAYERS + 1)
     shapes = len(set(SHAPES.values()))
@@ -92,7 +94,7 @@ def test_shared_values_are_those_that_each_tensor_would_be_given_alone(mixtures:
     weight = recipe.method.parameter("weight")
     assert weight is not None
     for job in plan_merge(recipe, opened).jobs:
-        at = layer_place(job.output.name)
+        at = parse_layer_place(job.output.name)
         t = at.index / (LAYERS - 1) if at else 0.0
         wanted = value_for(weight, (recipe.parameters,), job.output.name, t)
         assert [own["weight"] for own in job.per_input] == [wanted, wanted], job.output.name

@@ -9,8 +9,8 @@ import pytest
 
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory
-from mergegate.tasks.preflight.compat import Compatibility
-from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, this_machine
+from mergegate.tasks.preflight.compatibility import Compatibility
+from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, measure_machine_capacity
 
 GB = 10**9
 JOB = Compatibility(
@@ -86,7 +86,7 @@ def test_of_a_merge_that_cannot_be_nothing_is_known() -> None:
 
 
 def test_this_machine_has_a_disk_and_memory(home: Path) -> None:
-    there = this_machine(JOB, (), "cpu")
+    there = measure_machine_capacity(JOB, (), "cpu")
     assert there.gpu is None
     (disk,) = there.disks
     assert home.is_relative_to(disk.place)
@@ -140,10 +140,10 @@ def test_a_run_that_cannot_be_is_refused(home: Path) -> None:
     endless = JOB.model_copy(update={"disk": 10**18})
     (blocking,) = (
         one
-        for one in machine_findings(endless, this_machine(endless, (), "cpu"), device="cpu")
+        for one in machine_findings(endless, measure_machine_capacity(endless, (), "cpu"), device="cpu")
         if one.severity == "block"
     )
     assert "free" in blocking.found
     assert "MERGEGATE_HOME" in blocking.remedy
     little = JOB.model_copy(update={"disk": 1})
-    assert not machine_findings(little, this_machine(little, (), "cpu"), device="cpu")
+    assert not machine_findings(little, measure_machine_capacity(little, (), "cpu"), device="cpu")

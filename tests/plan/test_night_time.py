@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from mergegate.flows.cli.night import PlannedNight, PlannedStage
+from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage
 from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.wording import format_roughly
 from mergegate.tasks.preflight.duration import (
     AROUND,
     STARTING,
-    AskedTexts,
     NetworkSize,
-    asking_seconds,
-    merging_seconds,
+    PromptLoad,
+    evaluation_seconds,
+    merge_seconds,
 )
 
 # Two cores that other programs used as well, as the probe found them.
@@ -26,10 +26,10 @@ DEMO = NetworkSize(parameters=280_000, nbytes=564_000, tensors=29)
 MIDDLE = NetworkSize(parameters=20_900_000, nbytes=83_600_000, tensors=74)
 # Requests, tokens and batch of one call; how many calls there were, what they took together in a night on that machine.
 RECORDED = {
-    "perplexity of the demo, with the start of its process": (DEMO, AskedTexts(600, 27_700, batch=16), 4, 4.0),
-    "a task of the demo": (DEMO, AskedTexts(400, 8_800, batch=16), 12, 3.35),
-    "perplexity of a larger model": (MIDDLE, AskedTexts(300, 13_900, batch=16), 3, 50.9),
-    "a task of a larger model": (MIDDLE, AskedTexts(100, 2_200, batch=16), 3, 9.6),
+    "perplexity of the demo, with the start of its process": (DEMO, PromptLoad(600, 27_700, batch=16), 4, 4.0),
+    "a task of the demo": (DEMO, PromptLoad(400, 8_800, batch=16), 12, 3.35),
+    "perplexity of a larger model": (MIDDLE, PromptLoad(300, 13_900, batch=16), 3, 50.9),
+    "a task of a larger model": (MIDDLE, PromptLoad(100, 2_200, batch=16), 3, 9.6),
 }
 
 
@@ -37,33 +37,35 @@ RECORDED = {
 def test_what_is_asked_takes_about_what_it_took(name: str) -> None:
     size, asked, calls, took = RECORDED[name]
     starting = STARTING if "start" in name else 0.0
-    guessed = starting + calls * asking_seconds(size, asked, RATES)
+    guessed = starting + calls * evaluation_seconds(size, asked, RATES)
     assert took / 3 < guessed < 3 * took
 
 
 def test_a_whole_night_of_the_demo_takes_about_what_it_took() -> None:
-    guessed = merging_seconds(1_680_000, 564_000, RATES) + STARTING + AROUND
-    guessed += 4 * asking_seconds(DEMO, AskedTexts(600, 27_700, batch=16), RATES)
-    guessed += 12 * asking_seconds(DEMO, AskedTexts(400, 8_800, batch=16), RATES)
+    guessed = merge_seconds(1_680_000, 564_000, RATES) + STARTING + AROUND
+    guessed += 4 * evaluation_seconds(DEMO, PromptLoad(600, 27_700, batch=16), RATES)
+    guessed += 12 * evaluation_seconds(DEMO, PromptLoad(400, 8_800, batch=16), RATES)
     assert 16.7 / 3 < guessed < 3 * 16.7
 
 
 def test_more_of_anything_takes_longer_and_a_batch_less() -> None:
-    written = AskedTexts(100, 10_000, written=12_800, batch=16)
-    assert asking_seconds(MIDDLE, written, RATES) > 2 * asking_seconds(MIDDLE, replace(written, written=0), RATES)
-    assert asking_seconds(MIDDLE, written, RATES) > asking_seconds(MIDDLE, replace(written, batch=64), RATES)
-    assert asking_seconds(MIDDLE, written, RATES) > asking_seconds(DEMO, written, RATES)
+    written = PromptLoad(100, 10_000, written=12_800, batch=16)
+    assert evaluation_seconds(MIDDLE, written, RATES) > 2 * evaluation_seconds(
+        MIDDLE, replace(written, written=0), RATES
+    )
+    assert evaluation_seconds(MIDDLE, written, RATES) > evaluation_seconds(MIDDLE, replace(written, batch=64), RATES)
+    assert evaluation_seconds(MIDDLE, written, RATES) > evaluation_seconds(DEMO, written, RATES)
 
 
 def test_what_was_guessed_is_said_to_be_and_what_nobody_knows_is_not_added_up() -> None:
     measured = PlannedStage("merge", "", False, 1, 100.0)
     guessed = PlannedStage("evaluate", "merge, copy", False, 400, 7200.0, rough=True)
-    assert PlannedNight((measured,)).time() == "about 1 m 40 s, as it took last time"
-    assert PlannedNight((guessed,)).time() == "about 2 h, never run here"
-    assert PlannedNight((measured, guessed)).time() == "about 2 h, some of it never run here"
+    assert PlannedRun((measured,)).time() == "about 1 m 40 s, as it took last time"
+    assert PlannedRun((guessed,)).time() == "about 2 h, never run here"
+    assert PlannedRun((measured, guessed)).time() == "about 2 h, some of it never run here"
     unknown = PlannedStage("evaluate", "merge, served", False, 400)
-    assert PlannedNight((guessed, unknown)).seconds is None
-    assert PlannedNight((PlannedStage("merge", "", True),)).sentence().startswith("all 1 stages")
+    assert PlannedRun((guessed, unknown)).seconds is None
+    assert PlannedRun((PlannedStage("merge", "", True),)).sentence().startswith("all 1 stages")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from mergegate.flows.cli.app import app
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints import resolve_all_parents
-from mergegate.tasks.preflight import compat, header_digests, plan_once
+from mergegate.tasks.preflight import compatibility, header_digests, plan_cached
 
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 2, "hidden": 512, "wide": 2048, "keys": 128, "tokens": 4000}
@@ -128,9 +128,9 @@ def test_headers_are_read_and_planned_once_for_a_check_and_what_follows_it(monke
     recipe = load_recipe(PROJECT / "profiles" / "demo" / "recipes" / "ties.yaml")
     (found,) = resolve_all_parents([recipe])
     headers = header_digests(found)
-    first = plan_once(recipe, found, headers)
-    monkeypatch.setattr(compat, "open_and_plan", lambda *_: pytest.fail("planned again"))
-    assert plan_once(recipe, found, headers) is first
+    first = plan_cached(recipe, found, headers)
+    monkeypatch.setattr(compatibility, "open_and_plan", lambda *_: pytest.fail("planned again"))
+    assert plan_cached(recipe, found, headers) is first
     monkeypatch.undo()
     changed = (headers[0].model_copy(update={"digest": "0" * 64}), *headers[1:])
-    assert plan_once(recipe, found, changed) is not first
+    assert plan_cached(recipe, found, changed) is not first

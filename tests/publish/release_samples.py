@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.store import Artifact, digest
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.scoring import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
@@ -26,6 +25,7 @@ from mergegate.tasks.publish.step import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report
+from mergegate.tasks.store import Artifact, digest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPE = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.targets import CurrentRelease, OnProgress, PublishTarget, Release
 

@@ -9,13 +9,13 @@ from release_samples import license_verdict, parents
 
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses import load_table, read_licenses
-from mergegate.tasks.publish import beside_state
+from mergegate.tasks.publish import state_license_files
 
 
 @pytest.mark.parametrize("licenses", [("apache-2.0",), ("mit", "apache-2.0")])
 def test_the_licence_of_the_release_is_read_where_the_state_lies(tmp_path: Path, licenses: tuple[str, ...]) -> None:
     verdict = license_verdict(*licenses)
-    for name, text in beside_state((), verdict):
+    for name, text in state_license_files((), verdict):
         (tmp_path / "mean" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mean" / name).write_text(text)
     found = ResolvedCheckpoint(name="mean", ref="mean", directory=tmp_path / "mean")
@@ -25,6 +25,6 @@ def test_the_licence_of_the_release_is_read_where_the_state_lies(tmp_path: Path,
 
 def test_the_same_release_gives_the_same_files(tmp_path: Path) -> None:
     verdict = license_verdict("apache-2.0", "mit")
-    made = [beside_state(parents(tmp_path / name), verdict) for name in ("one", "two")]
+    made = [state_license_files(parents(tmp_path / name), verdict) for name in ("one", "two")]
     assert made[0] == made[1]
     assert "No model" in dict(made[0])["README.md"]

@@ -14,8 +14,8 @@ from alias_contract import ALIAS, require_aliases
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import MARK, MARK_CONTENT
-from mergegate.merge_core.store.hashing import HashMemo, sha256_file
+from mergegate.merge_core.files import MARK, MARK_CONTENT
+from mergegate.merge_core.files.hashing import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
 from mergegate.tasks.publish.targets.contract import OnProgress, Release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget

@@ -18,9 +18,9 @@ from mergegate.tasks.publish.targets.hub.state import (
     Head,
     ObservedState,
     Promote,
+    PublicationBlocked,
     StageFiles,
     Step,
-    Stop,
     Tag,
     next_step,
 )
@@ -153,7 +153,7 @@ def test_what_would_break_a_promise_stops_it_and_says_what_to_do(
     observed: ObservedState, expected_head: str | None, found: str
 ) -> None:
     step = next_step(DESIRED, observed, expected_head)
-    assert isinstance(step, Stop)
+    assert isinstance(step, PublicationBlocked)
     assert found in step.found
     assert step.remedy
 

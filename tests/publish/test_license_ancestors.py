@@ -10,13 +10,13 @@ import pytest
 from hub_look_alike import STRANGER, Answer, Fault, LookAlike, Request, hub
 from look_alike_repository import Repository, plain
 
-from mergegate.merge_core.store.keys import stage_key
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.ancestors import hub_ancestors
 from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.licenses.use import LicenseSettings
+from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"

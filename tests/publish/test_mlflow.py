@@ -24,12 +24,12 @@ from small_registry import SmallRegistry, small_registry
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, find_release
 from mergegate.tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
-from mergegate.tasks.report import NightScore, RunRecord, tell_tracker
+from mergegate.tasks.report import RunRecord, RunScore, export_to_trackers
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ REFUSED = RunRecord(
     message="demo is not released\nreverse: 9.8 points below",
     overrides=("evaluate.documents=200",),
     scores=(
-        NightScore(
+        RunScore(
             task="gsm8k", reference="a", merge=51.5, drop=9.8, low=7, high=12, max_drop=3, margin=3, outcome="fail"
         ),
     ),
@@ -149,10 +149,10 @@ def tracking(url: str) -> dict[str, str]:
 
 def test_a_run_that_was_refused_is_tracked_in_mlflow_when_asked(tmp_path: Path) -> None:
     with small_mlflow() as server:
-        tell_tracker(REFUSED, tmp_path, {"MLFLOW_TRACKING_URI": server.url})
+        export_to_trackers(REFUSED, tmp_path, {"MLFLOW_TRACKING_URI": server.url})
         assert not server.experiments
-        tell_tracker(REFUSED, tmp_path, tracking(server.url))
-        tell_tracker(REFUSED.model_copy(update={"status": "passed"}), tmp_path, tracking(server.url))
+        export_to_trackers(REFUSED, tmp_path, tracking(server.url))
+        export_to_trackers(REFUSED.model_copy(update={"status": "passed"}), tmp_path, tracking(server.url))
         assert server.experiments == {"nightly merges": "1"}
         assert [run["info"]["status"] for run in server.runs] == ["FAILED", "FINISHED"]
         data = server.runs[0]["data"]
@@ -164,16 +164,16 @@ def test_a_run_that_was_refused_is_tracked_in_mlflow_when_asked(tmp_path: Path) 
 def test_an_mlflow_that_does_not_answer_or_has_no_address_is_said_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tell_tracker(REFUSED, tmp_path, {"MERGEGATE_MLFLOW": "releases"})
+    export_to_trackers(REFUSED, tmp_path, {"MERGEGATE_MLFLOW": "releases"})
     assert "MLFLOW_TRACKING_URI is no address" in caplog.text
-    tell_tracker(REFUSED, tmp_path, tracking("http://127.0.0.1:9"))
+    export_to_trackers(REFUSED, tmp_path, tracking("http://127.0.0.1:9"))
     assert "not sent to MLflow" in caplog.text
 
 
 @pytest.mark.slow
 @real[1]
 def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_path: Path) -> None:
-    tell_tracker(REFUSED, tmp_path, tracking(server.url))
+    export_to_trackers(REFUSED, tmp_path, tracking(server.url))
     place = ask(server, "experiments/get-by-name?experiment_name=nightly%20merges")["experiment"]["experiment_id"]
     (run,) = ask(server, "runs/search", {"experiment_ids": [place]})["runs"]
     assert run["info"]["status"] == "FAILED"

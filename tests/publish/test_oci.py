@@ -27,7 +27,7 @@ from small_registry import PASSWORD, USER, SmallRegistry, small_registry
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file

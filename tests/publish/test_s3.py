@@ -18,7 +18,7 @@ from release_samples import publishable
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
@@ -331,7 +331,7 @@ def test_it_is_one_of_the_targets() -> None:
 
 
 def _sha256(path: Path) -> str:
-    from mergegate.merge_core.store.hashing import sha256_file
+    from mergegate.merge_core.files.hashing import sha256_file
 
     return sha256_file(path)
 

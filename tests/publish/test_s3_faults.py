@@ -18,8 +18,8 @@ from faulty_proxy import ProxyFault
 from forked_publishers import ForkedPublishers, forked_publishers
 from patience import HANG_S
 
-from mergegate.merge_core.store import merkle
-from mergegate.merge_core.store.hashing import sha256_file
+from mergegate.merge_core.files.hashing import sha256_file
+from mergegate.tasks.store import merkle
 
 URL = f"s3://{BUCKET}/demo"
 TARGET = {"to": "s3", "url": URL}

@@ -16,7 +16,7 @@ from release_samples import publishable
 
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish.releases import check_release, find_champion
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets

@@ -14,7 +14,7 @@ import pytest
 from bucket import BUCKET, S3OnLoopback, s3_on_loopback
 
 from mergegate.tasks.publish.targets.s3 import S3Target
-from mergegate.tasks.stage.sharing import shared_store
+from mergegate.tasks.stage.shared_store import shared_store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flows"))
 from demo_project import Project, make_project

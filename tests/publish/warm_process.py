@@ -85,7 +85,7 @@ def warm_process(place: Path, script: str, *arguments: str, environment: Mapping
 
 def listed_files(files: Mapping[str, Path], gated: Mapping[str, str] | None) -> list[tuple[str, str, str]]:
     """Name, path and sha256 of each; what was ``gated``, where that is not what lies on disk."""
-    from mergegate.merge_core.store.hashing import sha256_file
+    from mergegate.merge_core.files.hashing import sha256_file
 
     known = gated or {}
     return [(name, str(path), known.get(name) or sha256_file(path)) for name, path in files.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from mergegate.tasks.report import NightParent, NightScore, NightStage, RunRecord
+from mergegate.tasks.report import RunParent, RunRecord, RunScore, RunStage
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
 DAY = 86_400.0
@@ -63,7 +63,7 @@ def night_of_samples(
     night: int,
     number: int,
     status: str,
-    scores: tuple[NightScore, ...],
+    scores: tuple[RunScore, ...],
     revision: int,
     density: float,
     chance: random.Random,
@@ -78,7 +78,7 @@ def night_of_samples(
         "refused": f"{profile} is not released\n{_worst(scores)}",
     }
     stages = tuple(
-        NightStage(
+        RunStage(
             name=name,
             seconds=seconds * (chance.uniform(0.8, 1.3) if fresh else 0.02),
             calls=1,
@@ -88,7 +88,7 @@ def night_of_samples(
         for name, seconds in STAGES.items()
     )
     parents = tuple(
-        NightParent(name=name, ref=f"acme/{name}", revision=f"{revision:02d}" * 20, digest=f"{revision:02d}" * 8)
+        RunParent(name=name, ref=f"acme/{name}", revision=f"{revision:02d}" * 20, digest=f"{revision:02d}" * 8)
         for name in ("base", "chat", "tools")
     )
     return RunRecord(
@@ -112,9 +112,9 @@ def night_of_samples(
     )
 
 
-def _score(task: str, level: float, chance: random.Random) -> NightScore:
+def _score(task: str, level: float, chance: random.Random) -> RunScore:
     drop = chance.gauss(0.6, 0.9)
-    return NightScore(
+    return RunScore(
         task=task,
         reference="chat",
         merge=level,
@@ -127,7 +127,7 @@ def _score(task: str, level: float, chance: random.Random) -> NightScore:
     )
 
 
-def _worst(scores: tuple[NightScore, ...]) -> str:
+def _worst(scores: tuple[RunScore, ...]) -> str:
     if not scores:
         return "licences: cc-by-nc-4.0 (of chat) does not permit commercial use"
     worst = max(scores, key=lambda score: score.drop)

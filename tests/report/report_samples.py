@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import Literal
 
-from mergegate.merge_core.analysis.interference import Interference, Skipped, Spot
+from mergegate.merge_core.analysis.interference import Interference, Skipped, TensorGroup
 from mergegate.merge_core.analysis.tally import Tally
 from mergegate.merge_core.architecture.tensor_kinds import TensorKind
 from mergegate.tasks.evaluation.scoring import Scoring
@@ -16,7 +16,7 @@ from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocument
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
-from mergegate.tasks.perplexity.measuring import WindowSettings
+from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report.content import (
     Library,
@@ -29,7 +29,7 @@ from mergegate.tasks.report.content import (
     ReportedServing,
     StoredArtifact,
 )
-from mergegate.tasks.serve.measured import ServingCost
+from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.stage import Outcome
 
 RECIPE = """\
@@ -272,16 +272,16 @@ def interference(layers: int = 4, vectors: int = 2) -> Interference:
         return 0.3 + 0.25 * layer / layers + 0.012 * ((3 * kind + layer) % 7)
 
     spots = [
-        Spot(stack="", layer=None, kind="embedding", tally=tally(0.21, vectors, 0.002)),
+        TensorGroup(stack="", layer=None, kind="embedding", tally=tally(0.21, vectors, 0.002)),
         *(
-            Spot(
+            TensorGroup(
                 stack="model.layers", layer=at, kind=kind, tally=tally(conflict(at, number), vectors, 0.01 + 0.001 * at)
             )
             for at in range(layers)
             for number, kind in enumerate(kinds)
         ),
-        Spot(stack="", layer=None, kind="norm", tally=tally(0.34, vectors, 0.004)),
-        Spot(stack="", layer=None, kind="head", tally=tally(0.41, vectors, 0.006)),
+        TensorGroup(stack="", layer=None, kind="norm", tally=tally(0.34, vectors, 0.004)),
+        TensorGroup(stack="", layer=None, kind="head", tally=tally(0.41, vectors, 0.006)),
     ]
     skipped = (Skipped(reason="of another shape in some model", tensors=2, example="model.extra.weight"),)
     return Interference(vectors=vectors, has_merge=True, spots=tuple(spots), skipped=skipped)

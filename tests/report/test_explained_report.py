@@ -11,9 +11,9 @@ from pages import page_of
 
 from mergegate.merge_core.analysis.interference import Interference
 from mergegate.tasks.explain.stage import Explanation
-from mergegate.tasks.gate.sequential import Look
+from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RouterDistance
-from mergegate.tasks.report import explaining
+from mergegate.tasks.report import explanation_text
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.heat_map import interference_plot, what_is_shown
 from mergegate.tasks.report.table import as_markdown
@@ -105,7 +105,7 @@ def test_artifacts_are_named_by_their_keys(page: str) -> None:
 
 
 def test_the_weights_are_put_into_sentences() -> None:
-    found = " ".join(explaining.why(samples.explanation()))
+    found = " ".join(explanation_text.why(samples.explanation()))
     assert found.startswith("The merge moved 0.68 times as far from base as sorter, the parent that moved farthest.")
     assert "both reverser and sorter move noticeably" in found
     assert "it would be 50 %" in found
@@ -117,7 +117,7 @@ def test_the_weights_are_put_into_sentences() -> None:
 
 
 def test_of_several_parents_the_pair_that_conflicts_most_is_named() -> None:
-    found = " ".join(explaining.why(samples.explanation(names=("a", "b", "c"))))
+    found = " ".join(explanation_text.why(samples.explanation(names=("a", "b", "c"))))
     assert "The pair that conflicts most is b and c" in found
 
 
@@ -128,13 +128,13 @@ def test_layers_that_conflict_alike_are_not_ranked() -> None:
         spot.model_copy(update={"tally": samples.tally(0.4, 2, 0.01)}) for spot in explanation.interference.spots
     )
     even = explanation.interference.model_copy(update={"spots": spots})
-    found = " ".join(explaining.why(explanation.model_copy(update={"interference": even})))
+    found = " ".join(explanation_text.why(explanation.model_copy(update={"interference": even})))
     assert "The conflict is much the same in all 4 layers." in found
 
 
 def test_a_recipe_without_base_says_where_differences_begin() -> None:
     plain = samples.explanation(names=("sorter",)).model_copy(update={"origin": "reverser", "origin_is_base": False})
-    found = " ".join(explaining.why(plain))
+    found = " ".join(explanation_text.why(plain))
     assert "The recipe names no base: differences are measured from its first model, reverser." in found
     assert "opposite" not in found
     assert what_is_shown(plain).startswith("Distance of the parents")
@@ -198,7 +198,7 @@ def test_a_merge_that_passed_has_none_of_it() -> None:
 def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     content = samples.refused()
     first, second = content.verdict.guards
-    looked = first.model_copy(update={"look": Look(number=2, of=3, documents=1000, confidence=0.98)})
+    looked = first.model_copy(update={"look": InterimLook(number=2, of=3, documents=1000, confidence=0.98)})
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))

@@ -20,9 +20,9 @@ from pages import Page
 from mergegate.tasks.report import (
     EndedRun,
     EndedStage,
-    NightParent,
-    NightScore,
+    RunParent,
     RunRecord,
+    RunScore,
     changes_since,
     file_name,
     keep_run,
@@ -30,8 +30,8 @@ from mergegate.tasks.report import (
     render_ending,
     render_history,
 )
-from mergegate.tasks.report.history import History, keeping, ledger
-from mergegate.tasks.report.history.keeping import facts_of
+from mergegate.tasks.report.history import History, archive, ledger
+from mergegate.tasks.report.history.archive import run_facts
 from mergegate.tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
 from mergegate.tasks.report.history.links import Neighbours, tied
 from mergegate.tasks.report.history.record import parse_record
@@ -45,8 +45,8 @@ def record(**changes: object) -> RunRecord:
     return RunRecord.model_validate({**known, "status": "released", "message": "released demo v1", **changes})
 
 
-def score(task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0) -> NightScore:
-    return NightScore(
+def score(task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0) -> RunScore:
+    return RunScore(
         task=task,
         reference="math",
         merge=merge,
@@ -59,8 +59,8 @@ def score(task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop:
     )
 
 
-def parent(name: str = "math", revision: str | None = "a" * 40, digest: str = "0123456789abcdef") -> NightParent:
-    return NightParent(name=name, ref=f"acme/{name}", revision=revision, digest=digest)
+def parent(name: str = "math", revision: str | None = "a" * 40, digest: str = "0123456789abcdef") -> RunParent:
+    return RunParent(name=name, ref=f"acme/{name}", revision=revision, digest=digest)
 
 
 def measured(**changes: object) -> RunRecord:
@@ -214,7 +214,7 @@ class TestThePages:
     def test_the_newest_sixty_are_kept_and_no_link_leads_nowhere(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(keeping, "MOST_PAGES", 3)
+        monkeypatch.setattr(archive, "MOST_PAGES", 3)
         stray = tmp_path / "demo" / "9999-stray.html"
         stray.parent.mkdir()
         stray.write_text("of a run that was killed before it was noted")
@@ -230,7 +230,7 @@ class TestThePages:
     def test_the_page_of_a_search_lies_beside_that_of_its_release_and_goes_with_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(keeping, "MOST_PAGES", 2)
+        monkeypatch.setattr(archive, "MOST_PAGES", 2)
         for number in range(3):
             kept = keep_run(tmp_path, record(run=str(number), flow="sweep", ended=1e9 + number), PAGE, search=PAGE)
             beside = neighbours(kept.page)["alternate"]
@@ -255,7 +255,7 @@ class TestThePages:
                 keep_run(reports, record(run=str(number), ended=1e9 + number), PAGE)
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
                 for step in steps:
-                    patch.setattr(keeping, step, _dying(getattr(keeping, step), taken, at))
+                    patch.setattr(archive, step, _dying(getattr(archive, step), taken, at))
                 keep_run(reports, record(run="killed", ended=1e9 + 2), PAGE)
             died += len(taken) == at + 1
             keep_run(reports, record(run="next", ended=1e9 + 3), PAGE)
@@ -438,7 +438,7 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
         version="3573902a24b3", location="releases/my demo/3573902a24b3", machine="build-7, 2 cores",
         seen_at="https://prefect.example/runs/flow-run/7f",
     )  # fmt: skip
-    assert dict(facts_of(record)) == {
+    assert dict(run_facts(record)) == {
         "ended": "1970-01-01 00:00 UTC, after 1 m 01 s on build-7, 2 cores",
         "release": "3573902a24b3",
         "published to": "releases/my demo/3573902a24b3",
@@ -446,11 +446,11 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
         "Prefect": "https://prefect.example/runs/flow-run/7f",
     }
     found = record.model_copy(update={"flow": "sweep", "status": "passed", "version": "", "location": "my winner.yaml"})
-    assert {name: said for name, said in facts_of(found) if name not in ("ended", "Prefect")} == {
+    assert {name: said for name, said in run_facts(found) if name not in ("ended", "Prefect")} == {
         "recipe": "my winner.yaml",
         "to merge it": "mergegate merge 'my winner.yaml' OUT",
     }
-    hostile = [("x", "https://a/<script>"), ("y", "<b>"), *facts_of(record)]
+    hostile = [("x", "https://a/<script>"), ("y", "<b>"), *run_facts(record)]
     page = tied("<style></style><main><header></header></main>", "demo/a.html", Neighbours(), (), hostile)
     assert '<a href="https://prefect.example/runs/flow-run/7f">' in page
     assert "<script>" not in page

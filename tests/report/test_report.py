@@ -16,15 +16,15 @@ import pytest
 import report_samples as samples
 from pages import Page, page_of
 
-from mergegate.merge_core.store.keys import stage_key
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.report.answers import marked_answers
 from mergegate.tasks.report.bars import score_bars
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import as_markdown, evaluated, final_table, task_rows
+from mergegate.tasks.report.table import as_markdown, evaluated_models, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
+from mergegate.tasks.store.keys import stage_key
 
 SAMPLES: list[Callable[[], ReportContent]] = [
     samples.released,
@@ -302,7 +302,7 @@ def test_of_a_refused_merge_no_sentence_says_that_it_may_be_published() -> None:
 
 def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
     content = samples.released()
-    models, rows = evaluated(content), task_rows(content)
+    models, rows = evaluated_models(content), task_rows(content)
     bars = score_bars(rows, models)
     assert [(task.name, [bar.text for bar in task.bars]) for task in bars] == [
         (row.task, [cell.text for cell in row.cells]) for row in rows

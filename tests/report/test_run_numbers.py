@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from mergegate.tasks.report import NightScore, NightStage, RunRecord
-from mergegate.tasks.report.history.metrics import METRICS, OTEL, numbers_of, tell_operators, write_text_file
+from mergegate.tasks.report import RunRecord, RunScore, RunStage
+from mergegate.tasks.report.history.metrics import METRICS, OTEL, export_metrics, numbers_of, write_text_file
 
 
 def read(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -36,9 +36,9 @@ def run(status: str = "released", profile: str = "demo", seconds: float = 2.0, c
         seconds=seconds,
         status=status,
         message="",
-        stages=(NightStage(name="evaluate", seconds=1.5, calls=3, cached=cached, status="made"),),
+        stages=(RunStage(name="evaluate", seconds=1.5, calls=3, cached=cached, status="made"),),
         scores=(
-            NightScore(
+            RunScore(
                 task="copy", reference="base", merge=99.0, drop=1.0, low=0, high=2, max_drop=3, margin=3, outcome="pass"
             ),
         ),
@@ -54,7 +54,7 @@ class TestTextFile:
     def test_counters_add_up_over_runs_and_gauges_tell_of_the_last(self, tmp_path: Path) -> None:
         file = tmp_path / "mergegate.prom"
         for one in (run(), run("refused", seconds=3.0), run("refused", profile="other")):
-            tell_operators(one, tmp_path, {METRICS: str(file)})
+            export_metrics(one, tmp_path, {METRICS: str(file)})
         of = {("profile", "demo"), ("flow", "release")}
         found = read(file)
         assert found["mergegate_runs_total", frozenset({*of, ("status", "released")})] == 1
@@ -97,22 +97,22 @@ class TestTextFile:
     def test_a_file_that_is_no_such_thing_is_begun_anew(self, tmp_path: Path, damage: bytes) -> None:
         file = tmp_path / "m.prom"
         file.write_bytes(damage)
-        tell_operators(run(), tmp_path, {METRICS: str(file)})
+        export_metrics(run(), tmp_path, {METRICS: str(file)})
         assert any(name == "mergegate_runs_total" for name, _ in read(file))
 
     def test_others_may_read_it(self, tmp_path: Path) -> None:
-        tell_operators(run(), tmp_path, {METRICS: str(tmp_path / "m.prom")})
+        export_metrics(run(), tmp_path, {METRICS: str(tmp_path / "m.prom")})
         assert [path.name for path in tmp_path.glob("m.prom*")] == ["m.prom"]
 
     def test_nothing_is_written_that_nobody_asked_for(self, tmp_path: Path) -> None:
-        tell_operators(run(), tmp_path, {})
+        export_metrics(run(), tmp_path, {})
         assert not list(tmp_path.iterdir())
 
     def test_a_place_that_cannot_be_written_is_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.WARNING):
-            tell_operators(run(), tmp_path, {METRICS: str(tmp_path / "nowhere" / "m.prom")})
+            export_metrics(run(), tmp_path, {METRICS: str(tmp_path / "nowhere" / "m.prom")})
         assert "numbers for operators were not written" in caplog.text
 
     def test_a_whole_record_of_a_night_can_be_told(self, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_collector_gets_the_same_numbers(
     address, received = collector
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    tell_operators(run(), tmp_path, {OTEL: "1"})
+    export_metrics(run(), tmp_path, {OTEL: "1"})
     sent = ExportMetricsServiceRequest.FromString(received[-1])
     metrics = {one.name: one for scope in sent.resource_metrics[0].scope_metrics for one in scope.metrics}
     assert {one.name for one in numbers_of(run())} == {name.removeprefix("mergegate.") for name in metrics}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mergegate.tasks.report import NightScore, RunRecord, tell_tracker
+from mergegate.tasks.report import RunRecord, RunScore, export_to_trackers
 from mergegate.tasks.report.history.tracking import tracked_numbers
 
 RECORD = RunRecord(
@@ -23,8 +23,8 @@ RECORD = RunRecord(
     message="demo is not released",
     perplexity=1.01,
     scores=(
-        NightScore(task="mean of 2", reference="a", drop=1.5, low=1, high=2, max_drop=3, margin=3, outcome="pass"),
-        NightScore(
+        RunScore(task="mean of 2", reference="a", drop=1.5, low=1, high=2, max_drop=3, margin=3, outcome="pass"),
+        RunScore(
             task="gsm8k", reference="a", merge=51.5, drop=2.5, low=1, high=4, max_drop=3, margin=3, outcome="fail"
         ),
     ),
@@ -48,7 +48,7 @@ def test_every_guard_is_a_number_that_a_tracker_can_group() -> None:
 
 def test_nothing_is_imported_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tell_tracker(RECORD, tmp_path, {})
+    export_to_trackers(RECORD, tmp_path, {})
 
 
 def test_what_is_missing_or_refuses_is_said_and_the_run_goes_on(
@@ -56,14 +56,14 @@ def test_what_is_missing_or_refuses_is_said_and_the_run_goes_on(
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    tell_tracker(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
     assert "pip install 'mergegate[wandb]'" in caplog.text
 
     def refuse(**_: Any) -> None:
         raise RuntimeError("no key")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=dict))
-    tell_tracker(RECORD, tmp_path, {"MERGEGATE_WANDB": "releases"})
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "releases"})
     assert "not sent to Weights & Biases: no key" in caplog.text
 
 
@@ -71,7 +71,7 @@ def test_what_is_missing_or_refuses_is_said_and_the_run_goes_on(
 def test_the_real_one_writes_the_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="an extra: pip install 'mergegate[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tell_tracker(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
     wandb.teardown()  # its own process writes at its end
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = written.read_bytes()

@@ -10,8 +10,8 @@ from variants import DEMO, model_in, with_tensors
 
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.merge_core.store.keys import digest
 from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
+from mergegate.tasks.store.keys import digest
 
 BASE = DEMO / "models" / "base"
 _BESIDE = ("norm", "embed_tokens")

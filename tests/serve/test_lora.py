@@ -19,7 +19,7 @@ from variants import model_in
 
 from mergegate.merge_core.adapters import open_adapter
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.tasks.outside import Answer
+from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject, ask_adapter
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import ServerKind, launch

@@ -17,7 +17,7 @@ import pytest
 from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
-from mergegate.tasks.outside import Gpus
+from mergegate.tasks.sandbox import Gpus
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess

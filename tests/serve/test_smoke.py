@@ -19,14 +19,14 @@ from mergegate.flows.cli.app import app
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store.keys import digest
 from mergegate.tasks.serve.launch import ServerKind, find_server, launch
-from mergegate.tasks.serve.measured import ServingCost, today
+from mergegate.tasks.serve.measurements import ServingCost, today
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint
 from mergegate.tasks.serve.stage import serve, serve_models, server_of
 from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
 from mergegate.tasks.stage.environment import Runtime
+from mergegate.tasks.store.keys import digest
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergegate.merge_core.store.keys import digest
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.store.keys import digest
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -13,7 +13,7 @@ sys.path.append(str(TESTS / "judge"))
 
 from judge_server import Asked, Response, completion, serving  # noqa: E402  # from the tests of the judge
 
-from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair  # noqa: E402
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair  # noqa: E402  # noqa: E402
 
 __all__ = [
     "CHAT",

@@ -15,7 +15,7 @@ from benchmark_scripts import load_benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, path
+from mergegate.tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, evidence_path
 
 RULE = ShadowRule()
 THRESHOLD = math.log(20)
@@ -112,21 +112,21 @@ def test_who_is_shown_to_be_worse_is_not_promoted_for_being_within_the_margin() 
 
 def test_a_million_pairs_are_nothing_and_a_path_ends_where_the_evidence_is() -> None:
     many = [1.0, 0.5, 0.5, 0.0] * 250_000
-    whole, drawn = evidence_of(many, RULE), path(many, RULE)
+    whole, drawn = evidence_of(many, RULE), evidence_path(many, RULE)
     assert drawn[-1] == whole
     assert len(drawn) <= 400
     assert all(a.pairs < b.pairs for a, b in pairwise(drawn))
     assert 0.4985 < whole.low < 0.5 < whole.high < 0.5015
     assert all(math.isfinite(number) for number in (whole.log_e_promote, whole.log_e_rollback))
-    assert path([1, 0, 0.5], RULE) == tuple(evidence_of([1, 0, 0.5][:n], RULE) for n in (1, 2, 3))
-    assert path([], RULE) == ()
+    assert evidence_path([1, 0, 0.5], RULE) == tuple(evidence_of([1, 0, 0.5][:n], RULE) for n in (1, 2, 3))
+    assert evidence_path([], RULE) == ()
     with pytest.raises(ValueError, match="1/2"):
         evidence_of([0.7], RULE)
 
 
 def looked_at_each(scores: list[float], what: str, start: int) -> int | None:
     """The first number of pairs after which the evidence has reached the threshold, by looking at each."""
-    seen = path(scores, RULE, points=len(scores))
+    seen = evidence_path(scores, RULE, points=len(scores))
     assert len(seen) == len(scores)
     return next((one.pairs for one in seen[start - 1 :] if getattr(one, what) >= RULE.log_threshold), None)
 

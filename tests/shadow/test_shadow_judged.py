@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from recorded_traffic import Response, likes_good_answers, pair, serving
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.judge import JudgeServer, Judging
+from mergegate.tasks.judge import JudgeServer, JudgmentSettings
 from mergegate.tasks.shadow import SampledPair, open_judged, read_judged, sample_pairs
 
-JUDGING = Judging(model="judge-1")
+JUDGING = JudgmentSettings(model="judge-1")
 EXPECTED = {"good": {"good": 0.5, "bad": 0.0}, "bad": {"good": 1.0, "bad": 0.5, "worse": 0.5}}
 
 
@@ -31,7 +31,9 @@ def pairs_of(*answers: tuple[str, str]) -> tuple[SampledPair, ...]:
     return sample_pairs(lambda: recorded, judged={}, most=1000).pairs
 
 
-def judge(place: Path, pairs: tuple[SampledPair, ...], url: str, judging: Judging = JUDGING) -> tuple[float, ...]:
+def judge(
+    place: Path, pairs: tuple[SampledPair, ...], url: str, judging: JudgmentSettings = JUDGING
+) -> tuple[float, ...]:
     server = JudgeServer(url=url, attempts=1, concurrency=3)
     with open_judged(place, "demo", "v1", judging) as ledger:
         ledger.judge(pairs, judging, server, now=lambda: 5000.0)

@@ -12,7 +12,7 @@ from recorded_traffic import Asked, completion, likes_good_answers, pair, servin
 from watched_project import VERSION, Watched, rows, watched
 
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.shadow.recorded import RecordedPair
+from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
 RULE = {"minimum_pairs": 30, "pairs_per_look": 400}
 

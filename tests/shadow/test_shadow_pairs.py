@@ -16,7 +16,7 @@ from recorded_traffic import CHAT, answer, chat, given, pair, stream
 
 from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
 from mergegate.tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
-from mergegate.tasks.shadow.recorded import RecordedPair
+from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:

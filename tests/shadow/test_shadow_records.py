@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, inspect
 
-from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import Recorder, Redaction
 

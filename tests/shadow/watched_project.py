@@ -17,7 +17,7 @@ sys.path.append(str(TESTS / "flows"))
 from demo_project import Project, make_project  # noqa: E402  # from the tests of flows
 
 from mergegate.tasks.shadow import ArmRow, Routing, read_routing, write_routing  # noqa: E402
-from mergegate.tasks.shadow.recorded import RecordedPair, ShadowRecord  # noqa: E402
+from mergegate.tasks.shadow.recorded_traffic import RecordedPair, ShadowRecord  # noqa: E402  # noqa: E402
 from mergegate.tasks.shadow.records import open_records  # noqa: E402
 
 VERSION = "1a2b3c4d5e6f"

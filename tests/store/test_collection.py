@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from mergegate.merge_core.store import (
+from mergegate.merge_core.files import hashing
+from mergegate.tasks.store import (
     EntryName,
     RetentionRule,
     Store,
     StoreMiss,
     collect_garbage,
     examine_store,
-    hashing,
-    keeping_reasons,
+    explain_retention,
     list_store,
-    note_use,
     open_run,
     plan_collection,
     prune_runs,
+    record_use,
     stage_key,
     store_bytes,
 )
-from mergegate.merge_core.store.store import TRASH
+from mergegate.tasks.store.store import TRASH
 
 EVERYTHING = RetentionRule(grace_s=0.0)
 DAY = 86_400.0
@@ -68,7 +68,7 @@ class Home:
     def build(self, stage: str, key: str, run: str = "", size: int = 1000) -> None:
         """As a stage does it: note, ask, mark."""
         if run:
-            assert note_use(self.runs, run, stage, key, "")
+            assert record_use(self.runs, run, stage, key, "")
 
         def make(out: Path) -> Value:
             (out / "sub").mkdir()
@@ -155,7 +155,7 @@ def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_
     (place.parent / "notes.txt").write_text("a person's")
     (place.parent / ("d" * 32)).symlink_to(home.place)
     with open_run(home.runs, "one", "release", "demo"):
-        note_use(home.runs, "one", "merge", key, "")
+        record_use(home.runs, "one", "merge", key, "")
         collect_garbage(home.root, home.runs, EVERYTHING)
     assert sorted(path.name for path in place.parent.iterdir()) == sorted([place.name, "notes.txt", "d" * 32])
     assert not (home.root / "hashes.sqlite.damaged-1").exists()
@@ -191,7 +191,7 @@ def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatc
 
         def noted_meanwhile(path: Path, to: Path) -> Path:
             moved = rename(path, to)
-            note_use(home.runs, "one", "merge", key, "")
+            record_use(home.runs, "one", "merge", key, "")
             return moved
 
         monkeypatch.setattr(Path, "rename", noted_meanwhile)
@@ -248,7 +248,7 @@ def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
     gone: list[str] = []
     with open_run(home.runs, "one", "release", "demo"):
         for key in kept:
-            note_use(home.runs, "one", "merge", key, "")
+            record_use(home.runs, "one", "merge", key, "")
         start = threading.Barrier(2)
 
         def collects() -> None:
@@ -384,7 +384,7 @@ def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: 
             beside = next(iter(history["other" if profile == "demo" else "demo"][-1:]), [])
             with open_run(home.runs, run, "release", profile) as opened, open_run(home.runs, "beside", "compare", ""):
                 for stage, key in beside:  # another process reads what the other profile made
-                    note_use(home.runs, "beside", stage, key, "")
+                    record_use(home.runs, "beside", stage, key, "")
                 for stage, key, size in stages:
                     home.build(stage, key, run, size)
                 used = [(stage, key) for stage, key, _ in stages]
@@ -428,7 +428,7 @@ def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: H
     done = collect_garbage(home.root, home.runs, RetentionRule(None, 500))
     assert [one.key for one, _ in done.plan.goes] == [key_of("merge", 2)[:32]]
     assert done.plan.over_quota == store_bytes(home.root) - 500 > 0
-    assert keeping_reasons(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
+    assert explain_retention(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
 
 
 def test_a_store_that_is_not_there_has_nothing_to_give(home: Home) -> None:

@@ -13,8 +13,9 @@ from faults import disk_fails, files_below
 from pydantic import BaseModel
 
 from mergegate.merge_core.errors import DiskRefused
-from mergegate.merge_core.store import MANIFEST, Store, disk_refusal, is_of_disk, open_journal, refusing_disk
-from mergegate.merge_core.store.records import JOURNAL, JournalPlace
+from mergegate.merge_core.files import disk_errors_refused, disk_refusal, is_disk_error, open_journal
+from mergegate.merge_core.files.records import JOURNAL, JournalPlace
+from mergegate.tasks.store import MANIFEST, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "merge_core"))
 
@@ -49,7 +50,7 @@ def artifacts(root: Path) -> dict[str, bytes]:
 def refused(root: Path) -> DiskRefused | None:
     """How a build ends; one that only lost its journal or its memory of hashes ends well."""
     try:
-        with refusing_disk(root):
+        with disk_errors_refused(root):
             builds(root)
     except DiskRefused as refusal:
         return refusal
@@ -154,6 +155,6 @@ def test_a_refusal_says_where_what_and_what_to_do(error: OSError, words: tuple[s
 
 
 def test_a_network_that_is_gone_is_no_disk() -> None:
-    assert not is_of_disk(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
-    with pytest.raises(ConnectionError), refusing_disk():
+    assert not is_disk_error(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
+    with pytest.raises(ConnectionError), disk_errors_refused():
         raise ConnectionResetError(errno.ECONNRESET, "reset")

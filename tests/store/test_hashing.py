@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.merge_core.store import hashing
-from mergegate.merge_core.store.database import misplaced_file
-from mergegate.merge_core.store.hashing import HashMemo
+from mergegate.merge_core.files import hashing
+from mergegate.merge_core.files.database import misplaced_file
+from mergegate.merge_core.files.hashing import HashMemo
 
 
 def test_a_hash_is_read_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

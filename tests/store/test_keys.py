@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from mergegate.merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
+from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),

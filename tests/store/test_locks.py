@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.merge_core.store import lock_file, locked, try_open_locked, unlock_file
+from mergegate.merge_core.files import lock_file, locked, try_open_locked, unlock_file
 
 FLAGS = os.O_RDWR | os.O_CREAT
 

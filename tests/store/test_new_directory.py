@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import MARK, MARK_CONTENT, finish_directory, has_mark, new_directory
+from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, has_mark, new_directory
 
 
 def snapshot(root: Path) -> dict[str, bytes | str | None]:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from mergegate.merge_core.store.records import JOURNAL, JournalPlace, open_journal
-from mergegate.merge_core.store.store import Store, StoreMiss
+from mergegate.merge_core.files.records import JOURNAL, JournalPlace, open_journal
+from mergegate.tasks.store.store import Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 RECORDS = st.lists(st.lists(st.floats() | st.text(max_size=5), max_size=4), max_size=6)

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
-from mergegate.merge_core.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
 from mergegate.merge_core.wording import parse_bytes
+from mergegate.tasks.store import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
+from mergegate.tasks.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
 
 NOW = 1_000_000_000.0
 DAY = 86_400.0

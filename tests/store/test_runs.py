@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.merge_core.store import EntryName, forget_profile, note_use, open_run, prune_runs, read_runs
+from mergegate.tasks.store import EntryName, forget_profile, open_run, prune_runs, read_runs, record_use
 
 KEY = "0123456789abcdef" * 4
 NAME = EntryName("merge", KEY[:32])
@@ -18,13 +18,13 @@ NAME = EntryName("merge", KEY[:32])
 
 def ended(runs: Path, run: str, profile: str = "demo", status: str = "refused", judged: bool = True) -> None:
     with open_run(runs, run, "release", profile) as opened:
-        note_use(runs, run, "merge", KEY, "")
+        record_use(runs, run, "merge", KEY, "")
         opened.end(status, judged=judged)
 
 
 def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) -> None:
     with open_run(tmp_path / "runs", "one", "release", "demo") as opened:
-        assert note_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
+        assert record_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
         (run,) = read_runs(tmp_path / "runs")
         assert (run.live, run.status, run.used) == (True, "", {NAME: "reverser"})
         opened.end("released", judged=True)
@@ -33,7 +33,7 @@ def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) 
 
 
 def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
-    assert not note_use(tmp_path, "nobody", "merge", KEY, "")
+    assert not record_use(tmp_path, "nobody", "merge", KEY, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,7 +62,7 @@ with open_run(runs, "killed", "release", "demo"):
 def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
     ended(tmp_path, "one")
     with open_run(tmp_path, "one", "release", "demo"):
-        note_use(tmp_path, "one", "gate", KEY, "")
+        record_use(tmp_path, "one", "gate", KEY, "")
         (run,) = read_runs(tmp_path)
         assert run.live
         assert run.status == ""
@@ -74,7 +74,7 @@ def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
     with (tmp_path / "one.jsonl").open("ab") as file:
         file.write(b'{"stage": "gate", "key": "0123')
     with open_run(tmp_path, "one", "release", "demo"):
-        note_use(tmp_path, "one", "report", KEY, "")
+        record_use(tmp_path, "one", "report", KEY, "")
         (run,) = read_runs(tmp_path)
     assert set(run.used) == {NAME, EntryName("report", KEY[:32])}
 

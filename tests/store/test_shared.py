@@ -18,9 +18,9 @@ from patience import HANG_S
 from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
-from mergegate.merge_core.store.shared import _Lease
-from mergegate.tasks.stage import sharing
+from mergegate.tasks.stage import shared_store
+from mergegate.tasks.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
+from mergegate.tasks.store.shared import _Lease
 
 KEY = stage_key("merge", 1, {"x": 1})
 PROJECT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
 def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believed(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    monkeypatch.setattr("mergegate.merge_core.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
+    monkeypatch.setattr("mergegate.tasks.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
     at = 1
     while True:
         shared = f"{address}-{at}"
@@ -339,27 +339,27 @@ def look_at_bucket(bucket: Any, one: Machine, two: Machine) -> None:
 
 
 def lease_of(machine: Machine) -> Any:
-    from mergegate.merge_core.store.shared import _Lease
+    from mergegate.tasks.store.shared import _Lease
 
     return _Lease(machine.shared, machine.shared._path("evaluate", "x.lease"))
 
 
 def test_what_the_environment_says_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MERGEGATE_STORE", raising=False)
-    assert sharing.shared_store(tmp_path) is None
+    assert shared_store.shared_store(tmp_path) is None
     monkeypatch.setenv("MERGEGATE_STORE", "memory://somewhere")
-    found = sharing.shared_store(tmp_path)
+    found = shared_store.shared_store(tmp_path)
     assert found is not None
-    assert found is sharing.shared_store(tmp_path)
+    assert found is shared_store.shared_store(tmp_path)
     assert (found.address, found.most_bytes) == ("memory://somewhere", 10**9)
     for address in ("somewhere", "s4://bucket"):
         monkeypatch.setenv("MERGEGATE_STORE", address)
         with pytest.raises(InvalidInput, match="MERGEGATE_STORE"):
-            sharing.shared_store(tmp_path)
+            shared_store.shared_store(tmp_path)
     monkeypatch.setenv("MERGEGATE_STORE", "memory://elsewhere")
     monkeypatch.setenv("MERGEGATE_SHARE_UP_TO", "much")
     with pytest.raises(InvalidInput, match="MERGEGATE_SHARE_UP_TO"):
-        sharing.shared_store(tmp_path)
+        shared_store.shared_store(tmp_path)
 
 
 def test_without_a_shared_store_nothing_is_asked(tmp_path: Path) -> None:

@@ -18,25 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from mergegate.merge_core.store import (
-    MANIFEST,
-    VALUE,
+from mergegate.merge_core.files import (
     Damaged,
     HashMemo,
-    Store,
-    examine_store,
     hashing,
     locked,
-    mend_state,
+    move_aside,
     open_journal,
     read_state,
-    set_aside,
     sha256_file,
     state,
     state_directory,
     write_state,
 )
-from mergegate.merge_core.store.records import JOURNAL, JournalPlace
+from mergegate.merge_core.files.records import JOURNAL, JournalPlace
+from mergegate.tasks.store import MANIFEST, VALUE, Store, examine_store, mend_state
 
 KEY = "0123456789abcdef" * 4
 JSON = st.recursive(
@@ -102,13 +98,13 @@ def test_of_what_is_set_aside_the_newest_few_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "state"
     for number in range(5):
         path.write_text(str(number))
-        set_aside(path)
+        move_aside(path)
     assert {place.name: place.read_text() for place in tmp_path.iterdir()} == {
         "state.damaged-3": "2",
         "state.damaged-4": "3",
         "state.damaged-5": "4",
     }
-    assert set_aside(path) is None
+    assert move_aside(path) is None
 
 
 def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +112,11 @@ def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypa
     (tmp_path / "artifact" / "deep").mkdir(parents=True)
     (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
     (tmp_path / "artifact" / "value.json").write_bytes(bytes(500))
-    place = set_aside(tmp_path / "artifact")
+    place = move_aside(tmp_path / "artifact")
     assert place is not None
     assert [file.name for file in place.rglob("*") if file.is_file()] == ["value.json"]
     (tmp_path / "large").write_bytes(bytes(5000))
-    assert set_aside(tmp_path / "large") is None
+    assert move_aside(tmp_path / "large") is None
     assert names(tmp_path) == ["artifact.damaged-1"]
 
 
@@ -131,9 +127,9 @@ def test_what_a_link_points_to_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "others").read_text() == "precious"
     assert (tmp_path / "state").read_bytes() == b"ours"
     assert names(tmp_path) == ["others", "state"]
-    set_aside(tmp_path / "state")
+    move_aside(tmp_path / "state")
     (tmp_path / "state").symlink_to("others")
-    set_aside(tmp_path / "state")
+    move_aside(tmp_path / "state")
     assert (tmp_path / "others").read_text() == "precious"
 
 

@@ -15,7 +15,7 @@ import pytest
 from patience import HANG_S
 from pydantic import BaseModel
 
-from mergegate.merge_core.store.store import MANIFEST, Store, StoreMiss
+from mergegate.tasks.store.store import MANIFEST, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 

@@ -15,10 +15,17 @@ from trial_settings import DEMO
 
 from mergegate.merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import Model, load_apart
-from mergegate.tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
+from mergegate.tasks.checkpoints import Model, load_private_model
+from mergegate.tasks.sweep.network import (
+    CandidateMergeSettings,
+    CandidateNetwork,
+    Change,
+    Stopwatch,
+    network_from_files,
+    structure_of,
+)
 
-HOW = MergeHow(seed=0, device="cpu", threads=1)
+HOW = CandidateMergeSettings(seed=0, device="cpu", threads=1)
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
@@ -40,7 +47,7 @@ class Study:
         self.tables: dict[str, Checkpoint] = {
             name: open_checkpoint(saved(root / name, config, seed)) for seed, name in enumerate("ab")
         }
-        self.network: KeptNetwork | None = None
+        self.network: CandidateNetwork | None = None
 
     def try_one(self, recipe: dict[str, Any]) -> str:
         """Put a candidate into the network, and say how."""
@@ -61,7 +68,7 @@ class Study:
         merge_weights(plan_merge(load_recipe(recipe), self.tables), out, device="cpu")
         assert self.network is not None
         ours = self.network.loaded.network
-        theirs = load_apart(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu").network
+        theirs = load_private_model(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu").network
         assert ours.state_dict().keys() == theirs.state_dict().keys()
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(tensor, ours.state_dict()[name]), name

@@ -13,15 +13,15 @@ from scipy.stats import multivariate_normal, norm, ttest_rel
 from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_settings
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import RecordJournal
-from mergegate.tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, nothing_to_confirm
+from mergegate.merge_core.files import RecordJournal
+from mergegate.tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import both_right, confirmation_power
 from mergegate.tasks.sweep.ledger import Ledger
 from mergegate.tasks.sweep.objective import Objective, Term
 from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import Asked, Sheet, Trial
+from mergegate.tasks.sweep.trials import MetricKey, Sheet, Trial
 
-LOG = Asked("rev", "log_likelihood")
+LOG = MetricKey("rev", "log_likelihood")
 
 
 def trial(number: int, score: float, origin: str = "sampler", **more: Any) -> Trial:
@@ -139,7 +139,7 @@ def test_false_confirmations_are_as_rare_as_was_asked_for() -> None:
     rng = np.random.default_rng(5)
     runs, wrong = 250, 0
     for _ in range(runs):
-        sheets: list[dict[Asked, Any]] = [{}, {}]
+        sheets: list[dict[MetricKey, Any]] = [{}, {}]
         for asked in (REV, COPY):
             shared = rng.standard_normal(150)
             for sheet in sheets:
@@ -153,7 +153,7 @@ def test_documents_that_belong_together_count_as_one() -> None:
     by_cluster = rng.normal(0.05, 0.2, 20)
     reference = np.full(400, 0.5)
     winner = np.clip(reference + np.repeat(by_cluster, 20), 0, 1)
-    asked = Asked("rev", "probability")
+    asked = MetricKey("rev", "probability")
     names: Sequence[str] = [str(i) for i in np.repeat(np.arange(20), 20)]
     alone = compared({asked: winner}, {asked: reference}, Term(asked, 1.0))
     clustered = compared(
@@ -182,10 +182,10 @@ def test_sheets_that_do_not_belong_together_are_refused() -> None:
     ],
 )
 def test_what_is_no_better_where_it_was_chosen_is_not_compared(searched: float, more: Any, said: str) -> None:
-    nothing = nothing_to_confirm(study_of(toy_objective(toy_settings()), searched, **more))
+    nothing = reason_not_to_confirm(study_of(toy_objective(toy_settings()), searched, **more))
     assert nothing is not None
     assert nothing.as_verdict().reasons[0].startswith(f"no candidate confirmed: {said}")
-    assert nothing_to_confirm(study_of(toy_objective(toy_settings()), 0.9)) is None
+    assert reason_not_to_confirm(study_of(toy_objective(toy_settings()), 0.9)) is None
 
 
 @pytest.mark.parametrize("right", [0.3, 0.8, 0.97])

@@ -10,10 +10,10 @@ import yaml
 from toy_search import ToyModels, noise, run_toy, toy_settings
 
 from mergegate.tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
-from mergegate.tasks.report.sweep import reading
+from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.sweep import ConfirmationPower, Study
-from mergegate.tasks.sweep.confirmation import Confirmation, confirm, nothing_to_confirm
+from mergegate.tasks.sweep.confirmation import Confirmation, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.trials import TrialRequest
 
 SIZES = {"search": {"rev": 200, "copy": 200}, "confirmation": {"rev": 400, "copy": 400}}
@@ -62,11 +62,11 @@ def test_shares_are_told_in_points_and_weights_are_named(content: SweepContent) 
 def test_the_table_has_the_scores_that_search_and_confirmation_have_seen(study: Study, content: SweepContent) -> None:
     assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
-    rows = {row.role: row for row in reading.recipe_rows(content, 0)}
+    rows = {row.role: row for row in study_facts.recipe_rows(content, 0)}
     assert rows["winner"].search == study.best.scores[0]
     assert rows["winner"].held_out == pytest.approx(test.held_out)
     assert rows["reference"].held_out == pytest.approx(test.held_out_reference)
-    found = reading.optimism_of(content, 0)
+    found = study_facts.optimism_of(content, 0)
     assert found is not None
     assert found.held_out == pytest.approx(test.gain)
 
@@ -78,7 +78,7 @@ def test_what_a_penalty_took_is_taken_from_both_scores(study: Study) -> None:
     penalised = tuple(replace(one, scores=(one.scores[0] - 0.25,)) for one in study.trials)
     best = penalised[study.best.number]
     shown = sweep_content(replace(study, trials=penalised, best=best), test, name="toy", method="ties of 2")
-    rows = {row.role: row for row in reading.recipe_rows(shown, 0)}
+    rows = {row.role: row for row in study_facts.recipe_rows(shown, 0)}
     assert rows["winner"].optimism == pytest.approx(test.optimism)
 
 
@@ -95,7 +95,7 @@ def test_a_confirmed_winner_has_its_recipe_to_copy(study: Study, content: SweepC
 
 def test_nothing_to_confirm_is_said_with_its_reason(study: Study) -> None:
     level = replace(study, best=replace(study.reference, number=7, origin="sampler"))
-    nothing = nothing_to_confirm(level)
+    nothing = reason_not_to_confirm(level)
     assert nothing is not None
     shown = sweep_content(level, nothing, name="toy", method="ties of 2")
     assert sweep_title(shown) == "No candidate confirmed"
@@ -106,7 +106,7 @@ def test_nothing_to_confirm_is_said_with_its_reason(study: Study) -> None:
 def test_a_sweep_of_noise_has_no_recipe_to_copy(tmp_path: Path) -> None:
     models = ToyModels(noise)
     study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
-    test = nothing_to_confirm(study) or confirmed_by_toy(study, models)
+    test = reason_not_to_confirm(study) or confirmed_by_toy(study, models)
     shown = sweep_content(study, test, name="toy", method="ties of 2")
     if not (isinstance(test, Confirmation) and test.confirmed):
         assert shown.recipe == ""

@@ -16,13 +16,13 @@ import pytest
 from toy_search import REV
 
 from mergegate.tasks.sweep.ledger import open_ledger, request_key
-from mergegate.tasks.sweep.racing import heat
-from mergegate.tasks.sweep.trials import Asked, TrialRequest, TrialScores
+from mergegate.tasks.sweep.race import heat
+from mergegate.tasks.sweep.trials import MetricKey, TrialRequest, TrialScores
 
 KEY = "a" * 64
 PROJECT = Path(__file__).resolve().parent.parent.parent
 SCORES = TrialScores(
-    {REV: np.array([0.1, math.nan, -1e-300]), Asked("copy", "metric", "acc,none"): np.array([1.0, 0.0])},
+    {REV: np.array([0.1, math.nan, -1e-300]), MetricKey("copy", "metric", "acc,none"): np.array([1.0, 0.0])},
     dropped=True,
     change=0.1 + 0.2,
     seconds={"merge": 1.5},

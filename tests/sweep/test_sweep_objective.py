@@ -12,9 +12,9 @@ from spaces import WEIGHT
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.objective import Limit, Objective, Term, best_of, front, objective_of, rank
 from mergegate.tasks.sweep.settings import SweepSettings
-from mergegate.tasks.sweep.trials import Asked, Trial
+from mergegate.tasks.sweep.trials import MetricKey, Trial
 
-REV, COPY, TEXT = Asked("rev", "log_likelihood"), Asked("copy", "exact"), Asked("", "log_likelihood")
+REV, COPY, TEXT = MetricKey("rev", "log_likelihood"), MetricKey("copy", "exact"), MetricKey("", "log_likelihood")
 NAN = math.nan
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from mergegate.tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats, spent_at
+from mergegate.tasks.sweep.race import Race, doubling_shares, going_on, heat, heats, spent_at
 from mergegate.tasks.sweep.settings import Racing
-from mergegate.tasks.sweep.trials import Asked, Sheet
+from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
-REV, COPY = Asked("rev", "exact"), Asked("copy", "exact")
-LOOKS = doubling_looks(0.125)
+REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
+LOOKS = doubling_shares(0.125)
 
 
 def first(sheet: Sheet, share: float) -> Sheet:
@@ -26,8 +26,8 @@ def dropped_at(race: Race, sheet: Sheet) -> int | None:
 
 def test_looks_double_up_to_all() -> None:
     assert LOOKS == (0.125, 0.25, 0.5, 1.0)
-    assert doubling_looks(0.3) == (0.3, 0.6, 1.0)
-    assert doubling_looks(1.0) == (1.0,)
+    assert doubling_shares(0.3) == (0.3, 0.6, 1.0)
+    assert doubling_shares(1.0) == (1.0,)
 
 
 def test_the_error_is_spent_before_the_last_look_as_obrien_and_fleming_spend_it() -> None:
@@ -74,7 +74,7 @@ def test_tasks_count_by_their_weight_not_by_their_documents() -> None:
 
 
 def test_one_terrible_document_drops_nobody_when_it_is_clipped() -> None:
-    asked = Asked("rev", "log_likelihood")
+    asked = MetricKey("rev", "log_likelihood")
     rng = np.random.default_rng(3)
     incumbent = {asked: -rng.random(200) * 0.05}
     candidate = {asked: incumbent[asked] + 0.001}

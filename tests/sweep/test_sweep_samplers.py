@@ -12,14 +12,14 @@ from spaces import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.objective import Limit, Objective, Term
-from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, Told, make_sampler
+from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, TrialResult, make_sampler
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space
-from mergegate.tasks.sweep.trials import Asked, Point
+from mergegate.tasks.sweep.trials import MetricKey, Point
 
-REV = Asked("rev", "exact")
+REV = MetricKey("rev", "exact")
 ONE = Objective((Term(REV, 1.0),))
-TWO = Objective((Term(REV, 0.5), Term(Asked("copy", "exact"), 0.5)), several=True)
+TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), several=True)
 LIMITED = Objective((Term(REV, 1.0),), (Limit(REV, "", 0.0),))
 MIXED = {
     **TIES_PARAMETERS,
@@ -49,12 +49,12 @@ def bowl(space: Space, point: Point) -> float:
 
 
 def asked_in(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
-    sampler.begin(Told(space.start, (bowl(space, space.start),) * objectives))
+    sampler.begin(TrialResult(space.start, (bowl(space, space.start),) * objectives))
     found = []
     for _ in range(generations):
         points = sampler.ask()
         found.append(points)
-        told = [Told(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
+        told = [TrialResult(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
         told[-1] = told[-1]._replace(scores=(math.nan,) * objectives)
         sampler.tell(told)
     return found
@@ -132,7 +132,7 @@ def test_evolution_begins_anew_with_twice_the_population_when_nothing_moves() ->
     for _ in range(30):
         points = sampler.ask()
         sizes.append(len(points))
-        sampler.tell([Told(point, (0.5,)) for point in points])
+        sampler.tell([TrialResult(point, (0.5,)) for point in points])
     assert sizes[0] == 6
     assert 12 in sizes
     assert sizes == sorted(sizes)
@@ -143,11 +143,11 @@ def test_a_constraint_keeps_the_search_out_of_where_scores_are_best(kind: str) -
     space = SPACES["floats"] if kind == "nsga2" else SPACES["one"]
     name = space.coordinates[0].name
     sampler = sampler_of(kind, space, LIMITED, population=4 if kind == "gp" else 8, seed=1)
-    sampler.begin(Told(space.start, (1.0,), 0.4))
+    sampler.begin(TrialResult(space.start, (1.0,), 0.4))
     for _ in range(4 if kind == "gp" else 12):
         points = sampler.ask()
         # The more the better, but not above 0.6 of a range from 0.2 to 1.8.
-        sampler.tell([Told(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
+        sampler.tell([TrialResult(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
     last = sorted(float(point[name]) for point in points)
     assert 0.35 < last[len(last) // 2] < 0.8
 

@@ -19,16 +19,23 @@ from samples import sampled
 from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores, ties, written_merge
 
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
-from mergegate.tasks.checkpoints import Model, end_child, load_apart, load_model, messages, unload
-from mergegate.tasks.evaluation import Division, Scoring, pose
+from mergegate.tasks.checkpoints import (
+    Model,
+    end_model_process,
+    load_model,
+    load_private_model,
+    messages,
+    unload_models,
+)
+from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
 from mergegate.tasks.evaluation.backends.hf import wrapped
-from mergegate.tasks.perplexity.measuring import WindowSettings, measure
+from mergegate.tasks.perplexity.measurement import WindowSettings, measure
 from mergegate.tasks.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
 from mergegate.tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
-from mergegate.tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet, TrialRequest, TrialScores
 
-EVERY = tuple(Asked(task, "log_likelihood") for task in PLAIN)
+EVERY = tuple(MetricKey(task, "log_likelihood") for task in PLAIN)
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +48,14 @@ def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         answer = function(*pickle.loads(pickle.dumps(arguments)), lambda done, total: None)
         return messages._Answers(io.BytesIO(pickle.dumps(answer))).load()
 
-    monkeypatch.setattr(trial, "ask_child", ask)
+    monkeypatch.setattr(trial, "call_model_process", ask)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
     trial._forget()
-    unload()
+    unload_models()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,7 @@ def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
         assert not {"write"} & score_trial(setting, TrialRequest(recipe)).seconds.keys()  # type: ignore[union-attr]
         ours = {name: tensor.clone() for name, tensor in network_now().loaded.network.state_dict().items()}
         model = written_merge(setting, recipe, tmp_path / str(number))
-        theirs = load_apart(model, dtype="auto", device="cpu").network.state_dict()
+        theirs = load_private_model(model, dtype="auto", device="cpu").network.state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
         score_trial(setting, TrialRequest(ties()))  # again in place of what was loaded
@@ -97,39 +104,39 @@ def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
 
 
 def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> None:
-    asked = [Asked(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
-    asked += [Asked("choices", "probability"), Asked("reverse", "probability")]
+    asked = [MetricKey(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
+    asked += [MetricKey("choices", "probability"), MetricKey("reverse", "probability")]
     setting = setting_of(place, asked, scoring=Scoring(dtype="float32", batch_size=5))
     sheet = score_trial(setting, TrialRequest(ties())).sheet
     model = written_merge(setting, ties(), tmp_path / "out")
     with load_model(model, dtype="float32", device="cpu") as loaded:
         lm = wrapped(loaded, setting.scoring)
         for task in setting.sets["search"].tasks:
-            posed = pose(task, setting.scoring, loaded)
+            posed = tokenize_task(task, setting.scoring, loaded)
             for position, document in enumerate(posed.documents):
                 requests = [(("", ""), list(pair.context), list(pair.continuation)) for pair in document.pairs]
                 found = [likelihood for likelihood, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
                 lengths = [len(pair.continuation) for pair in document.pairs]
                 best = max(found[right] / lengths[right] for right in document.right)
-                assert sheet[Asked(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
+                assert sheet[MetricKey(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
                 if task.name == "choices":
                     (right,) = document.right
                     sure = math.exp(found[right]) / sum(map(math.exp, found))
-                    assert sheet[Asked("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                    assert sheet[MetricKey("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
                 if task.name == "reverse":
                     sure = math.exp(found[0])
-                    assert sheet[Asked("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                    assert sheet[MetricKey("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
 
 
 def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: Path) -> None:
     """Each answer read alone, all its probabilities in float64; of choices from their own."""
-    asked = [Asked(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
+    asked = [MetricKey(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
     setting = setting_of(place, asked, scoring=Scoring(dtype="float32"))
     sheet = score_trial(setting, TrialRequest(ties())).sheet
     model = written_merge(setting, ties(), tmp_path / "out")
     with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
         for task in setting.sets["search"].tasks:
-            for position, document in enumerate(pose(task, setting.scoring, loaded).documents):
+            for position, document in enumerate(tokenize_task(task, setting.scoring, loaded).documents):
                 entropies, likely = [], []
                 for context, continuation in document.pairs:
                     read = torch.tensor([[*context, *continuation]])
@@ -139,15 +146,15 @@ def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: 
                 shares = torch.tensor(likely, dtype=torch.float64).softmax(0)
                 of_choice = float(torch.special.entr(shares).sum())
                 expected = of_choice if task.name == "choices" else float(np.mean(entropies))
-                assert sheet[Asked(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
+                assert sheet[MetricKey(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
 
 
 def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: TrialSetting) -> None:
     """Tokens of a document, decoded: what lm-eval's log of samples shows, few-shot examples included."""
-    own = setting_of(place, [Asked("few_shot", "exact")])
+    own = setting_of(place, [MetricKey("few_shot", "exact")])
     score_trial(own, TrialRequest(ties()))
     loaded = network_now().loaded
-    posed = pose(own.sets["search"].tasks[0], own.scoring, loaded)
+    posed = tokenize_task(own.sets["search"].tasks[0], own.scoring, loaded)
     texts = {row["prompt"]: row["answer"] for row in map(eval, (place / "data/reverse.jsonl").read_text().splitlines())}
     for document in posed.documents:
         (pair,) = document.pairs
@@ -158,12 +165,12 @@ def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: Tria
 
 
 METRICS = {
-    Asked("copy", "exact"): "acc,none",
-    Asked("reverse", "exact"): "acc,none",
-    Asked("shift", "exact"): "acc,none",
-    Asked("choices", "exact"): "acc,none",
-    Asked("choices", "probability"): "prob,none",
-    Asked("written", "metric", "exact_match,none"): "exact_match,none",
+    MetricKey("copy", "exact"): "acc,none",
+    MetricKey("reverse", "exact"): "acc,none",
+    MetricKey("shift", "exact"): "acc,none",
+    MetricKey("choices", "exact"): "acc,none",
+    MetricKey("choices", "probability"): "prob,none",
+    MetricKey("written", "metric", "exact_match,none"): "exact_match,none",
 }
 
 
@@ -181,7 +188,7 @@ def merged(many: TrialSetting, tmp_path_factory: pytest.TempPathFactory) -> Mode
 @pytest.mark.parametrize(
     "asked", sampled(METRICS, list(METRICS)[:2]), ids=lambda asked: f"{asked.task}-{asked.measure}"
 )
-def test_scores_are_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, asked: Asked) -> None:
+def test_scores_are_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, asked: MetricKey) -> None:
     scores = score_trial(many, TrialRequest(ties(0.6, 0.4)))
     task = next(one for one in many.sets["search"].tasks if one.name == asked.task)
     expected = stage_scores(merged, task, many.scoring, METRICS[asked])
@@ -191,34 +198,34 @@ def test_scores_are_those_of_the_evaluation_stage(many: TrialSetting, merged: Mo
 
 def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp_path: Path) -> None:
     windows = WindowSettings(max_length=24, batch_size=4)
-    setting = setting_of(place, [Asked(TEXT, "log_likelihood")], windows=windows)
-    scores = score_trial(setting, TrialRequest(ties())).sheet[Asked(TEXT, "log_likelihood")]
+    setting = setting_of(place, [MetricKey(TEXT, "log_likelihood")], windows=windows)
+    scores = score_trial(setting, TrialRequest(ties())).sheet[MetricKey(TEXT, "log_likelihood")]
     model = written_merge(setting, ties(), tmp_path / "out")
     text = setting.sets["search"].text
     assert text is not None
     rows = measure(model, text, windows, "cpu", _nowhere(tmp_path), lambda done, total: None).rows
     assert scores.tolist() == pytest.approx([row.loglik / row.tokens for row in rows], rel=1e-6)
-    only = text.model_copy(update={"only": Division(search=3, confirmation=2).of("search")})
+    only = text.model_copy(update={"only": DocumentSplits(search=3, confirmation=2).of("search")})
     some = replace(setting, sets={"search": TrialSet(text=only)})
-    of_some = score_trial(some, TrialRequest(ties())).sheet[Asked(TEXT, "log_likelihood")]
+    of_some = score_trial(some, TrialRequest(ties())).sheet[MetricKey(TEXT, "log_likelihood")]
     those = [at for at, _ in read_texts(only, None)]
     assert len(those) == 3
     assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
 
 
 def _nowhere(directory: Path) -> Any:
-    from mergegate.merge_core.store import JournalPlace
+    from mergegate.merge_core.files import JournalPlace
 
     return JournalPlace(directory / "journal", "key")
 
 
 def test_a_parent_as_it_is_scores_what_the_evaluation_stage_says(place: Path) -> None:
-    setting = setting_of(place, [Asked("reverse", "exact"), Asked("shift", "exact")])
+    setting = setting_of(place, [MetricKey("reverse", "exact"), MetricKey("shift", "exact")])
     scores = score_trial(setting, setting.as_it_is("reverser")).sheet
     parent = next(one for one in setting.parents if one.name == "reverser")
     for task in setting.sets["search"].tasks:
         expected = stage_scores(parent, task, setting.scoring, "acc,none")
-        assert scores[Asked(task.name, "exact")].tolist() == expected
+        assert scores[MetricKey(task.name, "exact")].tolist() == expected
     with pytest.raises(InvalidInput, match="no parent called 'revesrer'"):
         setting.as_it_is("revesrer")
 
@@ -312,7 +319,7 @@ def test_a_parent_that_is_changed_ends_the_study(place: Path, tmp_path: Path) ->
     for one in recipe["models"]:
         one["model"] = one["model"].replace(str(DEMO), str(tmp_path))
     from mergegate.merge_core import load_recipe
-    from mergegate.merge_core.store import HashMemo
+    from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 
     parents = pin_checkpoints(resolve_parents(load_recipe(recipe)), HashMemo(tmp_path / "h.db"))
@@ -334,9 +341,9 @@ def test_a_right_answer_that_is_no_choice_has_no_likelihood(place: Path, tmp_pat
     path = own / "data/choices.jsonl"
     path.write_text(path.read_text().replace('"right": 0', '"right": 9'))
     with pytest.raises(InvalidInput, match="none of the choices"):
-        score_trial(setting_of(own, [Asked("choices", "log_likelihood")]), TrialRequest(ties()))
-    exact = score_trial(setting_of(own, [Asked("choices", "exact")]), TrialRequest(ties())).sheet
-    assert exact[Asked("choices", "exact")].min() == 0
+        score_trial(setting_of(own, [MetricKey("choices", "log_likelihood")]), TrialRequest(ties()))
+    exact = score_trial(setting_of(own, [MetricKey("choices", "exact")]), TrialRequest(ties())).sheet
+    assert exact[MetricKey("choices", "exact")].min() == 0
 
 
 @pytest.fixture
@@ -345,9 +352,9 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # for the rule of the tests
-    end_child()
+    end_model_process()
     yield
-    end_child()
+    end_model_process()
 
 
 @pytest.mark.long
@@ -358,7 +365,7 @@ def test_it_does_not_matter_which_process_is_asked(
     looks = (0.5, 1.0)
     requests = [TrialRequest(ties(0.9)), TrialRequest(ties(0.4, 0.3, "dare_ties"), race=StopsAt(looks, 0))]
     there = [score_trial(setting, request) for request in requests]
-    end_child()
+    end_model_process()
     again = [score_trial(setting, request) for request in reversed(requests)][::-1]
     monkeypatch.setattr(
         trial, "ask_child", lambda function, arguments, **_: function(*arguments, lambda done, total: None)
@@ -372,6 +379,6 @@ def test_it_does_not_matter_which_process_is_asked(
 
 
 def test_an_answer_travels_as_plain_data() -> None:
-    sheet: Sheet = {Asked("reverse", "exact"): np.array([0.0, 1.0])}
+    sheet: Sheet = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
     answer = TrialAnswer(tuple((asked, numbers.tobytes()) for asked, numbers in sheet.items()), change=0.5)
     assert messages._Answers(io.BytesIO(pickle.dumps(answer))).load() == answer

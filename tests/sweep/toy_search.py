@@ -18,9 +18,9 @@ from mergegate.tasks.sweep.search import hand_written_recipes, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
 from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.trials import MetricKey, Sheet, TrialRequest, TrialScores
 
-REV, COPY = Asked("rev", "exact"), Asked("copy", "exact")
+REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
 Quality = Callable[[dict[str, Any]], float]
 
 
@@ -67,7 +67,7 @@ class ToyModels:
         for number in map(int, order):
             yield number, self.one(requests[number])
 
-    def _numbers(self, request: TrialRequest, asked: Asked) -> NDArray[np.float64]:
+    def _numbers(self, request: TrialRequest, asked: MetricKey) -> NDArray[np.float64]:
         """Right where a normal variate, partly the document's own, lies below the quantile of the quality."""
         from scipy.special import ndtri
 

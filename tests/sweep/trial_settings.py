@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, pin_checkpoints, resolve_parents
 from mergegate.tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.evaluation.scoring import DocumentRange, ordered
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
-from mergegate.tasks.sweep.trials import TEXT, Asked
+from mergegate.tasks.sweep.trials import TEXT, MetricKey
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PLAIN = ("copy", "reverse", "shift")
@@ -71,7 +71,7 @@ def demo(place: Path, documents: int) -> Path:
     return place
 
 
-def setting_of(place: Path, asked: Sequence[Asked], **more: Any) -> TrialSetting:
+def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSetting:
     """A study over base, reverser and shifter."""
     hashes = HashMemo(place / "hashes.db")
     recipe = load_recipe(ties(), where="demo")
@@ -128,5 +128,5 @@ class StopsAt:
     looks: tuple[float, ...]
     look: int
 
-    def is_hopeless(self, seen: Mapping[Asked, Any], look: int) -> bool:
+    def is_hopeless(self, seen: Mapping[MetricKey, Any], look: int) -> bool:
         return look == self.look

@@ -1,6 +1,6 @@
 """Experts of a mixture: one by one whatever the checkpoint's layout, matched across models, made of dense ones."""
 
-from mergegate.merge_core.architecture.experts.given import GivenTensor, given
+from mergegate.merge_core.architecture.experts.constant_tensors import ConstantTensor, constant_tensor
 from mergegate.merge_core.architecture.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts
 from mergegate.merge_core.architecture.experts.naming import expert_names
 from mergegate.merge_core.architecture.experts.outputs import (
@@ -9,22 +9,22 @@ from mergegate.merge_core.architecture.experts.outputs import (
     choose_output,
     mixture_config,
 )
-from mergegate.merge_core.architecture.experts.pieces import DiskTensor, by_expert, disk_name, on_disk
+from mergegate.merge_core.architecture.experts.pieces import DiskTensor, disk_name, split_experts, to_disk_tensors
 
 __all__ = [
     "OUTPUT_FAMILIES",
+    "ConstantTensor",
     "DiskTensor",
-    "GivenTensor",
     "MatchedExperts",
     "MatchedLayer",
     "OutputFamily",
     "assign",
-    "by_expert",
     "choose_output",
+    "constant_tensor",
     "disk_name",
     "expert_names",
-    "given",
     "match_experts",
     "mixture_config",
-    "on_disk",
+    "split_experts",
+    "to_disk_tensors",
 ]

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture.experts.permuted import permuted_rows
-from mergegate.merge_core.architecture.experts.pieces import by_expert
+from mergegate.merge_core.architecture.experts.permutation import permuted_rows
+from mergegate.merge_core.architecture.experts.pieces import split_experts
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -41,7 +41,7 @@ from mergegate.merge_core.checkpoint import (
     read_into,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.recipe import MeasuredInputs, Recipe
+from mergegate.merge_core.recipe import InputMeasurements, Recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +136,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     names = [str(source.model) for source in recipe.sources if source.model != donor]
     if recipe.mixture is not None or sliced or str(donor) not in known:
         return MatchedExperts(recipe, known, (), ())
-    first = by_expert(known[str(donor)])
+    first = split_experts(known[str(donor)])
     modules = _modules(first)
     if recipe.align_experts and not modules:
         raise InvalidInput(
@@ -151,7 +151,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     for name in dict.fromkeys(names):
         if name not in known or not modules:
             continue  # A step's result: it has the order of what it was made of.
-        other = by_expert(known[name])
+        other = split_experts(known[name])
         matched, orders = _match(str(donor), first, modules, name, other, recipe)
         layers += matched
         findings += _findings(str(donor), name, matched, aligned=recipe.align_experts)
@@ -317,8 +317,8 @@ def _in_order(checkpoint: Checkpoint, orders: Mapping[str, Sequence[int]]) -> Ch
 
 
 def _measured_in_order(
-    measured: MeasuredInputs, modules: Mapping[str, _Module], orders: Mapping[str, Sequence[int]]
-) -> MeasuredInputs:
+    measured: InputMeasurements, modules: Mapping[str, _Module], orders: Mapping[str, Sequence[int]]
+) -> InputMeasurements:
     """What a model showed, of its experts under their new numbers."""
     names = {name: name for name in (*measured.moments, *measured.importance)}
     importance = dict(measured.importance)

@@ -2,7 +2,8 @@
 
 Where a checkpoint holds the experts of a layer in one tensor, a merge must not take that tensor for one vector: an
 election of signs or an angle would mean something else than in a checkpoint that holds each expert alone. So before
-anything is planned, every table is made one of single experts (:func:`by_expert`), under the names of the layout that
+anything is planned, every table is made one of single experts (:func:`split_experts`), under the names of the layout
+that
 writes them one by one. An expert is a contiguous run of a fused tensor, and so are its gate and its up projection where
 the tensor is ``[experts, 2 * intermediate, hidden]``; nothing is read for it, and the engine streams pieces as it does
 whole tensors.
@@ -11,7 +12,8 @@ Where it is ``[experts, hidden, 2 * intermediate]`` (Llama 4, GPT-OSS) gate and 
 the piece is one expert's both. Which it is, the shapes of ``gate_up_proj`` and ``down_proj`` together say:
 ``[E, 2I, H]`` with ``[E, H, I]`` cannot be read as ``[E, H', 2I']`` with ``[E, I', H']``.
 
-Each piece knows the tensor that it lies in, so a result can be written in the layout of its donor (:func:`on_disk`).
+Each piece knows the tensor that it lies in, so a result can be written in the layout of its donor
+(:func:`to_disk_tensors`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mergegate.merge_core.architecture import layer_place
+from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.architecture.experts.naming import ExpertNames, expert_names
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
@@ -104,7 +106,7 @@ class DerivedPiece(DerivedTensor):
 Piece: TypeAlias = StoredPiece | DerivedPiece
 
 
-def by_expert(checkpoint: Checkpoint) -> Checkpoint:
+def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with each expert of its fused tensors under a name of its own; the same where there are none."""
     names = expert_names(checkpoint.config)
     fused = _fused_modules(checkpoint.tensors)
@@ -214,7 +216,7 @@ def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, pla
 
 
 def _renamed(name: str, names: ExpertNames) -> str:
-    at = layer_place(name)
+    at = parse_layer_place(name)
     if at is None or not names.renamed:
         return name
     return f"{at.stack}.{at.index}.{names.on_disk(at.part)}"
@@ -241,7 +243,7 @@ class DiskTensor(SizedTensor):
     pieces: tuple[str, ...]
 
 
-def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpoint) -> list[DiskTensor]:
+def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpoint) -> list[DiskTensor]:
     """What the tensors ``outputs`` are written as: fused, or under another name, where those of ``donor`` are.
 
     Layers may have other numbers than in the donor: a layer's parts are written as the same parts of any of its layers.
@@ -249,7 +251,7 @@ def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpo
 
     Args:
         outputs: Format and shape by name.
-        donor: From :func:`by_expert`.
+        donor: From :func:`split_experts`.
     """
     forms = _forms(donor.tensors.values())
     found: list[DiskTensor] = []
@@ -266,7 +268,7 @@ def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpo
 
 def _fused(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
     """The tensor that holds ``name``, if all that belongs into it is there."""
-    at, own = layer_place(name), place
+    at, own = parse_layer_place(name), place
     if at is not None:  # The same part of another layer.
         own = DiskPlace(_in_layer(place.whole, at.index), tuple(_in_layer(part, at.index) for part in place.form))
     dtype, shape = outputs[name]
@@ -296,13 +298,13 @@ def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], DiskPlace]:
 
 def _key(name: str) -> tuple[str, str]:
     """A tensor's place but for the numbers of layer and expert."""
-    at = layer_place(name)
+    at = parse_layer_place(name)
     stack, part = (at.stack, at.part) if at else ("", name)
     return stack, _NUMBER.sub(".experts.*.", f".{part}", count=1)
 
 
 def _in_layer(name: str, index: int) -> str:
-    at = layer_place(name)
+    at = parse_layer_place(name)
     return name if at is None else f"{at.stack}.{index}.{at.part}"
 
 

@@ -12,24 +12,24 @@ from mergegate.merge_core.checkpoint.vocabulary.comparison import (
 from mergegate.merge_core.checkpoint.vocabulary.definition import (
     TOKENIZER_BOUNDS,
     TokenizerDefinition,
-    each_read_once,
+    cached_tokenizers,
     read_settings,
     read_tokenizer,
 )
-from mergegate.merge_core.checkpoint.vocabulary.joining import (
-    STRANGERS,
-    JoinedTokenizer,
-    Strangers,
-    join_tokenizers,
-    rewritten_files,
-)
-from mergegate.merge_core.checkpoint.vocabulary.spelling import spelled_bytes
+from mergegate.merge_core.checkpoint.vocabulary.spelling import token_bytes
 from mergegate.merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
 from mergegate.merge_core.checkpoint.vocabulary.transplant import (
     METHODS,
     TransplantMethod,
     combined_rows,
     sparse_combinations,
+)
+from mergegate.merge_core.checkpoint.vocabulary.union import (
+    STRANGERS,
+    JoinedTokenizer,
+    Strangers,
+    join_tokenizers,
+    rewritten_files,
 )
 
 __all__ = [
@@ -42,9 +42,9 @@ __all__ = [
     "TokenizerDefinition",
     "TransplantMethod",
     "Vocabulary",
+    "cached_tokenizers",
     "combined_rows",
     "compare_tokenizers",
-    "each_read_once",
     "join_tokenizers",
     "read_settings",
     "read_tokenizer",
@@ -52,6 +52,6 @@ __all__ = [
     "rewritten_files",
     "settings_differences",
     "sparse_combinations",
-    "spelled_bytes",
+    "token_bytes",
     "vocabulary_differences",
 ]

@@ -93,7 +93,7 @@ def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
 
 
 @contextmanager
-def each_read_once() -> Iterator[None]:
+def cached_tokenizers() -> Iterator[None]:
     """Inside, every tokenizer is read at most once: the largest take a second each, and a check asks several times."""
     if _read.get() is not None:
         yield

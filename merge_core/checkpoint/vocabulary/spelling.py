@@ -12,7 +12,7 @@ from typing import Any
 from mergegate.merge_core.checkpoint.vocabulary.definition import TokenizerDefinition
 
 
-def spelled_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
+def token_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
     """Bytes → id of every ordinary token; added tokens by their text, with a zero byte in front that no text has.
 
     Of several tokens that stand for the same bytes the first counts.

@@ -5,8 +5,8 @@ from mergegate.merge_core.engine.forecast.forecast import (
     Needs,
     Rates,
     duration,
+    estimate_needs,
     input_files,
-    needs_of,
     peak_memory,
 )
 from mergegate.merge_core.engine.forecast.probe import (
@@ -23,13 +23,13 @@ __all__ = [
     "Needs",
     "Rates",
     "duration",
+    "estimate_needs",
     "input_files",
     "load_rates",
     "machine_key",
     "measure_bus",
     "measure_machine",
     "measure_products_on",
-    "needs_of",
     "peak_memory",
     "save_rates",
 ]

@@ -138,7 +138,9 @@ class Duration:
     at_most: float
 
 
-def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: str, companion_bytes: int = 0) -> Needs:
+def estimate_needs(
+    plan: MergePlan, settings: EngineSettings, *, cores: int, device: str, companion_bytes: int = 0
+) -> Needs:
     """What ``plan`` will need.
 
     Args:

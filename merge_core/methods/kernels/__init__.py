@@ -8,14 +8,14 @@ sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
 
-from mergegate.merge_core.methods.kernels.adaptive import adam, moving
+from mergegate.merge_core.methods.kernels.adaptive import adam, moving_average
 from mergegate.merge_core.methods.kernels.agreement import consensus
 from mergegate.merge_core.methods.kernels.change import add_change
 from mergegate.merge_core.methods.kernels.combination import combine, gram
 from mergegate.merge_core.methods.kernels.interference import oppositions, squares
 from mergegate.merge_core.methods.kernels.pairwise import fuse, importances, nearswap
-from mergegate.merge_core.methods.kernels.ram import changes, ram
-from mergegate.merge_core.methods.kernels.robust import middle
+from mergegate.merge_core.methods.kernels.ram import count_changes, ram
+from mergegate.merge_core.methods.kernels.robust import trimmed_middle
 from mergegate.merge_core.methods.kernels.sce import energies, sce, variances
 from mergegate.merge_core.methods.kernels.selection import (
     first_digit_of,
@@ -26,18 +26,18 @@ from mergegate.merge_core.methods.kernels.selection import (
     ties,
     ties_of,
 )
-from mergegate.merge_core.methods.kernels.sparsify import words
-from mergegate.merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
+from mergegate.merge_core.methods.kernels.sparsify import mask_words
+from mergegate.merge_core.methods.kernels.task_vectors import masked_norms, task_vectors
 from mergegate.merge_core.methods.kernels.tiles import TILE, inspect
-from mergegate.merge_core.methods.kernels.windows import look_into_windows
+from mergegate.merge_core.methods.kernels.windows import scan_windows
 
 __all__ = [
     "TILE",
     "adam",
     "add_change",
-    "changes",
     "combine",
     "consensus",
+    "count_changes",
     "energies",
     "first_digit_of",
     "first_digits",
@@ -45,21 +45,21 @@ __all__ = [
     "gram",
     "importances",
     "inspect",
-    "kept_norms",
-    "look_into_windows",
-    "middle",
-    "moving",
+    "mask_words",
+    "masked_norms",
+    "moving_average",
     "nearswap",
     "next_digit_of",
     "next_digits",
     "oppositions",
     "ram",
+    "scan_windows",
     "sce",
     "sizes",
     "squares",
     "task_vectors",
     "ties",
     "ties_of",
+    "trimmed_middle",
     "variances",
-    "words",
 ]

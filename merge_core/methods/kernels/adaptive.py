@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.compilation import compiled
 from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 
 @compiled
-def moving(data: Any, rows: Any, length: int, keep: Any, share: Any, squared: bool, out: Any) -> None:
+def moving_average(data: Any, rows: Any, length: int, keep: Any, share: Any, squared: bool, out: Any) -> None:
     """``keep`` times the third input, if there is one, plus ``share`` times the change, or its square."""
     base, change, before = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for first in range(0, length, TILE):

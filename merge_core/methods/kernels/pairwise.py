@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.compilation import compiled
 from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 

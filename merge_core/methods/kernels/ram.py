@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 
 @compiled
-def changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
+def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
     """How many elements each model changed, with another one and alone: ``[2, models]``."""
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)

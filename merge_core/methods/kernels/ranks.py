@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import inner
+from mergegate.merge_core.methods.kernels.compilation import inner
 from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
 
 _WORD = np.uint64(0xFFFFFFFF)

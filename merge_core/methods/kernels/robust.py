@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.compilation import compiled
 from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 
 @compiled
-def middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, out: Any) -> None:
+def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, out: Any) -> None:
     """Base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)

@@ -2,7 +2,8 @@
 :mod:`merge_core.methods.sce`.
 
 ``cut`` is ``(key, wanted, tied, stride)`` of the selection (a key of -1 keeps everything), ``before`` the number of
-equal scores before each grain where only some of them are taken; see :class:`merge_core.methods.selection.Cut`.
+equal scores before each grain where only some of them are taken; see
+:class:`merge_core.methods.selection.SelectionThreshold`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 from mergegate.merge_core.methods.kernels.sparsify import begin_numbering, keep_tied
 from mergegate.merge_core.methods.kernels.tiles import (
     LANES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, widen
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 from mergegate.merge_core.methods.kernels.ranks import keep_by_rank
 from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
 from mergegate.merge_core.methods.masks import MULTIPLIER, ROUNDS, WEYL
@@ -49,13 +49,13 @@ def sparsify(
         if high_part and not both:
             keep_tied(delta, m, high, high[1], high[2], places[model, 1:])
     elif chances is not None and kind == 3:
-        words(chances[model, 1], chances[model, 2], index, m, random)
+        mask_words(chances[model, 1], chances[model, 2], index, m, random)
         shift = index % 2
         limit = np.uint32(chances[model, 0])
         for j in range(m):
             delta[j] = delta[j] if random[j + shift] < limit else zero
     elif spans is not None and kind == 4:
-        words(chances[model, 1], chances[model, 2], index, m, random)
+        mask_words(chances[model, 1], chances[model, 2], index, m, random)
         keep_by_rank(delta, m, random[index % 2 :], spans[model, 0], spans[model, 1], scratch)
 
 
@@ -99,8 +99,8 @@ def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, place: Any) 
 
 
 @compiled
-def words(key: int, upper: int, index: int, count: int, words: Any) -> None:
-    """Random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.words`."""
+def mask_words(key: int, upper: int, index: int, count: int, words: Any) -> None:
+    """Random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.mask_words`."""
     first = index // 2
     for p in range((count + 1 + index % 2) // 2):
         low, high = np.uint64((first + p) & 0xFFFFFFFF), np.uint64(upper)

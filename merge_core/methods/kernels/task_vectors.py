@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
-from mergegate.merge_core.methods.kernels.kept import drop_again, note_kept
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
+from mergegate.merge_core.methods.kernels.mask_cache import drop_again, note_kept
 from mergegate.merge_core.methods.kernels.ranks import rank_scratch
 from mergegate.merge_core.methods.kernels.sparsify import begin_grain, sparsify
 from mergegate.merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
 
 
 @compiled
-def kept_norms(
+def masked_norms(
     data: Any,
     rows: Any,
     length: int,
@@ -95,7 +95,7 @@ def task_vectors(
         scales: ``[models]``, factors of what is kept.
         kinds, cuts, before, chances, spans: Of :meth:`.sparsify.Sparsifier.tables`, None where no rule needs them; all
             but ``kinds`` None where ``noted`` says what is kept.
-        noted: What :func:`kept_norms` found to be kept; empty where it is not known, None where tables decide.
+        noted: What :func:`masked_norms` found to be kept; empty where it is not known, None where tables decide.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)

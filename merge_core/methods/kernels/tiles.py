@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from mergegate.merge_core.methods.kernels.compiled import compiled, inner
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 
 # Elements per tile; divides the grain, so that a tile never crosses one.
 TILE = 1024

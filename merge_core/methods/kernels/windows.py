@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compiled import compiled
+from mergegate.merge_core.methods.kernels.compilation import compiled
 from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits
 
 
 @compiled
-def look_into_windows(
+def scan_windows(
     scores: Any, windows: Any, common: Any, grain: int, above: Any, positive: Any, counts: Any, keys: Any, filled: Any
 ) -> None:
     """Add what one part of a block has to what the parts before it had.

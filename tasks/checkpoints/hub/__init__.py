@@ -1,25 +1,25 @@
 """The Hugging Face Hub as every stage sees it: how to reach it, what a commit lists, headers without weights."""
 
-from mergegate.tasks.checkpoints.hub.access import HubAccess, describe, hub_access, is_offline, is_worth_another_look
-from mergegate.tasks.checkpoints.hub.cache import snapshots_place
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error, hub_access, is_offline, is_retryable
+from mergegate.tasks.checkpoints.hub.cache import snapshots_directory
 from mergegate.tasks.checkpoints.hub.download import download_snapshots
-from mergegate.tasks.checkpoints.hub.errors import all_at_once
+from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
-from mergegate.tasks.checkpoints.hub.permissions import require_writing
+from mergegate.tasks.checkpoints.hub.permissions import require_write_access
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 
 __all__ = [
     "HubAccess",
     "RemoteFile",
     "Snapshot",
-    "all_at_once",
-    "describe",
+    "combine_hub_errors",
+    "describe_hub_error",
     "download_snapshots",
     "find_snapshot",
     "git_blob",
     "hub_access",
     "is_offline",
-    "is_worth_another_look",
-    "require_writing",
-    "snapshots_place",
+    "is_retryable",
+    "require_write_access",
+    "snapshots_directory",
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.hub.file import RemoteFile
-from mergegate.tasks.outside import TRANSIENT_STATUSES, causes, is_transient, status_of
+from mergegate.tasks.http import TRANSIENT_STATUSES, exception_chain, is_transient, status_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -120,11 +120,11 @@ def _from_block(name: str) -> str:
     return str(block.get()).strip()  # type: ignore[union-attr]  # a block, after the synchronous load
 
 
-def is_worth_another_look(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether the state should be read again and the next step tried: trouble on the way, not a no."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
-    chain = causes(error)
+    chain = exception_chain(error)
     if any(status_of(cause) is not None for cause in chain) or is_transient(error):
         return is_transient(error, LOOK_AGAIN_STATUSES)
     # The client's own kinds of silence: an error page where it expected its answer, a connection that broke, and what
@@ -134,10 +134,10 @@ def is_worth_another_look(error: BaseException) -> bool:
     )
 
 
-def describe(error: BaseException, access: HubAccess) -> str:
+def describe_hub_error(error: BaseException, access: HubAccess) -> str:
     """What went wrong, in one line, without the token, addresses or request ids."""
     text = ""
-    for cause in causes(error):
+    for cause in exception_chain(error):
         status = status_of(cause)
         message = str(getattr(cause, "server_message", None) or "").strip()
         if status is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def snapshots_place(repo: str) -> Path:
+def snapshots_directory(repo: str) -> Path:
     """Where each commit of ``org/name`` has a directory of its own; nothing need be there."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name

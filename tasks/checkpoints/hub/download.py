@@ -16,12 +16,12 @@ from threading import Lock
 from typing import Any
 
 from mergegate.merge_core.errors import MergegateError, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from mergegate.tasks.checkpoints.hub.errors import all_at_once, client_errors, hub_refusal
+from mergegate.tasks.checkpoints.hub.errors import client_errors, combine_hub_errors, hub_refusal
 from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.outside import retrying
+from mergegate.tasks.http import retry_transient
 
 _FILES_AT_ONCE = 4
 _TRIES = 5  # where the client gives up at once: it asks again itself only when a connection breaks
@@ -65,7 +65,7 @@ def download_snapshots(
         path = snapshot.directory / name
         try:
             if not path.is_file():
-                retrying(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
+                retry_transient(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
             return _mismatch(snapshot, path, name, file, hashes)
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
@@ -77,7 +77,7 @@ def download_snapshots(
             progress.halted = True
             raise
     if problems:
-        raise all_at_once(problems)
+        raise combine_hub_errors(problems)
     return Downloaded(len(wanted), len(missing), sum(missing.values()))
 
 

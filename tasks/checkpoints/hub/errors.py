@@ -6,8 +6,8 @@ import errno
 from collections.abc import Sequence
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.tasks.checkpoints.hub.access import HubAccess, describe
-from mergegate.tasks.outside import causes, status_of
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error
+from mergegate.tasks.http import exception_chain, status_of
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NEITHER = "neither a directory here nor a repository on the Hub that"
@@ -34,7 +34,7 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
     """
     from huggingface_hub import errors
 
-    chain = causes(error)
+    chain = exception_chain(error)
 
     def is_a(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in chain)
@@ -85,13 +85,13 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
     if 403 in statuses:
         return Refused(
             where,
-            found=f"the Hub does not let {who} read it: {describe(error, access)}",
+            found=f"the Hub does not let {who} read it: {describe_hub_error(error, access)}",
             expected="a repository that may be read",
             remedy=f"look at {access.endpoint}/{repo} with that account, or export HF_TOKEN of another",
         )
     return Refused(
         where,
-        found=f"not here, and cannot be had from the Hub: {describe(error, access)}",
+        found=f"not here, and cannot be had from the Hub: {describe_hub_error(error, access)}",
         expected="a directory here, or an answer from the Hub",
         remedy="check spelling and network, or run again later: what has been downloaded stays",
     )
@@ -107,7 +107,7 @@ def unreachable_offline(where: str) -> InvalidInput:
     )
 
 
-def all_at_once(problems: Sequence[MergegateError]) -> MergegateError:
+def combine_hub_errors(problems: Sequence[MergegateError]) -> MergegateError:
     """The first of the problems, saying that of the others too: each would have been the next run's first."""
     first, *others = {str(problem): problem for problem in problems}.values()
     if not others:

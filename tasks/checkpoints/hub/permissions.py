@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import MergegateError, Refused, suggest
-from mergegate.tasks.checkpoints.hub.access import HubAccess, describe
+from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error
 from mergegate.tasks.checkpoints.hub.errors import client_errors, rejected_token
-from mergegate.tasks.outside import status_of
+from mergegate.tasks.http import status_of
 
 _WRITES = "repo.write"
 _READING_ROLES = frozenset({"read", "no_access"})
@@ -93,7 +93,7 @@ def why_not(account: Account, repo: str, endpoint: str) -> Refused | None:
     return None
 
 
-def require_writing(repo: str, access: HubAccess) -> None:
+def require_write_access(repo: str, access: HubAccess) -> None:
     """See that the token is valid, may write to ``repo``, and that the Hub agrees if the repository exists.
 
     Raises:
@@ -116,7 +116,7 @@ def require_writing(repo: str, access: HubAccess) -> None:
         if status_of(error) in (401, 403):
             raise Refused(
                 f"publish.repo: {repo}",
-                found=f"the Hub does not let the token write: {describe(error, access)}",
+                found=f"the Hub does not let the token write: {describe_hub_error(error, access)}",
                 expected="a token that may write to it",
                 remedy=f"look at {access.endpoint}/{repo}/settings with that account",
             ) from None
@@ -126,7 +126,7 @@ def require_writing(repo: str, access: HubAccess) -> None:
 def _unanswered(repo: str, error: Exception, access: HubAccess) -> MergegateError:
     return Refused(
         f"publish.repo: {repo}",
-        found=f"the Hub cannot be asked whether the token may write: {describe(error, access)}",
+        found=f"the Hub cannot be asked whether the token may write: {describe_hub_error(error, access)}",
         expected="an answer before anything is merged",
         remedy="run again later",
     )

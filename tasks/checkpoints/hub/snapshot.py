@@ -18,10 +18,10 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.checkpoints.files import files_about, files_beside, weight_files
 from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from mergegate.tasks.checkpoints.hub.cache import snapshots_place
+from mergegate.tasks.checkpoints.hub.cache import snapshots_directory
 from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
 from mergegate.tasks.checkpoints.hub.file import RemoteFile
-from mergegate.tasks.outside import status_of
+from mergegate.tasks.http import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # A file with the name of a small one that is larger than this comes with the weights.
@@ -148,7 +148,7 @@ def _whole_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    directory = snapshots_place(repo) / commit
+    directory = snapshots_directory(repo) / commit
     try:
         tree = get_cached_repo_tree(repo, revision=commit)
     except CachedRepoTreeNotFoundError:
@@ -193,7 +193,7 @@ def _download_small_files(repo: str, commit: str, names: list[str], access: HubA
 def _not_offline(repo: str, revision: str | None) -> InvalidInput:
     """What to say when only the Hub could tell which commit is meant."""
     newest = max(
-        snapshots_place(repo).glob("*"), key=lambda place: place.stat().st_mtime, default=Path("<40 hex digits>")
+        snapshots_directory(repo).glob("*"), key=lambda place: place.stat().st_mtime, default=Path("<40 hex digits>")
     )
     return InvalidInput(
         repo,

@@ -7,11 +7,11 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.backends import hf, served, vllm
+from mergegate.tasks.evaluation.backends import hf, server, vllm
 from mergegate.tasks.evaluation.backends.contract import Backend
 
 GROUP = "mergegate.backends"
-_OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, served.BACKEND)}
+_OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, server.BACKEND)}
 
 
 def find_backend(name: str) -> Backend:

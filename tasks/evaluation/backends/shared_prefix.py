@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.tasks.evaluation.backends.common_start import read_apart
+from mergegate.tasks.evaluation.backends.batch_schedule import write_in_stretches
+from mergegate.tasks.evaluation.backends.common_prefix import read_apart
 from mergegate.tasks.evaluation.backends.contract import AnswerEnd
-from mergegate.tasks.evaluation.backends.stretches import write_in_stretches
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model

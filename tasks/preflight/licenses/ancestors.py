@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 from mergegate.tasks.checkpoints import CARD_FILE, card_path
-from mergegate.tasks.checkpoints.hub import HubAccess, describe, hub_access, is_offline, snapshots_place
+from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, hub_access, is_offline, snapshots_directory
 from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, NotRead
 
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
@@ -111,7 +111,7 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
                 return NotRead("it is gated: ask for access, and set HF_TOKEN")
             # The Hub tells the metadata of a card also to those who may not see the repository.
             card = info.card_data.to_dict()  # type: ignore[no-untyped-call]  # the library leaves it untyped
-            return CardSource(snapshots_place(repository) / info.sha, info.sha, card)
+            return CardSource(snapshots_directory(repository) / info.sha, info.sha, card)
         return CardSource(directory, info.sha)
     except (RepositoryNotFoundError, HFValidationError):
         return NotRead("it is not on the Hub, or private")
@@ -123,7 +123,7 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
         return _HubUnavailable(_OFFLINE)
     except (HTTPError, OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         # The network, a full disk, hf_xet's own, or an answer that is not the Hub's.
-        return _HubUnavailable(f"no answer from the Hub: {describe(error, access)}")
+        return _HubUnavailable(f"no answer from the Hub: {describe_hub_error(error, access)}")
 
 
 def _download(access: HubAccess, repository: str, commit: str, names: list[str]) -> Path:
@@ -131,7 +131,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
 
     disable_progress_bars()
-    directory = snapshots_place(repository) / commit
+    directory = snapshots_directory(repository) / commit
     for name in names:
         if (name.lower() == CARD_FILE.lower() or LICENSE_FILE.fullmatch(name)) and not (directory / name).is_file():
             # The download itself tries five times and waits in between; this asks once whether it can succeed.
@@ -144,7 +144,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
 def _cached(repository: str) -> CardSource | None:
     """The commit of `repository` that was downloaded last, if its card is among what was."""
     try:
-        there = [place for place in snapshots_place(repository).iterdir() if card_path(place)]
+        there = [place for place in snapshots_directory(repository).iterdir() if card_path(place)]
         newest = max(there, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
     except OSError:
         return None

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
 from mergegate.tasks.preflight.licenses.use import Use
+from mergegate.tasks.store import NotInKey
 
 LicenseStatus = Literal["allowed", "review", "blocked"]
 _RANK: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.recipe import is_foreign_path, name_in_path
-from mergegate.merge_core.store import NotInKey
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
@@ -19,6 +18,7 @@ from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, line
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
 from mergegate.tasks.stage import StageValue, value_stage
+from mergegate.tasks.store import NotInKey
 
 
 class Declared(BaseModel):

@@ -2,11 +2,11 @@
 
 from mergegate.tasks.publish.releases.champion import ReleasedModel, find_anchor, find_champion
 from mergegate.tasks.publish.releases.reproduce import rebuild_release
-from mergegate.tasks.publish.releases.verify import Verified, check_release
+from mergegate.tasks.publish.releases.verify import VerifiedRelease, check_release
 
 __all__ = [
     "ReleasedModel",
-    "Verified",
+    "VerifiedRelease",
     "check_release",
     "find_anchor",
     "find_champion",

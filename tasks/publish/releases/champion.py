@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from mergegate.merge_core.store import MANIFEST, VALUE, HashMemo, NotInKey, merkle
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, deciding_files
 from mergegate.tasks.gate import ANCHOR, CHAMPION
 from mergegate.tasks.publish import ABOUT
 from mergegate.tasks.publish.targets import CurrentRelease, PublishTarget
+from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
 # Beside a checkpoint in the store or in a release, not part of it.
 _BOOKKEEPING = ABOUT | {MANIFEST, VALUE}

@@ -31,9 +31,9 @@ from mergegate.merge_core import (
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.recipe import parse_reference
-from mergegate.merge_core.store import HashMemo
 from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedAdapter,
@@ -44,9 +44,9 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
-from mergegate.tasks.merge import combine_parents, prepared
+from mergegate.tasks.merge import combine_parents, prepare_recipe
 from mergegate.tasks.publish import PROVENANCE, RECIPE
-from mergegate.tasks.publish.releases.verify import Files, Verified
+from mergegate.tasks.publish.releases.verify import Files, VerifiedRelease
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import device_kind, versions
 
@@ -57,7 +57,7 @@ _RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Reproduced:
+class ReproducedRelease:
     """A release that was made again, byte for byte."""
 
     where: str
@@ -69,14 +69,14 @@ class Reproduced:
 
 def rebuild_release(
     release: PublishedRelease,
-    verified: Verified,
+    verified: VerifiedRelease,
     out: Path,
     hashes: HashMemo,
     *,
     directory: Path | None = None,
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-) -> Reproduced:
+) -> ReproducedRelease:
     """Merge again into ``out``, an empty directory, and compare every file with that of the release.
 
     Args:
@@ -95,7 +95,7 @@ def rebuild_release(
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     places = _parents(recipe.references(), digests, starts, hashes)
     recipe = replace(recipe, directory=_beside_texts(recipe, starts, digests, hashes))
-    recipe = prepared(recipe, lambda ref: _pinned(ref, places[ref], hashes))
+    recipe = prepare_recipe(recipe, lambda ref: _pinned(ref, places[ref], hashes))
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
     began = time.monotonic()
@@ -113,7 +113,7 @@ def rebuild_release(
         if path.is_file()
     }
     _require_equal(verified, made, made_by, device)
-    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), seconds, device)
+    return ReproducedRelease(release.where, tuple(made), sum(size for size, _ in made.values()), seconds, device)
 
 
 class _ProvenancePart(BaseModel):
@@ -156,7 +156,7 @@ class _Build(_ProvenancePart):
     resolved_dependencies: tuple[_Dependency, ...]
 
 
-def _build(release: PublishedRelease, verified: Verified) -> _Build:
+def _build(release: PublishedRelease, verified: VerifiedRelease) -> _Build:
     try:
         return _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
     except (ValidationError, KeyError, TypeError) as error:
@@ -211,7 +211,7 @@ def _device(made_on: str) -> str:
     return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
 
 
-def _require_equal(verified: Verified, made: Files, made_by: _BuildParameters, device: str) -> None:
+def _require_equal(verified: VerifiedRelease, made: Files, made_by: _BuildParameters, device: str) -> None:
     released = verified.listing
     weights = {name for name in released if name.endswith(_WEIGHTS)}
     other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))

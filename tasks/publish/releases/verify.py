@@ -29,11 +29,11 @@ from mergegate.tasks.publish import (
     SIGNATURE,
     SUMS,
     checksums_text,
+    content_version_from_sums,
     escaped,
     parse_checksums,
     public_key,
     read_signature,
-    version_of,
 )
 from mergegate.tasks.publish.targets import PublishedRelease
 
@@ -43,7 +43,7 @@ Files = Mapping[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedRelease:
     """A release in which everything agrees. ``version`` is None where its name is not its content."""
 
     where: str
@@ -63,7 +63,7 @@ class Verified:
         return sum(size for size, _ in self.listing.values())
 
 
-def check_release(release: PublishedRelease, key: Path | None = None) -> Verified:
+def check_release(release: PublishedRelease, key: Path | None = None) -> VerifiedRelease:
     """Compare everything with everything.
 
     Args:
@@ -95,7 +95,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
             remedy="do not use it; get it again from where it was published, or publish it anew",
         )
     signed: Signed = "none" if SIGNATURE not in files else "valid" if key else "not checked"
-    return Verified(release.where, files, release.version, signed, statement)
+    return VerifiedRelease(release.where, files, release.version, signed, statement)
 
 
 def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
@@ -122,7 +122,7 @@ def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
 
 
 def _against_version(release: PublishedRelease, files: Files) -> list[str]:
-    if release.version is None or (content := version_of(files)) == release.version:
+    if release.version is None or (content := content_version_from_sums(files)) == release.version:
         return []
     return [f"its version is {release.version}, its content is {content}"]
 

@@ -29,8 +29,8 @@ from typing import ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.merge_core.store import HashMemo
 from mergegate.tasks.publish.approval import ApprovalSettings
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.signature import private_key

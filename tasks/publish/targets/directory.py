@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.files import HashMemo, finish_directory, fsync, fsync_directories, locked, new_directory
 from mergegate.merge_core.parsing import LocalPath, is_special, open_plain, read_plain
-from mergegate.merge_core.store import HashMemo, finish_directory, fsync, fsync_directories, locked, new_directory
 from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, is_content_version
 from mergegate.tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
 from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release

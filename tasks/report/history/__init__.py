@@ -7,33 +7,33 @@
     changes_since(records, record)             # what a person wants to know first
 """
 
-from mergegate.tasks.report.history.changes import changes_since, night_of
-from mergegate.tasks.report.history.keeping import KeptPage, facts_of, file_name, keep_run
+from mergegate.tasks.report.history.archive import ArchivedPage, file_name, keep_run, run_facts
+from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
-from mergegate.tasks.report.history.metrics import tell_operators
+from mergegate.tasks.report.history.metrics import export_metrics
 from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
-from mergegate.tasks.report.history.record import NightParent, NightScore, NightStage, RunRecord, RunStatus
-from mergegate.tasks.report.history.tracking import tell_tracker
+from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus
+from mergegate.tasks.report.history.tracking import export_to_trackers
 
 __all__ = [
     "HISTORY",
+    "ArchivedPage",
     "History",
-    "KeptPage",
-    "NightParent",
-    "NightScore",
-    "NightStage",
+    "RunParent",
     "RunRecord",
+    "RunScore",
+    "RunStage",
     "RunStatus",
     "changes_since",
-    "facts_of",
+    "export_metrics",
+    "export_to_trackers",
     "file_name",
+    "format_run_time",
     "keep_run",
     "mend_history",
-    "night_of",
     "outcome_of_status",
     "read_history",
     "render_history",
-    "tell_operators",
-    "tell_tracker",
+    "run_facts",
     "worst_drop",
 ]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.history.record import NightScore, RunRecord
+from mergegate.tasks.report.history.record import RunRecord, RunScore
 
 _MOST = 5  # of one kind: whoever wants all of it has the tables
 
@@ -48,11 +48,11 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
         *_of_limits(knowing, record),
         *_of_scores(knowing, record),
     ]
-    since = "" if knowing is last else f" since {night_of(knowing)}, when parents and scores were last known"
+    since = "" if knowing is last else f" since {format_run_time(knowing)}, when parents and scores were last known"
     return (*said, *found) if found else (*said, f"Parents, recipe, limits and scores are the same{since}.")
 
 
-def night_of(record: RunRecord) -> str:
+def format_run_time(record: RunRecord) -> str:
     """``2026-11-21 03:00``, in this machine's time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended))
@@ -67,10 +67,10 @@ def _same(one: RunRecord, other: RunRecord) -> bool:
 def _ending(last: RunRecord, now: RunRecord) -> str:
     if last.status != now.status:
         verb = "found" if last.status == "nothing new" else "was"
-        return f"{now.status.capitalize()}; the run before, {night_of(last)}, {verb} {last.status}."
+        return f"{now.status.capitalize()}; the run before, {format_run_time(last)}, {verb} {last.status}."
     if last.message != now.message and now.status in ("refused", "invalid", "failed"):
-        return f"{now.status.capitalize()} like the run before, {night_of(last)}, but for another reason."
-    return f"{now.status.capitalize()} like the run before, {night_of(last)}."
+        return f"{now.status.capitalize()} like the run before, {format_run_time(last)}, but for another reason."
+    return f"{now.status.capitalize()} like the run before, {format_run_time(last)}."
 
 
 def _of_parents(last: RunRecord, now: RunRecord) -> list[str]:
@@ -143,7 +143,7 @@ def _of_scores(last: RunRecord, now: RunRecord) -> list[str]:
     return _few(said, "scores")
 
 
-def _moved(old: NightScore, new: NightScore) -> str:
+def _moved(old: RunScore, new: RunScore) -> str:
     drop = f"drop against {new.reference} {wording.number(old.drop, 1)} → {wording.number(new.drop, 1)}"
     scores = _score(old), _score(new)
     if not all(scores):
@@ -151,11 +151,11 @@ def _moved(old: NightScore, new: NightScore) -> str:
     return f"{new.task}: scores {' → '.join(dict.fromkeys(scores))}, {drop}."
 
 
-def _score(score: NightScore) -> str:
+def _score(score: RunScore) -> str:
     return "" if score.merge is None else wording.number(score.merge, 1)
 
 
-def _by_guard(scores: Iterable[NightScore]) -> dict[tuple[str, str], NightScore]:
+def _by_guard(scores: Iterable[RunScore]) -> dict[tuple[str, str], RunScore]:
     return {(one.task, one.reference): one for one in scores}
 
 

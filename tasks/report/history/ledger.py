@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergegate.merge_core.store import Damaged, locked, read_state, set_aside, write_state
+from mergegate.merge_core.files import Damaged, locked, move_aside, read_state, write_state
 from mergegate.tasks.report.history.record import RunRecord, parse_record
 
 HISTORY, LOCK = "history.jsonl", "history.lock"
@@ -102,7 +102,7 @@ def mend_history(reports: Path) -> None:
 
 
 def _set_aside(file: Path, known: History) -> None:
-    place = set_aside(file)
+    place = move_aside(file)
     _log.warning("%s %s", known.said_of_damage(), f"It is kept as {place.name}" if place else "")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mergegate.merge_core.errors import EXIT_CODES
-from mergegate.merge_core.store import locked
+from mergegate.merge_core.files import locked
 from mergegate.tasks.report.history.record import RunRecord
 
 METRICS, OTEL = "MERGEGATE_METRICS", "MERGEGATE_OTEL"
@@ -68,7 +68,7 @@ def numbers_of(record: RunRecord) -> Iterator[RunNumber]:
         yield RunNumber("perplexity_ratio", "gauge", "1", "Over that of the better parent.", of, record.perplexity)
 
 
-def tell_operators(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
+def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
     """Say it where somebody asked for it. Never an error of the run.
 
     Args:

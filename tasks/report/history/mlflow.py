@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from mergegate.tasks.outside import JsonClient, Unreachable
+from mergegate.tasks.http import JsonClient, Unreachable
 from mergegate.tasks.report.history.record import RunRecord
 
 MLFLOW = "MERGEGATE_MLFLOW"

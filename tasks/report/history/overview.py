@@ -16,12 +16,12 @@ from urllib.parse import quote
 
 from mergegate.merge_core.wording import format_bytes, format_duration
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.history.changes import changes_since, night_of
+from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import History
 from mergegate.tasks.report.history.lines import MOST_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
-from mergegate.tasks.report.history.record import NightScore, RunRecord
+from mergegate.tasks.report.history.record import RunRecord, RunScore
 from mergegate.tasks.report.page import page_environment
-from mergegate.tasks.stage import Outcome, worst
+from mergegate.tasks.stage import Outcome, worst_verdict
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -84,9 +84,9 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         glyphs=wording.GLYPHS,
         listed=LISTED,
         kind=outcome_of_status,
-        worst_of_all=worst(outcome_of_status(one.last.status) for one in shown),
+        worst_of_all=worst_verdict(outcome_of_status(one.last.status) for one in shown),
         well=sum(outcome_of_status(one.last.status) == "pass" for one in shown),
-        when=night_of,
+        when=format_run_time,
         day=_day,
         address=quote,
         duration=format_duration,
@@ -104,7 +104,7 @@ def outcome_of_status(status: str) -> Outcome:
     return "pass" if status in _WELL else "fail" if status in _BADLY else "inconclusive"
 
 
-def worst_drop(record: RunRecord) -> NightScore | None:
+def worst_drop(record: RunRecord) -> RunScore | None:
     """The guard whose task has lost most."""
     return max(record.scores, key=lambda score: score.drop, default=None)
 

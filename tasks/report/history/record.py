@@ -37,7 +37,7 @@ class _Kept(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class NightStage(_Kept):
+class RunStage(_Kept):
     """All calls of one stage in a run."""
 
     name: Short
@@ -47,7 +47,7 @@ class NightStage(_Kept):
     status: Short  # the worst of the calls': made, cached, rebuilt, refused, failed
 
 
-class NightScore(_Kept):
+class RunScore(_Kept):
     """One guard: the merge against its reference on one task, or on all of a suite. Points: hundredths of a score."""
 
     task: Short
@@ -69,7 +69,7 @@ class NightScore(_Kept):
         return wording.plain(self.max_drop) + two
 
 
-class NightParent(_Kept):
+class RunParent(_Kept):
     """A model that went into the merge."""
 
     name: Short
@@ -92,11 +92,11 @@ class RunRecord(_Kept):
     version: Short | None = None
     method: Short = ""  # 'ties of 3 over llama-base'
     recipe: Annotated[str, _cut(_RECIPE)] = ""
-    parents: tuple[NightParent, ...] = Field(default=(), max_length=_MOST)
-    scores: tuple[NightScore, ...] = Field(default=(), max_length=_MOST)
+    parents: tuple[RunParent, ...] = Field(default=(), max_length=_MOST)
+    scores: tuple[RunScore, ...] = Field(default=(), max_length=_MOST)
     perplexity: Finite | None = None  # of the merge over that of the better parent
     perplexity_limit: Finite | None = None
-    stages: tuple[NightStage, ...] = Field(default=(), max_length=_MOST)
+    stages: tuple[RunStage, ...] = Field(default=(), max_length=_MOST)
     bytes_made: int = Field(default=0, ge=0)  # of artifacts that were not in the store before
     bytes_merged: int = Field(default=0, ge=0)  # of the merged checkpoint
     location: Annotated[str, _cut(500)] = ""  # of the release: a directory, or an address

@@ -36,7 +36,7 @@ def tracked_numbers(record: RunRecord) -> dict[str, float]:
     return numbers
 
 
-def tell_tracker(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
+def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
     """Say it to each tracker that somebody asked for. Never an error of the run.
 
     Args:

@@ -18,11 +18,11 @@ from mergegate.tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from mergegate.tasks.report.sweep.of_study import sweep_content, sweep_line
+from mergegate.tasks.report.sweep.from_study import sweep_content, sweep_line
 from mergegate.tasks.report.sweep.page import render_sweep
 from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
 from mergegate.tasks.report.sweep.table import sweep_table
-from mergegate.tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title, what_it_took
+from mergegate.tasks.report.sweep.wording import search_effort, sweep_outcome, sweep_sentence, sweep_title
 
 __all__ = [
     "HeldOut",
@@ -35,6 +35,7 @@ __all__ = [
     "SearchStatus",
     "SweepContent",
     "render_sweep",
+    "search_effort",
     "search_line",
     "sweep_content",
     "sweep_line",
@@ -42,5 +43,4 @@ __all__ = [
     "sweep_sentence",
     "sweep_table",
     "sweep_title",
-    "what_it_took",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.svg import Ink
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
+from mergegate.tasks.report.sweep.study_facts import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
 from mergegate.tasks.report.sweep.wording import winner_word
 from mergegate.tasks.sweep import Trial
 

@@ -24,7 +24,7 @@ from mergegate.tasks.report.sweep.canvas import (
     write,
 )
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.report.sweep.reading import score_in, state_of
+from mergegate.tasks.report.sweep.study_facts import score_in, state_of
 from mergegate.tasks.report.sweep.wording import SAMPLERS
 
 

@@ -32,11 +32,11 @@ from mergegate.tasks.report.sweep.canvas import (
     write,
 )
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.report.sweep.reading import (
+from mergegate.tasks.report.sweep.study_facts import (
     BASELINE,
     HAND_WRITTEN,
     SAMPLER,
-    Course,
+    SearchHistory,
     by_origin,
     course_of,
     score_in,
@@ -65,7 +65,7 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 
 
 def _draw(
-    content: SweepContent, objective: int, runs: dict[str, Course], factor: float, drawn: Drawing, plot: str
+    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, drawn: Drawing, plot: str
 ) -> str:
     axis = score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
@@ -118,7 +118,7 @@ def _draw(
         return inline(figure, plot, _spoken(content, objective, runs))
 
 
-def _trials(axes: Axes, run: Course, factor: float, objective: int, axis: Axis) -> None:
+def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
     step = 0.02 * (axis.high - axis.low)
     failed, marks = [], []
     for at, trial in enumerate(run.trials, start=1):
@@ -132,7 +132,7 @@ def _trials(axes: Axes, run: Course, factor: float, objective: int, axis: Axis) 
     axes.plot(failed, [0.05] * len(failed), "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
 
 
-def _stair(axes: Axes, origin: str, run: Course, factor: float) -> None:
+def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
     """The best so far, from the first that has a score to the last candidate."""
     points = [(at, factor * best) for at, best in enumerate(run.best, start=1) if math.isfinite(best)]
     if not points:
@@ -180,7 +180,7 @@ def _is_reference(content: SweepContent, trial: Trial) -> bool:
     return trial.number == content.reference
 
 
-def _spoken(content: SweepContent, objective: int, runs: dict[str, Course]) -> str:
+def _spoken(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
     """What the picture shows, for who cannot see it."""
     said = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}

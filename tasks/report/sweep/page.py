@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.page import page_environment
-from mergegate.tasks.report.sweep import reading
+from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep import wording as words
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.report.sweep.front_plot import front_plot
@@ -48,9 +48,9 @@ def render_sweep(content: SweepContent) -> str:
         if len(content.parameters) > MOST_SLICES
         else [],
         front=safe(front_plot(content)),
-        rows=[reading.recipe_rows(content, at) for at in objectives],
-        winner=reading.trial_numbered(content, content.winner),
-        front_trials=reading.trials_of_front(content),
+        rows=[study_facts.recipe_rows(content, at) for at in objectives],
+        winner=study_facts.trial_numbered(content, content.winner),
+        front_trials=study_facts.trials_of_front(content),
         ranked=ranked,
         budget=words.budget_rows(content.budget, len(content.trials)),
         problems=words.problems_of(content),

@@ -13,8 +13,8 @@ from mergegate.tasks.report.rows import shortened
 from mergegate.tasks.report.svg import Ink, drawing, inline
 from mergegate.tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
 from mergegate.tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
-from mergegate.tasks.report.sweep.reading import score_in, state_of, trial_numbered
 from mergegate.tasks.report.sweep.slices_plot import share_of, spoken_values
+from mergegate.tasks.report.sweep.study_facts import score_in, state_of, trial_numbered
 from mergegate.tasks.report.sweep.wording import value_text, winner_word
 from mergegate.tasks.sweep import Trial
 

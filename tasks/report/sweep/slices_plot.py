@@ -32,7 +32,7 @@ from mergegate.tasks.report.sweep.canvas import (
     write,
 )
 from mergegate.tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
-from mergegate.tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
+from mergegate.tasks.report.sweep.study_facts import HAND_WRITTEN, score_in, state_of, trial_numbered
 from mergegate.tasks.report.sweep.wording import SAMPLERS, value_text
 from mergegate.tasks.sweep import Trial
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.report.sweep.reading import recipe_rows
+from mergegate.tasks.report.sweep.study_facts import recipe_rows
 from mergegate.tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, winner_word
 from mergegate.tasks.report.table import Row, ScoreTable
 

@@ -15,7 +15,7 @@ from mergegate.tasks.report.sweep.content import (
     ReportedParameter,
     SweepContent,
 )
-from mergegate.tasks.report.sweep.reading import (
+from mergegate.tasks.report.sweep.study_facts import (
     BASELINE,
     HAND_WRITTEN,
     SAMPLER,
@@ -248,7 +248,7 @@ def racing_sentence(content: SweepContent) -> str:
     return f"{how}{risk}.{saved}"
 
 
-def what_it_took(content: SweepContent) -> str:
+def search_effort(content: SweepContent) -> str:
     """'62 trials in 10.1 s for 0.0034 · 73 % of the documents asked · 4 without a score'."""
     spent, used = content.budget, documents_used(content.trials)
     cost = "" if spent.spent_cost is None else f" for {money(spent.spent_cost)}"

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.store import locked
+from mergegate.merge_core.files import locked
 from mergegate.tasks.shadow.arms import ArmRow
-from mergegate.tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair, ShadowRecord
 
 if TYPE_CHECKING:
     from types import TracebackType

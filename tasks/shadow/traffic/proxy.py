@@ -31,7 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from mergegate.tasks.shadow.arms import ArmRow
-from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.routing import FollowedRouting, Routing
 from mergegate.tasks.shadow.settings import ShadowSettings
 from mergegate.tasks.shadow.switch import kill_reason

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from mergegate.tasks.shadow.recorded import ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.records import Records
 from mergegate.tasks.shadow.traffic.redaction import Redaction
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, read_plain
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_location, parse_line, read_plain
 
 _CHAT = "/v1/chat/completions"
 _FORMS = "a line with messages, prompt, turns, or path and body"
@@ -66,7 +66,7 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
     found = []
     for number, line in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
         if line.strip():
-            found.append(_traffic(parse_line(line, file, number), line_place(file, number), model, number))
+            found.append(_traffic(parse_line(line, file, number), line_location(file, number), model, number))
     if not found:
         raise InvalidInput(str(file), found="no request", expected=_FORMS)
     return tuple(found)

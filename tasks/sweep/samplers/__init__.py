@@ -1,8 +1,17 @@
 """Where the next generation of candidates comes from: CMA-ES, random search, and samplers of Optuna; one contract."""
 
 from mergegate.tasks.sweep.samplers.choice import generation_size, make_baseline, make_sampler
-from mergegate.tasks.sweep.samplers.contract import Sampler, Told
-from mergegate.tasks.sweep.samplers.extras import hushed, installed
-from mergegate.tasks.sweep.samplers.uniform import RandomSearch
+from mergegate.tasks.sweep.samplers.contract import Sampler, TrialResult
+from mergegate.tasks.sweep.samplers.optional_packages import installed, quiet_optuna
+from mergegate.tasks.sweep.samplers.random_search import RandomSearch
 
-__all__ = ["RandomSearch", "Sampler", "Told", "generation_size", "hushed", "installed", "make_baseline", "make_sampler"]
+__all__ = [
+    "RandomSearch",
+    "Sampler",
+    "TrialResult",
+    "generation_size",
+    "installed",
+    "make_baseline",
+    "make_sampler",
+    "quiet_optuna",
+]

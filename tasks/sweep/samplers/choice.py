@@ -8,8 +8,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.objective import Objective
 from mergegate.tasks.sweep.samplers.contract import Sampler
 from mergegate.tasks.sweep.samplers.evolution import EvolutionStrategy
-from mergegate.tasks.sweep.samplers.through_optuna import OptunaSearch
-from mergegate.tasks.sweep.samplers.uniform import RandomSearch
+from mergegate.tasks.sweep.samplers.optuna_search import OptunaSearch
+from mergegate.tasks.sweep.samplers.random_search import RandomSearch
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from mergegate.tasks.sweep.trials import Point
 
 
-class Told(NamedTuple):
+class TrialResult(NamedTuple):
     """What a point scored.
 
     Args:
@@ -28,11 +28,11 @@ class Told(NamedTuple):
 class Sampler(Protocol):
     """Where the next generation comes from."""
 
-    def begin(self, start: Told) -> None:
+    def begin(self, start: TrialResult) -> None:
         """What the hand-written values scored; said once, before the first generation."""
 
     def ask(self) -> list[Point]:
         """The next generation; all of it is told before the next is asked for."""
 
-    def tell(self, scored: Sequence[Told]) -> None:
+    def tell(self, scored: Sequence[TrialResult]) -> None:
         """What the generation scored, in the order in which it was asked."""

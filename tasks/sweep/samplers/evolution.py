@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.sweep.objective import Objective, rank
-from mergegate.tasks.sweep.samplers.contract import Told
-from mergegate.tasks.sweep.samplers.extras import installed
+from mergegate.tasks.sweep.samplers.contract import TrialResult
+from mergegate.tasks.sweep.samplers.optional_packages import installed
 from mergegate.tasks.sweep.space import Space
 from mergegate.tasks.sweep.trials import Point
 
@@ -48,7 +48,7 @@ class EvolutionStrategy:
         self._asked: list[Any] = []
         self._strategy = self._new(space.encode(space.start))
 
-    def begin(self, start: Told) -> None:
+    def begin(self, start: TrialResult) -> None:
         """Nothing is made of it: it is the middle of the first generation, and no draw from it."""
 
     def ask(self) -> list[Point]:
@@ -56,7 +56,7 @@ class EvolutionStrategy:
         self._asked = [self._strategy.ask() for _ in range(self._strategy.population_size)]
         return [self._space.decode(self._unit(one)) for one in self._asked]
 
-    def tell(self, scored: Sequence[Told]) -> None:
+    def tell(self, scored: Sequence[TrialResult]) -> None:
         """Move the distribution; where it cannot move any more, begin anew."""
         places = rank([one.scores for one in scored], [one.violation for one in scored], self._objective)
         self._strategy.tell([(asked, float(place)) for asked, place in zip(self._asked, places, strict=True)])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints.hub import HubAccess, describe, is_worth_another_look
+from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, is_retryable
 from mergegate.tasks.publish.targets.alias import ALIAS_NAME, is_a_version, no_such_version
 
 _ATTEMPTS, _LONGEST_WAIT_S = 6, 16.0
@@ -37,7 +37,7 @@ def move_tag(repo: str, version: str, name: str, access: HubAccess) -> None:
             raise no_such_version(version, repo) from None
         except _client_errors() as error:
             # Looked at anew each time: a step whose answer was lost has happened.
-            if failures == _ATTEMPTS - 1 or not is_worth_another_look(error):
+            if failures == _ATTEMPTS - 1 or not is_retryable(error):
                 raise _no_answer(repo, error, access) from None
             time.sleep(min(2.0**failures, _LONGEST_WAIT_S))
 
@@ -96,10 +96,10 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 def _no_answer(repo: str, error: Exception, access: HubAccess) -> Refused:
-    again = is_worth_another_look(error)
+    again = is_retryable(error)
     return Refused(
         f"{repo} on the Hub",
-        found=describe(error, access),
+        found=describe_hub_error(error, access),
         expected="a Hub that answers" if again else "a token that may write there",
         remedy="run again later: what was begun is completed" if again else "use another token",
     )

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_worth_another_look
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints.hub import HubAccess, RemoteFile, describe_hub_error, git_blob, is_retryable
 from mergegate.tasks.publish.content import CARD, ReleaseFile
 from mergegate.tasks.publish.targets.contract import OnProgress
 from mergegate.tasks.publish.targets.hub.state import (
@@ -36,10 +36,10 @@ from mergegate.tasks.publish.targets.hub.state import (
     Head,
     ObservedState,
     Promote,
+    PublicationBlocked,
     RepositoryVisibility,
     StageFiles,
     Step,
-    Stop,
     Tag,
     next_step,
 )
@@ -103,7 +103,7 @@ def publish_hub(
             step = next_step(desired, observed, expected_head)
             if isinstance(step, Done):
                 return PublishedCommit(step.commit, changed)
-            if isinstance(step, Stop):
+            if isinstance(step, PublicationBlocked):
                 raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
             kind = step if isinstance(step, DeleteBranch) else type(step)
             if kind != tried:
@@ -116,7 +116,7 @@ def publish_hub(
             changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
         except _client_errors() as error:
             went_through, failures = False, failures + 1
-            if failures >= _FAILURES or not is_worth_another_look(error):
+            if failures >= _FAILURES or not is_retryable(error):
                 raise _refusal(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
     raise Refused(
@@ -321,16 +321,16 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
             expected="the bytes that were evaluated and gated",
             remedy="run again: an artifact that was altered on disk is noticed and rebuilt; main was not touched",
         )
-    if is_worth_another_look(error):
+    if is_retryable(error):
         return Refused(
             f"{repo} on the Hub",
-            found=f"the Hub does not answer as it should: {describe(error, access)}",
+            found=f"the Hub does not answer as it should: {describe_hub_error(error, access)}",
             expected="a publication that goes through",
             remedy="run again later: it resumes where it left off",
         )
     return Refused(
         f"{repo} on the Hub",
-        found=describe(error, access),
+        found=describe_hub_error(error, access),
         expected="a token that may write there, and a card that the Hub accepts",
         remedy="correct what the Hub says, then run again: it resumes where it left off",
     )

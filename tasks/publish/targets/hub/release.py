@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
-from mergegate.tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_worth_another_look
+from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, hub_access, is_retryable
+from mergegate.tasks.publish.checksums import sha256_of
 from mergegate.tasks.publish.content import is_content_version
-from mergegate.tasks.publish.sums import sha256_of
 from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease
 from mergegate.tasks.publish.targets.hub.state import WRITTEN_BY_HUB
 
@@ -90,7 +90,7 @@ def _main_commit(access: HubAccess, repo: str) -> str | None:
 def _unreachable(repo: str, error: Exception, access: HubAccess) -> Refused:
     return Refused(
         f"{repo} on the Hub",
-        found=f"the current release cannot be read: {describe(error, access)}",
+        found=f"the current release cannot be read: {describe_hub_error(error, access)}",
         expected="the release that the merge is compared with",
         remedy="run again later",
     )
@@ -153,9 +153,11 @@ def open_on_hub(named: str) -> HubRelease | None:
         facts = api.model_info(repo, revision=form["revision"])
         tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == facts.sha]
     except Exception as error:
-        if not is_worth_another_look(error):
-            raise _nothing(named, describe(error, access)) from None
-        raise _nothing(named, f"no directory here, and unavailable from the Hub ({describe(error, access)})") from None
+        if not is_retryable(error):
+            raise _nothing(named, describe_hub_error(error, access)) from None
+        raise _nothing(
+            named, f"no directory here, and unavailable from the Hub ({describe_hub_error(error, access)})"
+        ) from None
     if facts.sha is None:
         raise _nothing(named, "a repository without commits")
     versions = [form["revision"]] if form["revision"] in tags else tags

@@ -153,7 +153,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Stop:
+class PublicationBlocked:
     """Going on would break a promise; a person must decide."""
 
     found: str
@@ -161,7 +161,17 @@ class Stop:
     remedy: str
 
 
-Step = CreateRepository | ChangeSettings | CreateBranch | StageFiles | Promote | Tag | DeleteBranch | Done | Stop
+Step = (
+    CreateRepository
+    | ChangeSettings
+    | CreateBranch
+    | StageFiles
+    | Promote
+    | Tag
+    | DeleteBranch
+    | Done
+    | PublicationBlocked
+)
 
 
 def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
@@ -177,7 +187,9 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
         return CreateRepository()
     main = observed.main
     if main is None:
-        return Stop("it has no branch 'main'", "a model repository with a first commit", "create it anew on the Hub")
+        return PublicationBlocked(
+            "it has no branch 'main'", "a model repository with a first commit", "create it anew on the Hub"
+        )
     if observed.tagged is not None:
         return _after_tag(desired, observed, main, observed.tagged, expected_head)
     if (stop := _forbidden(desired, observed)) or (stop := _changed(desired, main, expected_head)):
@@ -199,7 +211,7 @@ def _after_tag(
     """The version has its name already; what may be left is to make it the current one again, and to tidy up."""
     if not desired.is_on(tagged):
         odd = (*desired.missing(tagged), *desired.stale(tagged))[0]
-        return Stop(
+        return PublicationBlocked(
             f"the version {desired.version} is already published with other content ({odd})",
             "a version that never changes",
             "publish under a new version, or delete the tag by hand",
@@ -222,20 +234,20 @@ def _after_tag(
     return Done(tagged.commit)
 
 
-def _forbidden(desired: DesiredState, observed: ObservedState) -> Stop | None:
+def _forbidden(desired: DesiredState, observed: ObservedState) -> PublicationBlocked | None:
     if observed.private or desired.visibility == "public":
         return None
-    return Stop(
+    return PublicationBlocked(
         "the repository is public",
         "a private one, as the profile says",
         "say 'visibility: public' in the profile, or make the repository private by hand",
     )
 
 
-def _changed(desired: DesiredState, main: Head, expected_head: str | None) -> Stop | None:
+def _changed(desired: DesiredState, main: Head, expected_head: str | None) -> PublicationBlocked | None:
     if expected_head is None or main.commit == expected_head or desired.is_on(main):
         return None
-    return Stop(
+    return PublicationBlocked(
         f"main is at {main.commit[:12]} now",
         f"{expected_head[:12]}, the head that this release was compared with",
         "run again: it is judged anew, against what is published now",

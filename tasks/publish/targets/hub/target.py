@@ -1,6 +1,7 @@
 """A repository on the Hugging Face Hub as a target: the way of a token from a setting to a publication.
 
-The token is found (``hub_access``), asked whether it may write (``require_writing``), and used to look and to publish.
+The token is found (``hub_access``), asked whether it may write (``require_write_access``), and used to look and to
+publish.
 Each question gets an access of its own: between the first and the last hours may lie, and a commit in between counts.
 """
 
@@ -12,8 +13,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mergegate.merge_core.store import HashMemo
-from mergegate.tasks.checkpoints.hub import HubAccess, hub_access, require_writing
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints.hub import HubAccess, hub_access, require_write_access
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets.alias import require_alias_name
 from mergegate.tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
@@ -61,7 +62,7 @@ class HubTarget(PublishTarget):
 
     def check(self, root: Path) -> None:
         """See that the token may write to the repository, and that the Hub agrees if it exists."""
-        require_writing(self.repo, self._access())
+        require_write_access(self.repo, self._access())
 
     def current(self, root: Path) -> CurrentRelease | None:
         """What ``main`` lists today, downloaded. Its head is the commit."""

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import digest, merkle
-from mergegate.tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable
+from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable
 from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile
+from mergegate.tasks.store import digest, merkle
 
 DIGEST_TAG, VERSION_TAG = "mergegate.digest", "mergegate.version"
 TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets.alias import no_such_version, require_alias_name
 from mergegate.tasks.publish.targets.contract import (

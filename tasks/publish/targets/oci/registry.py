@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_plain
-from mergegate.tasks.outside import TRANSIENT_STATUSES, retrying
+from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 
 if TYPE_CHECKING:
     import httpx
@@ -152,7 +152,7 @@ class Registry:
 
     def _patiently(self, ask: Any) -> Any:
         try:
-            return retrying(
+            return retry_transient(
                 _ATTEMPTS,
                 transient=lambda error: isinstance(error, NoAnswer),
                 sleep=lambda seconds: time.sleep(seconds),

@@ -11,13 +11,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.store import HashMemo, merkle
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile, is_content_version
 from mergegate.tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
 from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
-from mergegate.tasks.publish.targets.downloaded import downloaded_release
+from mergegate.tasks.publish.targets.download import downloaded_release
 from mergegate.tasks.publish.targets.oci.publication import LATEST_TAG, parse_manifest, publish_oci, version_in
 from mergegate.tasks.publish.targets.oci.registry import REPOSITORY, Registry
+from mergegate.tasks.store import merkle
 
 _NAME = re.compile(
     rf"oci://(?P<repository>{REPOSITORY})(?:[:](?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:[0-9a-f]{{64}}))?"

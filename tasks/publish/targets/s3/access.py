@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.tasks.outside import TRANSIENT_STATUSES, retrying
+from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -145,7 +145,7 @@ def s3_place(url: str, endpoint: str | None, where: str) -> S3Place:
 
 
 def _patiently() -> Retrying:
-    return retrying(_ATTEMPTS, transient=may_pass, sleep=lambda seconds: time.sleep(seconds))
+    return retry_transient(_ATTEMPTS, transient=may_pass, sleep=lambda seconds: time.sleep(seconds))
 
 
 def encoded_sha256(digest: bytes) -> str:

@@ -37,13 +37,13 @@ from mergegate.tasks.publish.targets.s3.state import (
     LISTINGS,
     NOTHING_THERE,
     POINTER,
+    Conflict,
     DesiredVersion,
-    Halt,
     MovePointer,
     ObservedPlace,
     Pointer,
     SendFiles,
-    Stands,
+    UpToDate,
     VersionListing,
     step_to,
 )
@@ -90,11 +90,11 @@ def publish_s3(
             observed = sending.look()
             expected_head = observed.head if expected_head is None else expected_head
             match step_to(desired, observed, expected_head):
-                case Stands():
+                case UpToDate():
                     if changed:
                         sending.sweep(observed.pointer)
                     return changed
-                case Halt(found, expected, remedy):
+                case Conflict(found, expected, remedy):
                     raise Refused(place.url, found=found, expected=expected, remedy=remedy)
                 case SendFiles(names):
                     if sent:

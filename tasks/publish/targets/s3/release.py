@@ -14,14 +14,14 @@ from typing import ParamSpec, TypeVar
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
-from mergegate.merge_core.store import merkle
 from mergegate.tasks.publish.targets.alias import ALIAS_NAME
 from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease
-from mergegate.tasks.publish.targets.downloaded import downloaded_release
+from mergegate.tasks.publish.targets.download import downloaded_release
 from mergegate.tasks.publish.targets.s3.access import S3Place, is_of_client, refusal, require_boto3, s3_place
 from mergegate.tasks.publish.targets.s3.aliases import read_alias
 from mergegate.tasks.publish.targets.s3.publication import parse_pointer, sha256_there
 from mergegate.tasks.publish.targets.s3.state import LISTINGS, POINTER, Pointer, ReleasedVersion, VersionListing
+from mergegate.tasks.store import merkle
 
 _NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 _MOST_READ = 64 << 20  # of the files that say something of a release

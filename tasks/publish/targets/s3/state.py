@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.store import merkle
+from mergegate.tasks.store import merkle
 
 POINTER = "latest.json"
 LISTINGS = ".listings/"
@@ -122,12 +122,12 @@ class MovePointer:
 
 
 @dataclass(frozen=True)
-class Stands:
+class UpToDate:
     """The release is whole and current."""
 
 
 @dataclass(frozen=True)
-class Halt:
+class Conflict:
     """Going on would break a promise; a person must decide."""
 
     found: str
@@ -135,7 +135,7 @@ class Halt:
     remedy: str
 
 
-PlaceStep = SendFiles | MovePointer | Stands | Halt
+PlaceStep = SendFiles | MovePointer | UpToDate | Conflict
 
 
 def step_to(desired: DesiredVersion, observed: ObservedPlace, expected_head: str) -> PlaceStep:
@@ -148,20 +148,20 @@ def step_to(desired: DesiredVersion, observed: ObservedPlace, expected_head: str
     entry, pointer = desired.entry, observed.pointer
     before = pointer.named(desired.version) if pointer else None
     if before is not None and before.digest != entry.digest:
-        return Halt(
+        return Conflict(
             f"the version {desired.version} is already published with other content ({before.digest[:_DIGITS]})",
             "a version that never changes",
             "publish under a new version",
         )
     current = pointer is not None and pointer.current == desired.version
     if not current and observed.head != expected_head:
-        return Halt(
+        return Conflict(
             f"another release ({pointer.current if pointer else 'none'}) is current there now",
             "the one that this release was compared with",
             "run again: it is judged anew, against what is published now",
         )
     if observed.foreign:
-        return Halt(
+        return Conflict(
             f"{observed.foreign[0]} lies among the files of this version, and is none of them",
             "nothing but the release",
             "find out who put it there, and remove it",
@@ -170,7 +170,7 @@ def step_to(desired: DesiredVersion, observed: ObservedPlace, expected_head: str
     if missing or not observed.listed:
         return SendFiles(missing)
     if current:
-        return Stands()
+        return UpToDate()
     others = pointer.versions if pointer else ()
     versions = others if before else (*others, entry)
     return MovePointer(Pointer(current=desired.version, versions=versions), observed.head)

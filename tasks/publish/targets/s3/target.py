@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets.alias import require_alias_name
 from mergegate.tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release

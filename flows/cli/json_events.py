@@ -1,0 +1,79 @@
+"""``mergegate run --events``: a line of JSON on standard output for everything that happens, while it happens.
+
+::
+
+    {"event": "started", "time": 1763863200.1, "stage": "evaluate", "subject": "base"}
+    {"event": "advanced", "time": …, "stage": "evaluate", "subject": "base", "done": 40, "total": 400, "unit": "…"}
+    {"event": "ended", "time": …, "stage": "evaluate", "subject": "base", "status": "made", "seconds": 3, "summary": ""}
+    {"event": "announced", "time": …, "text": "remedy 1: density: 0.3"}
+    {"event": "finished", "time": …, "status": "released", "message": "…", "findings": [], …}
+
+The last line has the keys of ``--json``. docs/json.md describes all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from mergegate.merge_core.wording import detail_listener
+from mergegate.tasks.stage import StageStatus, progress_watcher, running_stage
+
+_SECONDS_BETWEEN = 1.0  # two lines of progress of one call
+
+
+def print_event(event: str, **facts: object) -> None:
+    """One line, at once: whoever reads it may be a pipe. When nobody reads any more the run goes on in silence."""
+    try:
+        print(json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class EventLines:
+    """A ``Watcher`` that prints a line of JSON for each event."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], float] = {}
+
+    @contextmanager
+    def watching(self, *, verbose: bool = False) -> Iterator[None]:
+        """Tell of every stage that runs inside.
+
+        Args:
+            verbose: Also of what is asked of whom meanwhile (``merge_core.wording``).
+        """
+        with progress_watcher(self), detail_listener(self.detailed) if verbose else nullcontext():
+            yield
+
+    def detailed(self, line: str) -> None:
+        stage, subject, key = running_stage()
+        print_event("detail", stage=stage, subject=subject, key=key, text=line)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is drawn, so nothing is in the way of a question."""
+        yield
+
+    def announced(self, text: str) -> None:
+        print_event("announced", text=text)
+
+    def started(self, stage: str, subject: str) -> None:
+        print_event("started", stage=stage, subject=subject)
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._told.get((stage, subject), 0.0) < _SECONDS_BETWEEN and done < total:
+            return
+        self._told[stage, subject] = now
+        print_event("advanced", stage=stage, subject=subject, done=done, total=total, unit=unit)
+
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        """What a stage says of itself in words is for terminals."""
+
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        print_event("ended", stage=stage, subject=subject, status=status, seconds=round(seconds, 3), summary=summary)

@@ -1,0 +1,65 @@
+"""What one look judges: what is new, as much of it as one look may, and what was lost of it kept in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mergegate.flows.watching.watch import DAY, Watch
+from mergegate.tasks.judge import Judgment
+from mergegate.tasks.shadow import (
+    JudgedPair,
+    JudgedPairs,
+    LostPair,
+    Sample,
+    SampledPair,
+    keep_lost,
+    lost_pair,
+    read_lost,
+    sample_pairs,
+)
+from mergegate.tasks.stage import advance, report_stage
+
+
+def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
+    """Have what is new judged, as much of it as one look may. What was recorded long ago goes first.
+
+    Raises:
+        InvalidInput: when the judge cannot be asked; what it said before is kept.
+    """
+    settings, candidate = watch.settings, watch.routing.candidate
+    oldest = now() - settings.keep_days * DAY
+    watch.records.purge(oldest)
+    with report_stage("sample", "") as said:
+        sample = _sampled(watch, ledger, settings.rule.pairs_per_look)
+        said.status, said.summary = "made", f"{len(sample.pairs)} pairs to be judged, {sample.waiting} wait"
+    lost: list[LostPair] = []
+    try:
+        with report_stage("judge", "") as said:
+            done = 0
+
+            def note(pair: SampledPair, judged: JudgedPair, opinions: Sequence[Judgment]) -> None:
+                nonlocal done
+                done += 1
+                advance(done, len(sample.pairs), "pairs")
+                if judged.score == 0:
+                    lost.append(lost_pair(pair, opinions))
+
+            ledger.judge(sample.pairs, settings.judge, settings.judge, now=now, on_judged=note)
+            said.status, said.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
+    finally:
+        kept = keep_lost(watch.lost_file, candidate, lost, since=oldest)
+    return sample, kept
+
+
+def plan_judging(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
+    """What would be judged, and what is left out. Nobody is asked."""
+    sample = _sampled(watch, ledger, 1)
+    since = now() - watch.settings.keep_days * DAY
+    lost = tuple(one for one in read_lost(watch.lost_file, watch.routing.candidate) if one.at >= since)
+    return Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost
+
+
+def _sampled(watch: Watch, ledger: JudgedPairs, most: int) -> Sample:
+    recorded = partial(watch.records.pairs, watch.routing.candidate, None)
+    return sample_pairs(recorded, judged=ledger.by_session, begun=ledger.begun, most=most)

@@ -1,0 +1,90 @@
+"""Durable files: atomic writes, hashes, locks, and state that survives a crash.
+
+Everything that mergegate writes and later believes goes through here: files are written next to their final path,
+synced and renamed, and damaged state is moved aside instead of being read.
+"""
+
+from mergegate.merge_core.files.database import set_sqlite_aside, sqlite_fault
+from mergegate.merge_core.files.disk import disk_errors_refused, disk_refusal, is_disk_error
+from mergegate.merge_core.files.durable import fsync, fsync_directories
+from mergegate.merge_core.files.hashing import (
+    HASHES,
+    FileIdentity,
+    HashMemo,
+    file_identity,
+    require_unchanged,
+    sha256_file,
+)
+from mergegate.merge_core.files.locks import lock_file, locked, try_open_locked, unlock_file
+from mergegate.merge_core.files.new_directory import (
+    MARK,
+    MARK_CONTENT,
+    finish_directory,
+    has_mark,
+    new_directory,
+    remove_contents,
+)
+from mergegate.merge_core.files.records import (
+    JOURNAL,
+    JournalPlace,
+    LineChain,
+    RecordJournal,
+    keep_only_journal,
+    open_journal,
+)
+from mergegate.merge_core.files.state import (
+    ASIDE,
+    Damaged,
+    is_set_aside,
+    is_temporary,
+    move_aside,
+    read_state,
+    regular_files,
+    remove_any,
+    set_aside_damaged,
+    state_directory,
+    write_state,
+)
+
+__all__ = [
+    "ASIDE",
+    "HASHES",
+    "JOURNAL",
+    "MARK",
+    "MARK_CONTENT",
+    "Damaged",
+    "FileIdentity",
+    "HashMemo",
+    "JournalPlace",
+    "LineChain",
+    "RecordJournal",
+    "disk_errors_refused",
+    "disk_refusal",
+    "file_identity",
+    "finish_directory",
+    "fsync",
+    "fsync_directories",
+    "has_mark",
+    "is_disk_error",
+    "is_set_aside",
+    "is_temporary",
+    "keep_only_journal",
+    "lock_file",
+    "locked",
+    "move_aside",
+    "new_directory",
+    "open_journal",
+    "read_state",
+    "regular_files",
+    "remove_any",
+    "remove_contents",
+    "require_unchanged",
+    "set_aside_damaged",
+    "set_sqlite_aside",
+    "sha256_file",
+    "sqlite_fault",
+    "state_directory",
+    "try_open_locked",
+    "unlock_file",
+    "write_state",
+]

@@ -1,0 +1,96 @@
+"""Whose generated code is run: tasks that need it, named one by one in ``evaluate.allow_code``.
+
+Nobody's code runs because a default says so, and no name stands there for nothing: a task that is not evaluated, or
+runs no code, is a mistake of whoever wrote the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
+from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
+from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
+from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
+from mergegate.tasks.sandbox import ProgramLimits
+
+
+def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTask:
+    """``task`` with the limits that its programs run within, if it runs any and the profile allows it by name.
+
+    Args:
+        written: As the profile names it, under ``tasks`` and in ``allowed``.
+
+    Raises:
+        InvalidInput: when it runs code and is not named, is named and runs none, or runs it in a way of its own.
+    """
+    named = written in allowed
+    if not runs_code(task):
+        if named:
+            raise InvalidInput(
+                f"evaluate.allow_code: {written}",
+                found="a task that runs no code",
+                expected="tasks that run what the model wrote (unsafe_code: true)",
+                remedy="leave it out of allow_code",
+            )
+        return task
+    if not named:
+        raise InvalidInput(
+            f"evaluate.tasks: {written}",
+            found="a task that runs code which the model wrote",
+            expected="its name under evaluate.allow_code",
+            remedy=how_to_allow(written),
+        )
+    way = runs_in_its_own_way(_functions_of(read_definition(task.definition))) if task.definition else ""
+    if way:
+        raise InvalidInput(
+            f"evaluate.tasks: {written}",
+            found=f"functions that run code in a way of their own ({way})",
+            expected="code_eval of Hugging Face's evaluate, or a function check_correctness(program)",
+            remedy="have them use one of the two: those run programs in bounds",
+        )
+    return task.model_copy(update={"code": ProgramLimits()})
+
+
+def _functions_of(definition: Definition) -> Iterator[tuple[Path, str]]:
+    """Everything in the modules beside a local task, and what it takes of modules that are not there."""
+    beside = [file for file in definition.files if file.suffix == ".py"]
+    yield from ((file, EVERY) for file in beside)
+    for leaf in definition.leaves:
+        for text in texts_in(leaf.config):
+            if isinstance(text, Function) and not any(file.match(str(text.file)) for file in beside):
+                yield Path(f"not beside it: {text}"), str(text)
+
+
+def how_to_allow(written: str) -> str:
+    """What a profile says to have the code of a task run."""
+    return (
+        f"under evaluate 'allow_code: [{written}]': its programs then run in bounds (docs/security.md); or leave it out"
+    )
+
+
+def require_evaluated(allowed: Iterable[str], tasks: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: for a name that is allowed and not evaluated.
+    """
+    for name in allowed:
+        if name not in tasks:
+            near = suggest(name, tasks)
+            raise ValueError(f"{name!r} is allowed to run code and not evaluated" + (f"; {near}" if near else ""))
+
+
+def runs_code(task: EvalTask) -> bool:
+    """Whether a task, or one below it, says that it runs what the model wrote."""
+    if task.definition is None:
+        return any(leaf.config.get("unsafe_code") for leaf in shipped_leaves(task.in_lm_eval))
+    return any(leaf.config.get("unsafe_code") for leaf in read_definition(task.definition).leaves)
+
+
+def way_of_shipped(config: Mapping[str, Any]) -> str:
+    """As ``runs_in_its_own_way``, of a task that lm-eval ships, whose functions are given by their files."""
+    named = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
+    return runs_in_its_own_way((Path(file + ".py"), function) for file, _, function in named)

@@ -1,0 +1,28 @@
+"""Runners that measure several models side by side: local, Dask and Ray."""
+
+from mergegate.tasks.runners.runner import Runner, RunnerSettings, local_runner, open_runner
+from mergegate.tasks.runners.slots import (
+    Cancelled,
+    WorkerSlot,
+    current_slot,
+    end_slot,
+    on_slot_end,
+    slots_for,
+    use_slot,
+    visible_gpus,
+)
+
+__all__ = [
+    "Cancelled",
+    "Runner",
+    "RunnerSettings",
+    "WorkerSlot",
+    "current_slot",
+    "end_slot",
+    "local_runner",
+    "on_slot_end",
+    "open_runner",
+    "slots_for",
+    "use_slot",
+    "visible_gpus",
+]

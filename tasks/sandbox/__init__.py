@@ -1,0 +1,29 @@
+"""Supervised and confined child processes.
+
+Programs that load third-party code run here: without secrets, without network access unless they need it, and with
+limits on memory and time. The package also shares the GPUs of a host between processes.
+"""
+
+from mergegate.tasks.sandbox.bytecode import compile_imports
+from mergegate.tasks.sandbox.confinement import Confinement, environment_of_child
+from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus, hold_gpus
+from mergegate.tasks.sandbox.linux import require_linux
+from mergegate.tasks.sandbox.programs import ProgramEnd, ProgramLimits, run_program
+from mergegate.tasks.sandbox.supervision import Gpus, NotStarted, ProcessEnd, SupervisedProcess
+
+__all__ = [
+    "Confinement",
+    "GpuLease",
+    "Gpus",
+    "NotStarted",
+    "ProcessEnd",
+    "ProgramEnd",
+    "ProgramLimits",
+    "SupervisedProcess",
+    "acquire_gpus",
+    "compile_imports",
+    "environment_of_child",
+    "hold_gpus",
+    "require_linux",
+    "run_program",
+]
