@@ -64,7 +64,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         # A process between, that was started with the secret: the environment of this one lies where pytest put it.
         script = (
             "import json, os, sys, tempfile\n"
-            "from mergegate.tasks.outside import Confinement, SupervisedProcess, environment_of_child\n"
+            "from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child\n"
             "command, confinement = json.loads(sys.argv[1])\n"
             "with tempfile.TemporaryFile() as output:\n"
             "    process = SupervisedProcess(command, environment_of_child(), output, name='test',\n"
@@ -168,10 +168,10 @@ def test_a_system_that_confines_nothing_is_said_to(
     import mergegate.tasks.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())
-    for name in ("supervised.py", "confinement.py"):
+    for name in ("supervision.py", "confinement.py"):
         text = (Path(supervised.__file__).parent / name).read_text()
         (without / name).write_text(text.replace("_libc = ctypes.CDLL(None, use_errno=True)", _NO_SUCH_CALLS))
-    monkeypatch.setattr(supervised, "__file__", str(without / "supervised.py"))
+    monkeypatch.setattr(supervised, "__file__", str(without / "supervision.py"))
     with tempfile.TemporaryFile() as output:
         process = SupervisedProcess(
             [sys.executable, "-c", "print('ran')"], os.environ, output, name="test", confinement=Confinement()

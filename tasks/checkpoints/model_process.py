@@ -1,8 +1,8 @@
 """The process that holds models: what hangs there is killed at a time limit, what dies takes no flow with it.
 
-One such process at each place where something is done (``tasks.outside.slots``): a single one, unless a runner has made
+One such process at each place where something is done (``tasks.runners.slots``): a single one, unless a runner has made
 several. It is started when it is first needed, keeps models for the next question (perplexity, task after task, look
-after look: each is loaded once), and dies with this process, however that ends (``tasks.outside``)::
+after look: each is loaded once), and dies with this process, however that ends (``tasks.sandbox``)::
 
     answer = ask_child(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
     end_model_process()                                                  # the models' memory is free again
@@ -11,7 +11,7 @@ after look: each is loaded once), and dies with this process, however that ends 
 answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
 one of ``("done", value)``, ``("problem", error)``, ``("starved", error)``, ``("crash", error, traceback)`` come back.
 
-Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.outside``):
+Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.sandbox``):
 our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
 answer is believed to be data, and nothing else (``messages``).
 """

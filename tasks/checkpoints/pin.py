@@ -3,7 +3,7 @@
 Two steps, because the cheap refusals come between them. ``resolve_parents`` turns each reference into a directory or,
 for the Hub, a commit with its small files; licences and headers (``open_parent``) are checked on that. When the weights
 have come (``tasks.checkpoints.fetch``), ``pin_checkpoints`` hashes the files that matter, each once
-(``merge_core.store.hashing``), into the digest that every key speaks of.
+(``merge_core.files.hashing``), into the digest that every key speaks of.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The judge's server: chat completions in OpenAI's protocol, asked patiently.
 
-How it is reached and what is asked again is what all servers share (``tasks.outside.remote``); here is what a judge is
+How it is reached and what is asked again is what all servers share (``tasks.http``); here is what a judge is
 asked, and what its answers mean. The key comes from the environment, goes into one header, and is in no message, record
 or artifact.
 """

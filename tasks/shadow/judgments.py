@@ -1,6 +1,6 @@
 """The ledger of judged pairs: what the judge said is asked for once, ever, and outlives the look that asked.
 
-A line is one judgement, vouched for like all before it (``merge_core.store``: a journal): after ``kill -9`` the next
+A line is one judgement, vouched for like all before it (``merge_core.files``: a journal): after ``kill -9`` the next
 look goes on with what is left. A ledger belongs to one candidate and to one judge; judgements of another judge are no
 evidence beside these, so a changed judge begins anew. It holds no text of a user: who won in which order, of which
 request, of whose session. What was said in words is kept apart (``losses``), and not for longer than the records.

@@ -14,7 +14,7 @@ A stage is declared once, next to the function that does the work::
     future = merge.submit(recipe, parents)     # the same on the flow's task runner, beside others
     record = merge.work(directory, recipe, parents)    # the plain function, without Prefect and without the store
 
-The key is made of the stage's name, its version and its arguments (see ``merge_core.store``). Bump ``version`` when the
+The key is made of the stage's name, its version and its arguments (see ``tasks.store``). Bump ``version`` when the
 meaning of a stage changes: what it made before is then rebuilt. The store is the only cache: Prefect keeps no result.
 It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
 ``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that

@@ -1,7 +1,7 @@
 """What the running flow uses of the store, noted as it goes; and a quota that is kept when it is over.
 
 A run is what Prefect calls a flow run: its id is known in every thread and on every worker that runs a stage for it, so
-all of them note in one record below ``<home>/runs`` (``merge_core.store.runs``). A command that uses the store without
+all of them note in one record below ``<home>/runs`` (``tasks.store.runs``). A command that uses the store without
 a flow has a lease that ends with its process.
 
 ``MERGEGATE_QUOTA=50GB`` is what the store may have when a run is over; absent, nothing is removed without a command.

@@ -113,7 +113,7 @@ def read_runs(runs: Path) -> tuple[RunUse, ...]:
 
 
 def prune_runs(runs: Path) -> None:
-    """Forget the runs that do not count any more: see :func:`merge_core.store.retention.runs_that_count`."""
+    """Forget the runs that do not count any more: see :func:`tasks.store.retention.runs_that_count`."""
     known = read_runs(runs)
     _forget(runs, {one.run for one in known} - set(runs_that_count(known)))
 

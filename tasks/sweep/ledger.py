@@ -2,7 +2,7 @@
 
 One file for all that decides a score alike (parents, documents, scoring): a record belongs to a recipe, a set of
 documents and a race, so a sweep with another budget, seed or sampler finds what has been scored already. A journal of
-:mod:`merge_core.store`: after ``kill -9`` all that was appended is there, a torn line is cut.
+:mod:`merge_core.files`: after ``kill -9`` all that was appended is there, a torn line is cut.
 
 One sweep at a time has it; a second one waits, and then finds everything.
 """

@@ -330,7 +330,7 @@ from pathlib import Path
 from mergegate.flows.prefect_api import configure, local_api
 configure(Path(os.environ["PREFECT_HOME"]))
 from prefect import flow
-from mergegate.tasks.evaluation.stage import evaluate_to
+from mergegate.tasks.evaluation.stage import evaluate_documents
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.stage import Runtime
 from mergegate.tasks.evaluation.scoring import Scoring
@@ -339,7 +339,7 @@ from mergegate.tasks.evaluation.task_definition import EvalTask
 @flow
 def run():
     model, task = Model.model_validate_json({model!r}), EvalTask.model_validate_json({task!r})
-    evaluate_to(model, task, Scoring(documents=10), None, Runtime(device="cpu", libraries={{}}))
+    evaluate_documents(model, task, Scoring(documents=10), None, Runtime(device="cpu", libraries={{}}))
 
 with local_api():
     run()

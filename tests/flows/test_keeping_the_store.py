@@ -258,7 +258,7 @@ def test_collecting_all_the_time_beside_a_run_changes_nothing(
     collects = """
 import sys
 from pathlib import Path
-from mergegate.merge_core.store import RetentionRule, collect_garbage
+from mergegate.tasks.store import RetentionRule, collect_garbage
 home, times, went = Path(sys.argv[1]), 0, 0
 while not (home / "stop").exists():
     went += len(collect_garbage(home / "store", home / "runs", RetentionRule(0.0, 0)).plan.goes)

@@ -25,7 +25,7 @@ STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", 
 # or in the middle of a publication, when the release is written but does not have its name.
 DIES = """
     import os, pathlib, signal, sys
-    from mergegate.merge_core.store import Store
+    from mergegate.tasks.store import Store
     from mergegate.flows.cli import main
     moment = sys.argv.pop(1)
     def die():

@@ -54,7 +54,7 @@ def test_all_is_compiled_and_only_once(libraries: Path) -> None:
 ASKS = """
 import sys
 from pathlib import Path
-from mergegate.tasks.outside import compile_imports
+from mergegate.tasks.sandbox import compile_imports
 print("asks", flush=True)
 compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": sys.argv[3]})
 """

@@ -24,7 +24,7 @@ FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from mergegate.tasks.outside.gpu_lock import GpuLocks
+from mergegate.tasks.sandbox.gpu_lock import GpuLocks
 held = GpuLocks(Path(sys.argv[1])).take(os.environ)
 print("held", flush=True)
 time.sleep(1000)

@@ -28,7 +28,7 @@ import json, os, sys, tenacity, time, traceback
 from pathlib import Path
 time.sleep = lambda seconds: None
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.store import HashMemo
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets import publish_targets
 if "s3" in sys.argv:

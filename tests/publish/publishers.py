@@ -21,7 +21,7 @@ from pathlib import Path
 import huggingface_hub.hf_api, huggingface_hub._commit_api, huggingface_hub.utils._xet, huggingface_hub.lfs, httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.store import HashMemo, sha256_file
+from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets.hub.publication import publish_hub
 from mergegate.tasks.checkpoints.hub import HubAccess

@@ -132,7 +132,7 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
     script = textwrap.dedent(f"""
         import os, pathlib, signal, sys
         from pathlib import Path
-        from mergegate.merge_core.store import HashMemo
+        from mergegate.merge_core.files import HashMemo
         from mergegate.tasks.publish.content import ReleaseFile, written_file
         from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
         original, calls = {call}, 0

@@ -77,7 +77,7 @@ def test_a_directory_is_locked_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_a_killed_process(path: Path) -> None:
-    code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.store import locked\n"
+    code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import locked\n"
     code += "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     with locked(path, on_wait=lambda: pytest.fail("somebody still holds it")):

@@ -40,10 +40,10 @@ def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
 def test_a_killed_run_is_live_no_longer_and_its_record_stays(tmp_path: Path) -> None:
     script = f"""
 import os, signal, pathlib
-from mergegate.merge_core.store import note_use, open_run
+from mergegate.tasks.store import open_run, record_use
 runs = pathlib.Path({str(tmp_path)!r})
 with open_run(runs, "killed", "release", "demo"):
-    note_use(runs, "killed", "merge", {KEY!r}, "")
+    record_use(runs, "killed", "merge", {KEY!r}, "")
     print("noted", flush=True)
     signal.pause()
 """

@@ -227,7 +227,7 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from pydantic import BaseModel
-from mergegate.merge_core.store import SharedStore, Store, stage_key
+from mergegate.tasks.store import SharedStore, Store, stage_key
 root, address, count, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 class Said(BaseModel):
     answer: int

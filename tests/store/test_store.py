@@ -171,7 +171,7 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
         import sys, time
         from pathlib import Path
         from pydantic import BaseModel
-        from mergegate.merge_core.store import Store
+        from mergegate.tasks.store import Store
         class Value(BaseModel):
             words: str
         def hangs(out):
