@@ -345,9 +345,9 @@ BARE_WORDS = frozenset(
         """
         asked asking applied applying arranging beside chosen combined compiled derived division downloaded explaining
         factoring fetching following found given here holes joining judged judging keeping kept kinds known looking
-        looks made measured measuring missed one other outside own pace permuted place places posed quantised racing reading
-        rearming recorded said serving shared sharing shipped sums there told waiting wanted watched watching what where
-        without whole words writing
+        looks made measured measuring missed one other outside own pace permuted place places posed quantised
+        racing reading rearming recorded said serving shared sharing shipped sums there told waiting wanted watched watching
+        what where without whole words writing
         """,
     )
 )
