@@ -346,7 +346,8 @@ BARE_WORDS = frozenset(
         asked asking applied applying arranging beside chosen combined compiled derived division downloaded explaining
         factoring fetching following found given here holes joining judged judging keeping kept kinds known looking
         looks made measured measuring missed one other outside own pace permuted place places posed quantised
-        racing reading rearming recorded said serving shared sharing shipped sums there told waiting wanted watched watching
+        racing reading rearming recorded said serving shared sharing shipped sums
+        there told waiting wanted watched watching
         what where without whole words writing
         """,
     )
