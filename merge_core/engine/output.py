@@ -13,7 +13,7 @@ from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
 from merge_core.parsing import parse_json_object
 from merge_core.plan import MergePlan, config_bytes, index_text, needs_index
-from merge_core.store import MARK, fsync, has_mark
+from merge_core.store import fsync, has_mark
 
 CONFIG = "config.json"
 
@@ -41,8 +41,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
             ours = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
             # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
-            ours = {NAME} if names <= {NAME, MARK} and _is_empty(out / NAME) else set()
-            ours |= {MARK} if has_mark(out / MARK) else set()
+            ours = {NAME} if names <= {NAME} and _is_empty(out / NAME) else set()
         foreign = sorted(names - ours)
         if foreign:
             raise InvalidInput(
