@@ -261,12 +261,15 @@ _KERNEL = "/proc, /sys and devices"
 _PINNED = "weights or release files, which were opened or hashed as plain files before"
 UNBOUNDED_READERS = {
     "flows.cli.init": _OWN,
+    "flows.cli.schema": "files that it wrote; others are refused by their first line",
+    "flows.cli.streams": "the standard streams of this process",
     "flows.outcome.ending": _OWN,
     "flows.outcome.archive": _OWN,
     "merge_core.architecture.families": _SHIPPED,
     "merge_core.checkpoint.moments": _OWN,
     "merge_core.engine.forecast.probe": _OWN,
     "merge_core.methods.kernels.compilation": _SHIPPED,
+    "merge_core.files.new_directory": "the mark of a partial directory, whose size is checked first",
     "merge_core.parsing.json_text": "a descriptor of the bounded opener",
     "merge_core.files.hashing": "it checks first that the path names a plain file",
     "tasks.store.shared": _OWN,

@@ -33,6 +33,7 @@ LINUX = {
 }
 # What every POSIX system has and Windows has not: file by file, so that a new one is looked at.
 POSIX = {
+    "flows/cli/streams.py": {"signal.SIGPIPE"},
     "merge_core/files/locks.py": {"fcntl", "os.geteuid"},
     "merge_core/files/state.py": {"os.geteuid"},
     "tasks/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},

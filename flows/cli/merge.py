@@ -15,6 +15,7 @@ from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
+from mergegate.merge_core.errors import DiskRefused
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import (
@@ -56,7 +57,10 @@ def merge_to(
     with directory as place:
         made = _merge_to(cleared, looked, place, out, seed=seed, device=device, share=share, console=console)
     if not share:
-        remember(out, of, made)
+        try:
+            remember(out, of, made)
+        except (OSError, DiskRefused) as error:  # The output is complete whether or not the next run recognizes it.
+            console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
     return {**made, "new": True}
 
 

@@ -52,7 +52,7 @@ def _transplant(
     if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
         download_snapshots(snapshots, store().hashes, lambda done, total: None)
     first, second = (open_parent(one) for one in found)
-    scratch = place / "rows.partial"
+    scratch = place.with_name("rows.partial")
     columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console) as bar:

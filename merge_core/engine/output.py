@@ -11,7 +11,7 @@ from mergegate.merge_core.checkpoint import INDEX_NAME
 from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.writer import PARTIAL, shard_disk_errors_refused
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import MARK, fsync, has_mark
+from mergegate.merge_core.files import fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
 from mergegate.merge_core.plan import MergePlan, index_text, requires_index, serialize_config
 
@@ -41,8 +41,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
             ours = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
             # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
-            ours = {NAME} if names <= {NAME, MARK} and _is_empty(out / NAME) else set()
-            ours |= {MARK} if has_mark(out / MARK) else set()
+            ours = {NAME} if names <= {NAME} and _is_empty(out / NAME) else set()
         foreign = sorted(names - ours)
         if foreign:
             raise InvalidInput(

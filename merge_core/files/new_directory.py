@@ -1,16 +1,15 @@
 """Directories that exist whole or not at all, outside the store, and the rule for what mergegate may delete there.
 
-mergegate fills ``<name>.partial`` and renames it to its final name when it is complete. The partial directory carries
-a mark, a file that only mergegate writes, from the moment it exists. A directory without the mark belongs to the user:
-mergegate neither deletes it nor writes into it.
+mergegate fills ``<name>.partial/output`` and renames it to its final name when it is complete. The partial directory
+carries a mark, a file that only mergegate writes, next to the output. A directory without the mark belongs to the user,
+unless it is empty: mergegate neither deletes it nor writes into it.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -18,6 +17,7 @@ from mergegate.merge_core.files.locks import try_open_locked
 from mergegate.merge_core.files.state import remove_any
 
 MARK = "mergegate.partial"
+OUTPUT = "output"
 MARK_CONTENT = b"Unfinished output of mergegate. Run the same command again to finish it, or delete this directory.\n"
 
 
@@ -32,11 +32,10 @@ def has_mark(file: Path) -> bool:
 
 
 def remove_contents(directory: Path) -> None:
-    """Remove everything in a partial directory except its mark. A ``directory`` that does not exist is left alone."""
+    """Remove everything in a directory that is ours. One that does not exist is left alone."""
     if directory.is_dir() and not directory.is_symlink():
         for path in sorted(directory.iterdir()):
-            if path.name != MARK:
-                remove_any(path)
+            remove_any(path)
     else:
         remove_any(directory)
 
@@ -54,7 +53,7 @@ def new_directory(
 
     Args:
         out: The final directory.
-        partial: The directory to write into, next to ``out``. Default: ``<out>.partial``.
+        partial: The directory that holds the output until it is complete. Default: ``<out>.partial``.
         resume: Keep what a killed run left in the partial directory, and keep it after an error. Otherwise the block
             starts with an empty directory and an error leaves nothing.
         by: What else may be writing ``out``, for the message.
@@ -70,19 +69,23 @@ def new_directory(
     descriptor = _claim(partial)
     if descriptor is None:
         raise Refused(str(out), found=f"another {by} is running", expected="one at a time", remedy=remedy)
+    output = partial / OUTPUT
     try:
         try:
             _require_absent(out)  # Another process may have just completed it.
             if not resume:
-                remove_contents(partial)
-            yield partial
-            partial.rename(out)
+                for path in sorted(partial.iterdir()):
+                    if path.name != MARK:
+                        remove_any(path)
+            output.mkdir(exist_ok=True)
+            yield output
+            output.rename(out)
         except BaseException:
-            if not resume or list(partial.iterdir()) == [partial / MARK]:
+            if not resume or not output.is_dir() or not any(output.iterdir()):
                 remove_any(partial)
             raise
-        # Not before: a run that is killed between these two lines leaves a directory that is complete and ours.
-        (out / MARK).unlink()
+        with suppress(OSError):  # The output is complete. The next run for it removes what is left.
+            remove_any(partial)
     finally:
         os.close(descriptor)
 
@@ -92,38 +95,42 @@ def _require_absent(out: Path) -> None:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
 
 
-def finish_directory(out: Path) -> None:
-    """Remove the mark from a complete directory, where a run was killed just after it renamed the directory."""
-    if has_mark(out / MARK):
-        (out / MARK).unlink()
+def finish_directory(partial: Path) -> None:
+    """Remove what a run left that was killed just after it completed its output. The caller excludes other runs."""
+    if os.path.lexists(partial) and _is_ours(partial):
+        remove_any(partial)
+
+
+def _is_ours(partial: Path) -> bool:
+    """Return whether a directory carries the mark, or is empty, or holds nothing but a mark that was not flushed."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    mark, names = partial / MARK, {path.name for path in partial.iterdir()}
+    if not names or has_mark(mark):
+        return True
+    is_plain = names == {MARK} and mark.is_file() and not mark.is_symlink()
+    return is_plain and mark.stat().st_size < len(MARK_CONTENT) and MARK_CONTENT.startswith(mark.read_bytes())
 
 
 def _claim(partial: Path) -> int | None:
     """Return the open mark of ``partial``, locked; None while another process holds it. Create both if needed."""
     while True:
-        if not os.path.lexists(partial):
-            _create(partial)
-        if partial.is_symlink() or not has_mark(partial / MARK):
-            raise InvalidInput(
-                str(partial),
-                found="it exists, and mergegate did not create it",
-                expected="no such path: mergegate writes there until its output is complete",
-                remedy="move it away, or name another output directory",
-            )
         try:
-            return try_open_locked(partial / MARK, os.O_RDWR, required=False)
+            partial.mkdir()
+        except FileExistsError:
+            if not _is_ours(partial):
+                raise InvalidInput(
+                    str(partial),
+                    found="it exists, and mergegate did not create it",
+                    expected="no such path: mergegate writes there until its output is complete",
+                    remedy="move it away, or name another output directory",
+                ) from None
+        try:
+            descriptor = try_open_locked(partial / MARK, os.O_RDWR | os.O_CREAT, required=False)
         except FileNotFoundError:
             continue  # Another process has just completed it.
-
-
-def _create(partial: Path) -> None:
-    """Create ``partial`` and its mark in one step, unless another process is quicker."""
-    step = partial.with_name(f".{secrets.token_hex(8)}.partial")
-    step.mkdir()
-    try:
-        (step / MARK).write_bytes(MARK_CONTENT)
-        step.rename(partial)
-    except OSError:
-        remove_any(step)
-        if not os.path.lexists(partial):
-            raise
+        if descriptor is not None and not has_mark(partial / MARK):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, MARK_CONTENT)
+            os.fsync(descriptor)
+        return descriptor

@@ -249,7 +249,7 @@ def test_turns_that_a_template_changes_later_do_not_count(talking: Path, tmp_pat
     assert found.positions == len("hjk.")
 
 
-def test_a_head_that_is_the_embedding_matters_as_one_tensor(tmp_path: Path) -> None:
+def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(REVERSER, dtype=torch.float32)
     assert network.config.tie_word_embeddings
     network.save_pretrained(tmp_path / "model")
@@ -257,12 +257,15 @@ def test_a_head_that_is_the_embedding_matters_as_one_tensor(tmp_path: Path) -> N
         (tmp_path / "model" / file).write_bytes((REVERSER / file).read_bytes())
     file = tmp_path / "model/model.safetensors"
     tensors = load_file(file)
+    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "without")
     from safetensors.torch import save_file
 
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
-    found = open_importance(tmp_path / "out")
-    assert found["lm_head.weight"] == found["model.embed_tokens.weight"]
+    importance = {name: open_importance(tmp_path / name) for name in ("without", "out")}
+    assert importance["out"].keys() == importance["without"].keys() == tensors.keys()
+    files = {name: sorted((tmp_path / name).glob("*")) for name in importance}
+    assert [file.read_bytes() for file in files["out"]] == [file.read_bytes() for file in files["without"]]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.slow)])

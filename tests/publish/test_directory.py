@@ -206,9 +206,11 @@ def test_a_run_that_was_killed_just_after_the_rename_is_repaired(
     tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
 ) -> None:
     publish_directory(files, tmp_path / "releases", "v1", hashes)
-    (tmp_path / "releases" / "v1" / MARK).write_bytes(MARK_CONTENT)
+    partial = tmp_path / "releases" / ".v1.partial"
+    partial.mkdir()
+    (partial / MARK).write_bytes(MARK_CONTENT)
     assert not publish_directory(files, tmp_path / "releases", "v1", hashes).new
-    assert not (tmp_path / "releases" / "v1" / MARK).exists()
+    assert not partial.exists()
 
 
 def test_a_directory_without_provenance_is_not_read(tmp_path: Path) -> None:

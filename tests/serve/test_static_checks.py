@@ -82,7 +82,7 @@ def test_an_architecture_that_transformers_does_not_have_cannot_be_checked_and_d
 
 
 def test_a_configuration_that_describes_no_model_is_refused(checkpoint: Path) -> None:
-    with_config(checkpoint, hidden_size="wide")
+    with_config(checkpoint, model_type="no_such_model")
     (check,) = check_tensors(open_checkpoint(checkpoint))
     assert check.outcome == "fail"
     assert check.where.endswith("config.json")

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, has_mark, new_directory
+from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, new_directory
 
 
 def snapshot(root: Path) -> dict[str, bytes | str | None]:
@@ -26,14 +26,12 @@ def snapshot(root: Path) -> dict[str, bytes | str | None]:
     }
 
 
-def leave_half(out: Path) -> list[str]:
-    """Leave an unfinished directory, as an interrupted run does. Return what was in it when it was new."""
-    names: list[str] = []
-    with suppress(KeyboardInterrupt), new_directory(out, resume=True) as partial:
-        names += [path.name for path in partial.iterdir()]
-        (partial / "half").write_text("half")
+def leave_half(out: Path) -> None:
+    """Leave an unfinished directory, as an interrupted run does."""
+    with suppress(KeyboardInterrupt), new_directory(out, resume=True) as output:
+        assert (output.parent / MARK).read_bytes() == MARK_CONTENT
+        (output / "half").write_text("half")
         raise KeyboardInterrupt
-    return names
 
 
 def directory_with(*names: str) -> Callable[[Path], None]:
@@ -66,7 +64,6 @@ def longer_mark(path: Path) -> None:
 
 
 FOREIGN = {
-    "empty": directory_with(),
     "files": directory_with("notes.txt", "sub/model.safetensors"),
     "names of ours": directory_with("merge.partial", "config.json", "steps.partial/x", "a.journal.partial"),
     "a mark of the user": directory_with(MARK),
@@ -112,24 +109,41 @@ def test_neighbors_stay_whatever_their_names(
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        left = {"o.partial": None, "o.partial/file": b"new", f"o.partial/{MARK}": MARK_CONTENT} if resume else {}
-        assert snapshot(root) == before | left
+        left = {
+            "o.partial": None,
+            f"o.partial/{MARK}": MARK_CONTENT,
+            "o.partial/output": None,
+            "o.partial/output/file": b"new",
+        }
+        assert snapshot(root) == before | (left if resume else {})
     else:
         assert snapshot(root) == before | {"o": None, "o/file": b"new"}
 
 
-def test_the_mark_is_there_before_anything_else_and_a_killed_run_is_resumed(tmp_path: Path) -> None:
-    marked = leave_half(tmp_path / "o")
-    assert marked == [MARK]
-    with new_directory(tmp_path / "o", resume=True) as partial:
-        assert (partial / "half").read_text() == "half"
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["half"]
-
-
-def test_what_cannot_be_resumed_starts_empty(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     leave_half(tmp_path / "o")
-    with new_directory(tmp_path / "o") as partial:
-        assert [path.name for path in partial.iterdir()] == [MARK]
+    with new_directory(tmp_path / "o", resume=True) as output:
+        assert (output / "half").read_text() == "half"
+    assert snapshot(tmp_path) == {"o": None, "o/half": b"half"}
+
+
+def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
+    leave_half(tmp_path / "o")
+    with new_directory(tmp_path / "o") as output:
+        assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("flushed", [None, b"", MARK_CONTENT[:20], MARK_CONTENT])
+def test_a_directory_in_which_nothing_but_the_mark_was_begun_is_taken_over(
+    tmp_path: Path, flushed: bytes | None
+) -> None:
+    """A power cut may leave the mark absent, empty or cut short."""
+    (tmp_path / "o.partial").mkdir()
+    if flushed is not None:
+        (tmp_path / "o.partial" / MARK).write_bytes(flushed)
+    with new_directory(tmp_path / "o") as output:
+        assert (output.parent / MARK).read_bytes() == MARK_CONTENT
+    assert snapshot(tmp_path) == {"o": None}
 
 
 @pytest.mark.parametrize("out", [".", "..", "o/..", "/", "there"])
@@ -149,12 +163,13 @@ def test_one_process_writes_a_directory_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "o").is_dir()
 
 
-def test_a_run_that_was_killed_just_after_its_rename_left_a_complete_directory(tmp_path: Path) -> None:
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o" / MARK).write_bytes(MARK_CONTENT)
-    finish_directory(tmp_path / "o")
-    assert list((tmp_path / "o").iterdir()) == []
-    (tmp_path / "o" / MARK).write_text("of the user")
-    finish_directory(tmp_path / "o")
-    assert not has_mark(tmp_path / "o" / MARK)
-    assert (tmp_path / "o" / MARK).exists()
+def test_the_remains_of_a_run_that_was_killed_just_after_its_rename_are_removed(tmp_path: Path) -> None:
+    partial = tmp_path / "o.partial"
+    partial.mkdir()
+    (partial / MARK).write_bytes(MARK_CONTENT)
+    finish_directory(partial)
+    assert not partial.exists()
+    partial.mkdir()
+    (partial / MARK).write_text("of the user")
+    finish_directory(partial)
+    assert (partial / MARK).read_text() == "of the user"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +103,11 @@ class DirectoryTarget(PublishTarget):
         with locked(directory):
             if place.is_symlink():
                 raise Refused(str(place), found="an alias", expected="a version", remedy="name the version otherwise")
-            finish_directory(place)
             fresh = not place.exists()
             if fresh:
                 _write_version(files, place, hashes, on_progress)
             else:
+                finish_directory(_partial(place))
                 _require_same(place, files, hashes)
             moved = _move_link(directory / LATEST, version)
             fsync(directory)
@@ -205,7 +204,7 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, hashes: HashMemo, 
         done += count
         on_progress(done, total)
 
-    with new_directory(place, place.with_name(f".{place.name}.partial")) as partial:
+    with new_directory(place, _partial(place)) as partial:
         for file in files:
             _write(file, partial / file.name, wrote)
         fsync_directories(partial)
@@ -213,24 +212,30 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, hashes: HashMemo, 
         hashes.remember(place / file.name, file.sha256)
 
 
+def _partial(version: Path) -> Path:
+    return version.with_name(f".{version.name}.partial")
+
+
 def _move_link(link: Path, version: str) -> bool:
     """Point ``link`` to ``version`` in one step. Return whether it pointed elsewhere before.
 
     Raises:
-        Refused: ``link`` is not a link to a version next to it, so mergegate did not create it.
+        Refused: ``link``, or the link that a killed run left next to it, does not lead to a version in the same
+            directory, so mergegate did not create it.
     """
-    if os.path.lexists(link):
-        target = link.readlink() if link.is_symlink() else None
-        if target == Path(version):
-            return False
-        if target is None or target.name in ("", "..") or target != Path(target.name):
+    step = link.with_name(f".{link.name[:200]}.partial")
+    for path in (link, step):
+        target = path.readlink() if path.is_symlink() else None
+        if os.path.lexists(path) and (target is None or target.name in ("", "..") or target != Path(target.name)):
             raise Refused(
-                str(link),
+                str(path),
                 found="a file or directory" if target is None else f"a link to {target}",
                 expected="a link to a version in this directory",
                 remedy="move it away",
             )
-    step = link.with_name(f".{link.name[:200]}.{secrets.token_hex(4)}.partial")
+    step.unlink(missing_ok=True)
+    if link.is_symlink() and link.readlink() == Path(version):
+        return False
     step.symlink_to(version)
     step.rename(link)
     return True
