@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# # Number of steps of Weiszfeld's algorithm, and the smoothing distance relative to the median length. It keeps the
+# Number of steps of Weiszfeld's algorithm, and the smoothing distance relative to the median length. It keeps the
 # weights finite when the point coincides with a model.
 _STEPS, _SMOOTH = 200, 1e-6
 

@@ -43,19 +43,19 @@ from mergegate.merge_core.plan import Input, OutputTensor, TensorJob
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# # A task vector moves a weight noticeably if it moves it by more than this share of the root mean square of its
+# A task vector moves a weight noticeably if it moves it by more than this share of the root mean square of its
 # changes in the grain. Fine-tuning also moves weights by a rounding step, and the sign of such a change means nothing.
 NOTICEABLE = 0.1
-# # Number of elements over which that root mean square is taken. It is part of the definition, not a tuning parameter.
+# Number of elements over which that root mean square is taken. It is part of the definition, not a tuning parameter.
 GRAIN = 1 << 16
 
-# # Reason for skipping a tensor that contains such values in some model.
+# Reason for skipping a tensor that contains such values in some model.
 NOT_FINITE = "NaN or infinities"
-# # Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
+# Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
 _POOL_BYTES = 64 << 20
-# # With fewer input bytes than this, loading the compiled kernels takes longer than they save.
+# With fewer input bytes than this, loading the compiled kernels takes longer than they save.
 _FUSE_FROM_BYTES = 64 << 20
 
 

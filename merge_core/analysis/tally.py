@@ -19,7 +19,8 @@ class Tally(BaseModel):
     """Sums over a set of ``elements`` weights that describe how ``vectors`` task vectors agree.
 
     ``gram`` is symmetric. It has the shape ``[vectors, vectors]``, plus a last row and column for the difference
-    between merge and origin if there is a merge. Pairs are in the order of ``itertools.combinations``: (0, 1), (0, 2), ..., (1, 2), ...
+    between merge and origin if there is a merge. Pairs are in the order of ``itertools.combinations``: (0, 1), (0, 2),
+    ..., (1, 2), ...
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
