@@ -252,7 +252,7 @@ def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[T
         elif any(tensor.shape != first.shape for tensor in tensors):
             skipped.setdefault("of another shape in some model", []).append(name)
         elif first.numel:
-            inputs = tuple(Input(str(at), tensor) for at, tensor in enumerate(tensors))
+            inputs = tuple(Input(str(index), tensor) for index, tensor in enumerate(tensors))
             output = OutputTensor(name, first.dtype, first.shape)
             jobs.append(TensorJob(output, inputs, has_base=True, shared={}, per_input=(), mode="merge"))
     return jobs
@@ -263,7 +263,7 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
 
     Several blocks are computed concurrently but added in order, so that the sums are always the same.
     """
-    total_bytes, done = sum(job.nbytes_in for job in jobs), 0
+    total_bytes, bytes_done = sum(job.nbytes_in for job in jobs), 0
     tally = _fused_tally if total_bytes >= _FUSE_FROM_BYTES else tally_grains
     pool = BufferPool(_POOL_BYTES, pinned=False)
 
@@ -278,12 +278,12 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
         try:
             for index, inputs, number in _blocks(jobs, files, pool):
                 if len(waiting) > threads:
-                    done += _collect_oldest(waiting, sums, jobs)
-                    on_progress(done, total_bytes)
+                    bytes_done += _collect_oldest(waiting, sums, jobs)
+                    on_progress(bytes_done, total_bytes)
                 waiting.append((index, executor.submit(work, inputs, number)))
             while waiting:
-                done += _collect_oldest(waiting, sums, jobs)
-            on_progress(done, total_bytes)
+                bytes_done += _collect_oldest(waiting, sums, jobs)
+            on_progress(bytes_done, total_bytes)
         finally:
             for _, future in waiting:
                 future.cancel()

@@ -92,8 +92,8 @@ class Tally(BaseModel):
         """Return the distance between the merge and the parent of a task vector, relative to the origin's L2 norm."""
         if not self.has_merge:
             return None
-        own, cross, theirs = self.gram[-1][-1], self.gram[-1][vector], self.gram[vector][vector]
-        return self._relative(max(0.0, own - 2 * cross + theirs))
+        merge_square, cross, vector_square = self.gram[-1][-1], self.gram[-1][vector], self.gram[vector][vector]
+        return self._relative(max(0.0, merge_square - 2 * cross + vector_square))
 
     def _relative(self, square: float) -> float | None:
         return math.sqrt(square / self.origin) if self.origin else None

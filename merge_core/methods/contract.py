@@ -1,9 +1,8 @@
 """Define merge methods: a declared contract, fold passes that reduce blocks to a few numbers, and a map.
 
 A method never sees a whole tensor. Its ``steps`` is a generator. It yields :class:`Fold` passes. Each runs over all
-blocks of the tensor, and ``yield`` returns its combined result. A method that needs matrices yields a
-:class:`Solve` between them. At the end it returns the :class:`Map` that turns one block of inputs into one block of
-output::
+blocks of the tensor, and ``yield`` returns its combined result. A method that needs matrices yields a :class:`Solve`
+between them. At the end it returns the :class:`Map` that turns one block of inputs into one block of output::
 
     def steps(task):
         norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64

@@ -146,8 +146,8 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
 
     Args:
         task: The matrix.
-        solved: Function of ``[models, rows, columns]`` float64 and the index of the first row. It returns ``[rows,
-            columns]``.
+        solve: Function of ``[models, rows, columns]`` float64 and the index of the first row, which returns
+            ``[rows, columns]``.
     """
     scale = float(task.shared["lambda"])
 

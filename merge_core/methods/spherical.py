@@ -223,7 +223,7 @@ def _norm(matrix: Matrix, coefficients: Matrix) -> float:
 
 
 def _gram_folds(task: TensorTask) -> int:
-    """Return 1 for the Gram matrix, or 0 if there is only one vector."""
+    """Return the number of fold passes: 1 for the Gram matrix, or 0 if there is only one vector."""
     return 1 if len(task.model_seeds) > 1 else 0
 
 

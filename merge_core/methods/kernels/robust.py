@@ -15,7 +15,7 @@ def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, 
     """Write the base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
-    kept = np.float32(count - 2 * skipped)
+    kept_count = np.float32(count - 2 * skipped)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         widen(data, rows[0] + first, base[:m])
@@ -38,5 +38,5 @@ def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, 
             for j in range(m):
                 total[j] += value[j]
         for j in range(m):
-            total[j] = base[j] + total[j] / kept * scale
+            total[j] = base[j] + total[j] / kept_count * scale
         narrow(total[:m], out, first)

@@ -30,8 +30,8 @@ def sparsify(
 ) -> None:
     """Set the dropped elements of one model's task vector to zero.
 
-    :meth:`.sparsify.Sparsifier.tables` defines the kinds and tables. Without a
-    rule that reads a table, the table is None and numba leaves out the code of such rules, which is most of the code.
+    :meth:`.sparsify.Sparsifier.tables` defines the kinds and tables. A table that no rule reads is passed as None, so
+    that numba leaves out the code for it. That is most of the code.
     """
     kind, zero = kinds[model], np.float32(0.0)
     if kind == 1:

@@ -78,11 +78,11 @@ def inspect(words: Any, mask: Any, low: Any) -> Any:
     first word has a sign bit set if any number is not finite, and the second has a bit set, besides the signs, if any
     is not zero.
     """
-    carried, seen = words.dtype.type(0), words.dtype.type(0)
+    carried, combined = words.dtype.type(0), words.dtype.type(0)
     for j in range(len(words)):
         carried |= (words[j] & mask) + low
-        seen |= words[j]
-    return carried, seen
+        combined |= words[j]
+    return carried, combined
 
 
 @inner

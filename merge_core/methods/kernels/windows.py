@@ -46,17 +46,17 @@ def scan_windows(
                 key = magnitude_bits(tile[j])
                 inside[n] = key
                 n += (key >= low) & (key < high)
-            part_counts, others = counts[first // grain, r], np.int64(n)
+            part_counts, other_count = counts[first // grain, r], np.int64(n)
             for c in range(common_keys):
                 same, common_key = np.uint32(0), common[r, c]
                 for j in range(n):
                     same += np.uint32(inside[j] == common_key)
                 part_counts[c] += same
-                others -= np.int64(same)
-            part_counts[common_keys] += others
-            if filled[r] + others > capacity:
+                other_count -= np.int64(same)
+            part_counts[common_keys] += other_count
+            if filled[r] + other_count > capacity:
                 filled[r] = capacity + 1
-            elif others:
+            elif other_count:
                 position = filled[r]
                 for j in range(n):
                     is_common = False
