@@ -403,7 +403,7 @@ def _clear(
     allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
     if refusal := allowed.value.refusal():
         if rules.remedy:
-            problems.findings.append(finding_of(refusal).softened(rules.remedy))
+            problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
         else:
             problems.note(refusal)
     if not _is_whole(candidate.recipe, found):

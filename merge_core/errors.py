@@ -1,7 +1,8 @@
-"""The few exception types of mergegate. Each is raised where the cause is known and carries what a person needs.
+"""Define the few exception types of mergegate, and the findings that describe problems.
 
-Every message has one shape: *where* it went wrong (file, field or tensor), what was *found*, what was *expected*, and
-the *remedy*. The command line turns the type into an exit code and prints the message without a traceback.
+Each exception is raised where the cause is known and carries the information that a user needs. Every message has the
+same shape: *where* the problem is (file, field or tensor), the state that was *found*, the *expected* state, and the
+*remedy*. The command line turns the type into an exit code and prints the message without a traceback.
 """
 
 from __future__ import annotations
@@ -27,58 +28,60 @@ Status = Literal[
     "rolled back",
     "killed",
 ]
-"""How a run ends. History, pages, ``--json`` and Prefect's states have the same words; the last four are those of a
-release that is watched."""
+"""Final status of a run. History, pages, ``--json`` and Prefect's states use the same words. The last four are for a
+release that is monitored in shadow mode."""
 
 EXIT_CODES: Mapping[Status, int] = {
     "released": 0,
     "nothing new": 0,
     "passed": 0,
     "promoted": 0,
-    "waiting": 0,  # for more evidence, or for a person
-    "failed": 1,  # what nobody foresaw
-    "invalid": 2,  # what the user wrote or named is wrong, or is not there
-    "refused": 3,  # a check, the gate or the machine says no to something well formed
-    "rolled back": 3,  # users are worse served by it
-    "killed": 3,  # it fails, or is far too slow
-    "interrupted": 130,  # by Ctrl-C, as a shell says it
+    "waiting": 0,  # for more evidence, or for approval
+    "failed": 1,  # unexpected errors
+    "invalid": 2,  # the user's input is wrong or missing
+    "refused": 3,  # a check, the gate or the machine refuses well-formed input
+    "rolled back": 3,  # users are worse off with the release
+    "killed": 3,  # the release fails, or is far too slow
+    "interrupted": 130,  # by Ctrl-C; the exit code that shells use
 }
-"""The one rule of what a command exits with."""
+"""Exit code of a command for each status."""
 
 INTERRUPTED = "interrupted; run it again and it resumes"
 
 
 def state_name(status: str) -> str:
-    """What Prefect shows for a status: ``nothing new`` as ``NothingNew``."""
+    """Return the name of Prefect's state for a status: ``NothingNew`` for ``nothing new``."""
     return status.title().replace(" ", "")
 
 
 def shown(text: str) -> str:
-    """``text``, of which parts may be a stranger's, for a terminal, a log or a page: printable, and of bounded length.
+    """Return ``text`` in printable form and with bounded length, for a terminal, a log or a page.
 
-    Escape sequences could rewrite what stands on the screen; half a character cannot be printed at all.
+    The text may be untrusted. Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed.
     """
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}…"
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape", "surrogatepass").decode()
-        for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
     )
 
 
 class MergegateError(Exception):
-    """Anything a user can cause. Never raised itself; see the subclasses.
+    """Base class of all errors that a user can cause. It is never raised itself.
 
     Args:
         where: File, field or tensor, as the user would name it (``recipe.yaml: models[1].parameters.densty``).
-        found: What is there.
-        expected: What should be there.
-        remedy: What to do about it.
+        found: Actual state.
+        expected: Expected state.
+        remedy: Instruction that fixes the problem.
     """
 
-    status: ClassVar[Status] = "failed"  # of a run that ends with it
+    status: ClassVar[Status] = "failed"  # status of a run that ends with this error
 
     def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         self.where, self.found = shown(where), shown(found)
@@ -87,7 +90,7 @@ class MergegateError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """Of a command that ends with it."""
+        """Exit code of a command that ends with this error."""
         return EXIT_CODES[self.status]
 
     def __str__(self) -> str:
@@ -99,36 +102,39 @@ class MergegateError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions pickle by their positional arguments; ours are keywords, and runs cross process borders.
+        # Exceptions are pickled by their positional arguments, but these are keywords, and runs cross process
+        # boundaries.
         return (_rebuild, (type(self), self.where, self.found, self.expected, self.remedy))
 
 
 class InvalidInput(MergegateError):
-    """A profile, recipe or checkpoint that cannot mean anything: unknown key, lying header, missing file."""
+    """A profile, recipe or checkpoint that has no valid meaning: an unknown key, a wrong header, a missing file."""
 
     status = "invalid"
 
 
 class Refused(MergegateError):
-    """A check or a gate said no to something well formed: a licence, a vocabulary, a lost skill."""
+    """A check or a gate refused well-formed input because of a license, a vocabulary or a lost skill."""
 
     status = "refused"
 
 
 class ChangedInput(Refused):
-    """A file is not what it was when it was pinned, or was changed while it was read.
+    """A file differs from its pinned version, or changed while it was read.
 
-    Unlike another refusal it is not about this merge alone: no remedy of the recipe helps, and nothing goes on.
+    Unlike other refusals, it does not concern only this merge. Changing the recipe does not help, so the run ends.
     """
 
 
 class DiskRefused(Refused):
-    """The machine said no, not a check: a disk that is full or read-only, a missing right, a limit. It decides nothing
-    about the input, so nothing else is tried instead; the same run goes on when there is room."""
+    """The machine, not a check, refused: the disk is full or read-only, a permission is missing, or a limit is reached.
+
+    This says nothing about the input. Therefore no other recipe is tried, and the same run resumes when there is space.
+    """
 
 
 class OutOfTime(DiskRefused):
-    """A limit of time is over. Like a full disk it decides nothing about the input."""
+    """A time limit has expired. Like a full disk, this says nothing about the input."""
 
 
 Severity = Literal["block", "warn", "info"]
@@ -137,17 +143,18 @@ _WORST_FIRST = ("block", "warn", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found where, what was expected, and what to do about it.
+    """One problem: its location, the actual and the expected state, and its remedy.
 
     Args:
-        severity: ``block``: the result would be wrong or impossible; ``warn``: it may not be what was meant; ``info``.
+        severity: ``block``: the result would be wrong or impossible. ``warn``: the input may not be what the user
+            meant. ``info``: information only.
         where: Model, file, field or tensor.
-        found: What is there.
-        expected: What should be there.
-        remedy: What to do.
-        cause: Findings of one cause have the same text here; a person is told of the first, and how many there are.
-        is_invalid: Of one that blocks: what the user wrote or named cannot mean anything; else it is well formed, and
-            the answer is no.
+        found: Actual state.
+        expected: Expected state.
+        remedy: Instruction that fixes the problem.
+        cause: Text that all findings with the same cause share. Users see the first finding and the number of others.
+        is_invalid: For a finding that blocks: whether the input has no valid meaning. If not, the input is well formed
+            and is refused.
     """
 
     severity: Severity
@@ -162,35 +169,35 @@ class Finding:
         return f"{self.where}: {self.found}"
 
     def error(self) -> InvalidInput:
-        """The finding as an exception: the input cannot mean anything."""
+        """Return the finding as an exception that reports invalid input."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def refusal(self) -> MergegateError:
-        """The finding as what ends a run."""
+        """Return the finding as the exception that ends a run."""
         kind = InvalidInput if self.is_invalid else Refused
         return kind(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
-    def softened(self, remedy: str) -> Finding:
-        """The same as a warning, with another remedy."""
+    def as_warning(self, remedy: str) -> Finding:
+        """Return the finding as a warning with another remedy."""
         return replace(self, severity="warn", remedy=remedy)
 
     def content_key(self) -> object:
-        """What counts in a key or a digest: what it says."""
-        return {name: text for name, text in asdict(self).items() if name not in ("cause", "is_invalid")}
+        """Return the fields that belong in a key or a digest: the text of the finding."""
+        return {name: value for name, value in asdict(self).items() if name not in ("cause", "is_invalid")}
 
 
 def finding_of(error: MergegateError) -> Finding:
-    """What was raised, as a finding that blocks."""
+    """Return an exception as a finding that blocks."""
     invalid = isinstance(error, InvalidInput)
     return Finding("block", error.where, error.found, error.expected, error.remedy, is_invalid=invalid)
 
 
 class InvalidFile(InvalidInput):
-    """All faults of one file at once, with the warnings about it.
+    """All faults and warnings of one file.
 
     Args:
-        where: The file, as the user would name it.
-        findings: At least one that blocks, in the order of the file.
+        where: File, as the user would name it.
+        findings: Findings in the order of the file. At least one of them blocks.
     """
 
     _MOST_LISTED: ClassVar[int] = 100
@@ -202,7 +209,7 @@ class InvalidFile(InvalidInput):
         count = f"{faults} fault{'s' * (faults > 1)}"
         if warnings:
             count += f" and {warnings} warning{'s' * (warnings > 1)}"
-        lines = [shown(f"\n  {_in_a_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
+        lines = [shown(f"\n  {_format_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
         if (left_out := len(self.findings) - len(lines)) > 0:
             lines.append(f"\n  and {left_out} more")
         super().__init__(where, found=count)
@@ -213,8 +220,11 @@ class InvalidFile(InvalidInput):
         return (InvalidFile, (self.where, self.findings))
 
 
-def _in_a_line(finding: Finding, file: str) -> str:
-    """``models[0].model: '': expected a model; write a path``. A warning begins with ``warning: ``."""
+def _format_line(finding: Finding, file: str) -> str:
+    """Return one line, such as ``models[0].model: '': expected a model; write a path``.
+
+    The line of a warning starts with ``warning: ``.
+    """
     where = finding.where.removeprefix(file).removeprefix(": ").removeprefix(", ")
     found = f"{where}: {finding.found}" if where else finding.found
     expected = f"expected {finding.expected}" if finding.expected else ""
@@ -223,26 +233,26 @@ def _in_a_line(finding: Finding, file: str) -> str:
 
 
 def findings_of(error: MergegateError) -> tuple[Finding, ...]:
-    """Return everything that an exception reports, as findings."""
+    """Return all findings of an exception."""
     return error.findings if isinstance(error, InvalidFile) else (finding_of(error),)
 
 
 @dataclass
 class FindingLog:
-    """Findings that a reader collects while it reads on, so that a user sees all faults of a file at once."""
+    """Findings that a reader collects while it continues, so that a user sees all faults of a file together."""
 
     findings: list[Finding] = field(default_factory=list)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Record an InvalidInput that is raised inside as a finding that blocks, and go on after the block."""
+        """Record an InvalidInput that the block raises as a finding that blocks, and continue after the block."""
         try:
             yield
         except InvalidInput as error:
             self.findings += findings_of(error)
 
     def fault(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        """Record a finding that blocks: the input cannot mean anything."""
+        """Record a finding that blocks because the input has no valid meaning."""
         self.findings.append(finding_of(InvalidInput(where, found=found, expected=expected, remedy=remedy)))
 
     def warn(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
@@ -251,27 +261,27 @@ class FindingLog:
 
     @property
     def blocks(self) -> bool:
-        """Whether a finding blocks."""
+        """Whether any finding blocks."""
         return any(finding.severity == "block" for finding in self.findings)
 
     def raise_faults(self, where: str) -> None:
-        """Raise all findings as one exception if one of them blocks.
+        """Raise all findings as one exception if any of them blocks.
 
         Raises:
-            InvalidInput: The finding itself if there is only one, else :class:`InvalidFile`.
+            InvalidInput: The finding itself if it is the only one, else :class:`InvalidFile`.
         """
         if self.blocks:
             raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(where, self.findings)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings by severity; those of equal severity stay in their order, repeated ones are dropped."""
+    """Return the findings without duplicates, sorted by severity and then in the original order."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: _WORST_FIRST.index(finding.severity)))
 
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """Findings of one cause: the worst, which stands for all, and the others."""
+    """Findings with one cause: the most severe, which represents the group, and the others."""
 
     first: Finding
     others: tuple[Finding, ...] = ()
@@ -281,20 +291,26 @@ class FindingGroup:
         return self.first.severity
 
     def others_line(self, named: int = 3) -> str:
-        """``and 271 more of this cause: model.layers.0.mlp.up_proj.weight, …``; empty for a finding that is alone."""
+        """Return a line such as ``and 271 more of this cause: model.layers.0.mlp.up_proj.weight, …``.
+
+        The line is empty if the group has only one finding.
+        """
         if not self.others:
             return ""
-        places = [one.where.removeprefix(f"{_model_of(one)}: ") for one in self.others[:named]]
+        locations = [finding.where.removeprefix(f"{_model_of(finding)}: ") for finding in self.others[:named]]
         more = ", …" if len(self.others) > named else ""
-        return f"and {len(self.others):,} more of this cause: {', '.join(places)}{more}"
+        return f"and {len(self.others):,} more of this cause: {', '.join(locations)}{more}"
 
 
-def summed_up(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
-    """Findings by cause, worst first: those that say the same of one model, or name the same cause, are one group."""
+def group_findings(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
+    """Group findings by cause, most severe first.
+
+    Findings that name the same cause, or have the same text and model, are in one group.
+    """
     groups: dict[object, list[Finding]] = {}
-    for one in worst_first(findings):
-        said = (one.severity, _model_of(one), one.found, one.expected, one.remedy)
-        groups.setdefault(one.cause or said, []).append(one)
+    for finding in worst_first(findings):
+        content = (finding.severity, _model_of(finding), finding.found, finding.expected, finding.remedy)
+        groups.setdefault(finding.cause or content, []).append(finding)
     return tuple(FindingGroup(first, tuple(others)) for first, *others in groups.values())
 
 
@@ -302,11 +318,11 @@ def _model_of(finding: Finding) -> str:
     return finding.where.partition(": ")[0]
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'density'?"`` for the closest of ``known``, or the whole list when nothing is close."""
-    known = sorted(known)
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+def suggest(word: str, names: Iterable[str]) -> str:
+    """Return ``"did you mean 'density'?"`` for the closest of ``names``, or list all of them if none is close."""
+    names = sorted(names)
+    close_matches = get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close_matches[0]!r}?" if close_matches else f"known here: {', '.join(names)}"
 
 
 def _rebuild(kind: type[MergegateError], where: str, found: str, expected: str, remedy: str) -> MergegateError:

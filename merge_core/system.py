@@ -1,9 +1,9 @@
-"""What only Linux has, asked for in one place: each call with what is done where it is not there; and what its kernel
-says of the machine.
+"""Wrap the system calls that only Linux has, with a fallback for other systems, and read facts from the Linux kernel.
 
-Merging needs none of it to be right. Where a call is absent (macOS, the BSDs), reading is less far ahead, a full disk
-is found while writing, a step of a chain lies in a temporary file instead of memory. What needs Linux and has no other
-way is refused where a child process is begun (``tasks/sandbox/linux.py``).
+Merging does not need any of them for correct results. On systems without a call (macOS, the BSDs), read-ahead is
+shorter, a full disk is only detected while writing, and intermediate results of a chain are in a temporary file instead
+of memory. Features that need Linux and have no fallback are refused when a child process starts
+(``tasks/sandbox/linux.py``).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
 
-_CACHESTAT = 451  # of every processor but one
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")  # absent elsewhere
+_CACHESTAT = 451  # the same number on every architecture but one
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")  # only on Linux
 
 
 def require_posix(kind: str) -> None:
-    """Locks, descriptors and flags of opening are POSIX's everywhere in this project, and have no stand-in.
+    """Refuse to run on a system without POSIX locks, file descriptors and flags for opening files.
+
+    The whole project relies on them, and there is no fallback.
 
     Args:
         kind: ``os.name``.
 
     Raises:
-        Refused: on any other system.
+        Refused: The system is not POSIX.
     """
     if kind != "posix":
         raise Refused(
@@ -45,107 +47,114 @@ def require_posix(kind: str) -> None:
 
 
 def cores_of_process() -> int:
-    """Cores that this process may use; elsewhere, those that there are."""
+    """Return the number of cores that this process may use, or of all cores if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_at(fd: int, into: memoryview, offset: int) -> int:
-    """Read from ``offset`` of an open file into memory that is there; returns how many bytes came."""
+    """Read from ``offset`` of an open file into existing memory, and return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [into], offset)
-    found = os.pread(fd, len(into), offset)
-    into[: len(found)] = found
-    return len(found)
+    data = os.pread(fd, len(into), offset)
+    into[: len(data)] = data
+    return len(data)
 
 
 def read_soon(fd: int, start: int, count: int) -> bool:
-    """Have the system read a part of a file into its cache, without waiting; False where it takes no such advice."""
+    """Ask the system to read a part of a file into its cache, without waiting.
+
+    Returns:
+        False if the system does not accept such requests.
+    """
     if not hasattr(os, "posix_fadvise"):
         return False
-    with suppress(OSError):  # It is advice: reading will find out what is wrong.
+    with suppress(OSError):  # A hint only: the read itself will report errors.
         os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
     return True
 
 
 def forget_cached(fd: int, start: int = 0, count: int = 0) -> None:
-    """Have the system drop what it keeps of a part of a file (0 bytes: to its end); elsewhere it keeps it.
+    """Ask the system to drop a part of a file from its cache, where it can do so. A ``count`` of 0 means to the end.
 
-    What somebody has mapped stays, and so does what is not on the disk yet.
+    Parts that a process has mapped or that are not on disk yet stay in the cache.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # It is advice.
+        with suppress(OSError):  # A hint only.
             os.posix_fadvise(fd, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def cached_bytes(fd: int, start: int, count: int) -> int | None:
-    """How much of a part of a file lies in the system's cache; None where it does not tell (Linux before 6.5).
+    """Return how many bytes of a part of a file are in the system's cache, or None if it does not report it.
 
-    Source: cachestat(2).
+    Linux reports it from version 6.5 on, by cachestat(2).
     """
     if sys.platform != "linux":
         return None
-    asked, told = (ctypes.c_uint64 * 2)(start, count), (ctypes.c_uint64 * 5)()
-    failed: int = _libc().syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(told), 0)
-    return None if failed else told[0] * mmap.PAGESIZE
+    byte_range, statistics = (ctypes.c_uint64 * 2)(start, count), (ctypes.c_uint64 * 5)()
+    failed: int = _libc().syscall(_CACHESTAT, fd, ctypes.byref(byte_range), ctypes.byref(statistics), 0)
+    return None if failed else statistics[0] * mmap.PAGESIZE
 
 
 def available_memory() -> int:
-    """Bytes that could be had without swapping; where the system does not say, half of what there is."""
+    """Return the bytes that are available without swapping, or half of all memory if the system does not report it."""
     memory = system_memory()
     return memory.available if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes of one kind of memory."""
+    """Total and available bytes of memory."""
 
     total: int
     available: int
 
 
 def system_memory() -> Capacity | None:
-    """Of this system, or of what a container or a service leaves of it to this process; None where the system does not
-    say."""
+    """Return the memory of the system, limited to the share of the container or service that this process is in.
+
+    Return None if the system does not report it.
+    """
     if not (lines := kernel_lines("meminfo")):
         return None
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    found = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
+    memory = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
     for group in filter(None, map(control_group, control_groups())):
-        found = Capacity(min(found.total, group.total), min(found.available, group.available))
-    return found
+        memory = Capacity(min(memory.total, group.total), min(memory.available, group.available))
+    return memory
 
 
-def control_groups(place: Path = _CONTROL_GROUPS, own: Sequence[str] | None = None) -> tuple[Path, ...]:
-    """The control groups (cgroup version 2) that this process is in, from its own to the outermost: each has a limit of
-    its own, or none.
+def control_groups(root: Path = _CONTROL_GROUPS, own: Sequence[str] | None = None) -> tuple[Path, ...]:
+    """Return the control groups (cgroup version 2) of this process, from its own to the outermost.
+
+    Each may have a limit of its own.
 
     Args:
-        place: Where the system shows them; a container sees its own as the outermost.
-        own: Lines of ``/proc/self/cgroup``; None: read there.
+        root: Directory where the system lists them. A container sees its own group as the outermost.
+        own: Lines of ``/proc/self/cgroup``. Default: read that file.
     """
     lines = kernel_lines("self/cgroup") if own is None else own
-    inside = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    parts = Path(inside).parts
-    if ".." in parts:  # Of a process that was begun outside of what is shown here.
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    parts = Path(group).parts
+    if ".." in parts:  # The process started outside the groups that are visible here.
         parts = ()
-    return tuple(place.joinpath(*parts[:count]) for count in range(len(parts), -1, -1))
+    return tuple(root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1))
 
 
-def control_group(place: Path) -> Capacity | None:
-    """The limit of one; None without."""
+def control_group(directory: Path) -> Capacity | None:
+    """Return the memory limit of one control group, or None if it has none."""
     try:
-        limit = int((place / "memory.max").read_text())
-        used = int((place / "memory.current").read_text())
-        numbers = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+        limit = int((directory / "memory.max").read_text())
+        used = int((directory / "memory.current").read_text())
+        numbers = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such limit, or "max"
         return None
-    # Cached files count as used, and go when memory is asked for.
+    # Cached files count as used, but the kernel frees them when memory is requested.
     cached = int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
     return Capacity(limit, max(0, min(limit, limit - used + cached)))
 
 
 def kernel_lines(name: str) -> list[str]:
-    """What the kernel says under ``/proc``: ``meminfo``, ``cpuinfo``. None elsewhere."""
+    """Return the lines of a file under ``/proc``, such as ``meminfo`` or ``cpuinfo``. Empty on systems without it."""
     try:
         return (Path("/proc") / name).read_text(errors="replace").splitlines()
     except OSError:
@@ -158,19 +167,23 @@ def _libc() -> ctypes.CDLL:
 
 
 def open_uncached(path: Path) -> int:
-    """Open a file to be read past the cache, with offsets, sizes and addresses that are multiples of the disk's
-    sectors; through the cache where file or system know no such reads."""
+    """Open a file for reads that bypass the cache, or that use it if the file or the system requires it.
+
+    Offsets, sizes and addresses of the reads must be multiples of the disk's sector size.
+    """
     if direct := getattr(os, "O_DIRECT", 0):
-        with suppress(OSError):  # Opening it below finds out what is wrong, or that nothing is.
+        with suppress(OSError):  # Opening the file again below reports a real error, if there is one.
             return os.open(path, os.O_RDONLY | direct)
     return os.open(path, os.O_RDONLY)
 
 
 def reserve_space(fd: int, size: int) -> None:
-    """Find a full disk before any work is done; elsewhere, and on file systems without it, writing finds out.
+    """Reserve disk space to detect a full disk before any work is done.
+
+    If the system or the file system does not support it, the error appears while writing.
 
     Raises:
-        OSError: when there is no room.
+        OSError: There is not enough space.
     """
     allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
     if allocate is None or size == 0:
@@ -183,10 +196,10 @@ def reserve_space(fd: int, size: int) -> None:
 
 
 def nameless_file(label: str) -> int:
-    """A file without a name, open: in memory, elsewhere a temporary one.
+    """Open a file without a name: in memory if the system supports it, else a temporary file.
 
     Args:
-        label: What the system calls it where somebody looks.
+        label: Name that the system shows for the file in its tools.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(label, os.MFD_CLOEXEC)
@@ -195,13 +208,13 @@ def nameless_file(label: str) -> int:
 
 
 def prefer_large_pages(memory: mmap.mmap) -> None:
-    """Ask for large pages; without them it is only slower."""
+    """Ask the system for large pages. Without them, access is only slower."""
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def flush_data(fd: int) -> None:
-    """What was written is on the disk, with the length of the file; elsewhere, with all that is known of it."""
+    """Write a file's data and length to disk, or all of its metadata too if the system cannot separate them."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)
     else:
@@ -209,7 +222,10 @@ def flush_data(fd: int) -> None:
 
 
 def boot_id() -> str:
-    """Of this start of the system: what was not on the disk is gone after another. Empty where nothing tells."""
+    """Return the ID of the current boot of the system, or an empty string if it is not available.
+
+    Data that was not on disk is lost after another boot.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

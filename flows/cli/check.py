@@ -15,7 +15,7 @@ from mergegate.flows.cli.sweep import swept_profile
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
 from mergegate.merge_core import Finding, load_recipe
-from mergegate.merge_core.errors import FindingGroup, shown, summed_up
+from mergegate.merge_core.errors import FindingGroup, group_findings, shown
 
 _LONGEST = 2000  # characters of a prompt that are shown
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
@@ -81,7 +81,7 @@ def print_findings(findings: Sequence[Finding], problems: Problems, console: Con
     Args:
         verbose: Say each alone, also those that have one cause.
     """
-    groups = tuple(map(FindingGroup, findings)) if verbose else summed_up(findings)
+    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
     for group in groups:
         finding = group.first
         glyph, style = _STYLES[finding.severity]

@@ -1,4 +1,4 @@
-"""What a merge does to its parents: how their task vectors agree, and how far the merge moved, layer by layer."""
+"""Measure how the task vectors of the parents agree, and how far the merge moved from its base, layer by layer."""
 
 from mergegate.merge_core.analysis.distances import find_outliers, geometric_median, normalized_lengths_and_distances
 from mergegate.merge_core.analysis.interference import NOT_FINITE, Interference, TensorGroup, measure_interference

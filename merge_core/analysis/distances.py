@@ -1,8 +1,8 @@
-"""What follows from how far models are from each other: who is left out, and whose voice counts how much.
+"""Find outlier models and compute robust model weights from the distances between models.
 
-Pure: all of it is in the Gram matrix of the task vectors of whole models (``Tally.gram``)::
+The functions are pure. They only need the Gram matrix of the task vectors of whole models (``Tally.gram``)::
 
-    outliers(gram, beyond=5)                  # {3: 12.4}: the fourth is 12.4 times as long as the median
+    find_outliers(gram, beyond=5)             # {3: 12.4}: the fourth is 12.4 times as long as the median
     geometric_median(gram, [1, 1, 1])         # shares that add up to 1
 """
 
@@ -12,53 +12,65 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Weiszfeld's steps, and the distance (over the median length) below which a model is where the point is.
+# Number of steps of Weiszfeld's algorithm, and the smoothing distance relative to the median length. It keeps the
+# weights finite when the point coincides with a model.
 _STEPS, _SMOOTH = 200, 1e-6
 
 
 def find_outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]:
-    """Task vectors that are more than ``beyond`` times as long as the median one, with how many times.
+    """Return the task vectors that are more than ``beyond`` times as long as the median one, mapped to that ratio.
 
-    A model that was not trained at all is no outlier; where half of them were not, nobody is.
+    A model that was not trained at all is never an outlier. If at least half of the models were not trained, the median
+    is zero and the result is empty.
     """
     lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(gram, float)), 0))
-    middle = float(np.median(lengths))
-    if not middle > 0:
+    median_length = float(np.median(lengths))
+    if not median_length > 0:
         return {}
-    return {at: float(one / middle) for at, one in enumerate(lengths) if one > beyond * middle}
+    return {
+        index: float(length / median_length) for index, length in enumerate(lengths) if length > beyond * median_length
+    }
 
 
 def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
-    """Of each task vector its length, and its median distance to the others (None: there are none), both over the
-    median length."""
+    """Return the length of each task vector and its median distance to the others, relative to the median length.
+
+    For a single task vector, the distance is None.
+    """
     products = np.asarray(gram, float)
     squares = np.maximum(np.diagonal(products), 0)
-    middle = float(np.median(np.sqrt(squares))) or 1.0
-    apart = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * products, 0))
-    found: list[tuple[float, float | None]] = []
-    for at, own in enumerate(squares):
-        others = np.delete(apart[at], at)
-        found.append((float(np.sqrt(own)) / middle, float(np.median(others)) / middle if len(others) else None))
-    return found
+    median_length = float(np.median(np.sqrt(squares))) or 1.0
+    distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * products, 0))
+    results: list[tuple[float, float | None]] = []
+    for index, square in enumerate(squares):
+        other_distances = np.delete(distances[index], index)
+        results.append(
+            (
+                float(np.sqrt(square)) / median_length,
+                float(np.median(other_distances)) / median_length if len(other_distances) else None,
+            )
+        )
+    return results
 
 
 def geometric_median(gram: Sequence[Sequence[float]], voices: Sequence[float]) -> tuple[float, ...]:
-    """Shares of the task vectors in the point whose weighted sum of distances to all of them is least.
+    """Return the shares of the task vectors in their geometric median.
 
-    Weiszfeld's algorithm, which only needs products (Pillutla et al. 2022, https://arxiv.org/abs/1912.13445): however
-    far less than half of the voices go, the point stays with the others.
+    The geometric median minimizes the weighted sum of distances to all task vectors. It is computed with Weiszfeld's
+    algorithm, which only needs their products (Pillutla et al. 2022, https://arxiv.org/abs/1912.13445). The point stays
+    with the majority: models that hold less than half of the total weight cannot pull it away, however far they go.
 
     Args:
-        gram: ``[models, models]``.
-        voices: How much each counts; not negative, one at least above 0.
+        gram: Gram matrix, ``[models, models]``.
+        voices: Weight of each model. None may be negative, and at least one must be positive.
     """
     products = np.asarray(gram, float)
-    given = np.asarray(voices, float) / np.sum(voices)
+    weights = np.asarray(voices, float) / np.sum(voices)
     squares = np.diagonal(products)
     scale = float(np.median(squares)) or float(squares.mean()) or 1.0
-    shares = given
+    shares = weights
     for _ in range(_STEPS):
-        away = np.diagonal(products) - 2 * products @ shares + shares @ products @ shares
-        pull = given / np.sqrt(np.maximum(away, 0) / scale + _SMOOTH**2)
+        square_distances = np.diagonal(products) - 2 * products @ shares + shares @ products @ shares
+        pull = weights / np.sqrt(np.maximum(square_distances, 0) / scale + _SMOOTH**2)
         shares = pull / pull.sum()
     return tuple(shares.tolist())

@@ -1,10 +1,11 @@
-"""Interference: how the task vectors of a merge's parents agree, layer by layer, and how far the merge moved.
+"""Measure interference: how the task vectors of a merge's parents agree, layer by layer, and how far the merge moved.
 
-measured = measure_interference(origin, parents, merge)     # checkpoints, opened; weights are streamed from disk
+measured = measure_interference(origin, parents, merge)     # opened checkpoints; weights are streamed from disk
 measured.whole.cosine(0, 1), measured.layers()[0].conflict
 
-Memory is bounded whatever the models' size: blocks of all models are read, tallied and forgotten. Sign conflict is what
-TIES resolves (Yadav et al. 2023, arXiv 2306.01708): a weight that two task vectors move in opposite directions.
+Memory use does not depend on the size of the models, because they are read and tallied in blocks. A sign conflict is a
+weight that two task vectors move in opposite directions; TIES resolves such conflicts (Yadav et al. 2023, arXiv
+2306.01708).
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from mergegate.merge_core.plan import Input, OutputTensor, TensorJob
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A task vector moves a weight noticeably when it moves it by more than this share of its root mean square in the grain:
-# what fine-tuning moves by a rounding step has a sign, but no meaning.
+# A task vector moves a weight noticeably if it moves it by more than this share of the root mean square of its
+# changes in the grain. Fine-tuning also moves weights by a rounding step, and the sign of such a change means nothing.
 NOTICEABLE = 0.1
-# Elements over which that root mean square is taken. Part of the definition, not a matter of speed.
+# Number of elements over which that root mean square is taken. It is part of the definition, not a tuning parameter.
 GRAIN = 1 << 16
 
-# Why a tensor is left out that holds such numbers in some model.
+# Reason for skipping a tensor that contains such values in some model.
 NOT_FINITE = "NaN or infinities"
-# What a block may need in memory for all models, as float32. Fixed: sums are made block by block.
+# Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
 _POOL_BYTES = 64 << 20
-# Below this much input, loading compiled kernels would take longer than they save.
+# With fewer input bytes than this, loading the compiled kernels takes longer than they save.
 _FUSE_FROM_BYTES = 64 << 20
 
 
 class TensorGroup(BaseModel):
-    """A kind of tensor in one layer, or outside the layers."""
+    """All tensors of one kind in one layer, or outside the layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,19 +71,20 @@ class TensorGroup(BaseModel):
 
 
 class Skipped(BaseModel):
-    """Tensors that could not be compared, and why."""
+    """Tensors that could not be compared, and the reason."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     reason: str
     tensors: int
-    example: str  # name of the first
+    example: str  # name of the first tensor
 
 
 class Interference(BaseModel):
-    """What task vectors do to each other. They are identified by position; names are added where they are shown.
+    """How strongly the task vectors of a merge's parents interfere with each other.
 
-    ``spots`` stand in the order of the network: what is before the layers, layers, what is after them.
+    Task vectors are identified by position; the report adds their names. ``spots`` is in network order: tensors before
+    the layers, the layers, tensors after the layers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,16 +96,16 @@ class Interference(BaseModel):
 
     @property
     def whole(self) -> Tally:
-        """The tally of the whole network."""
+        """Tally of the whole network."""
         return total([spot.tally for spot in self.spots])
 
     def layers(self) -> dict[tuple[str, int], Tally]:
-        """The tally of each layer, in order; (stack, layer)."""
+        """Return the tally of each layer by (stack, layer), in network order."""
         parts: dict[tuple[str, int], list[Tally]] = {}
         for spot in self.spots:
             if spot.layer is not None:
                 parts.setdefault((spot.stack, spot.layer), []).append(spot.tally)
-        return {at: total(tallies) for at, tallies in parts.items()}
+        return {layer: total(tallies) for layer, tallies in parts.items()}
 
 
 def measure_interference(
@@ -113,16 +115,16 @@ def measure_interference(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Interference:
-    """Tally the task vectors of ``parents`` from ``origin``, and the way that ``merge`` went, over all float tensors.
+    """Tally the task vectors of ``parents`` from ``origin``, and the change of ``merge``, over all float tensors.
 
-    Tensors that one of them lacks, has in another shape (another vocabulary), or that hold NaN or infinities are left
-    out and said to be. The merge is left out where its layers are not the origin's (layers were cut).
+    A tensor is skipped, and listed as skipped, if a model lacks it, has it in another shape (because its vocabulary
+    differs) or contains NaN or infinities in it. The merge is not compared if its layers differ from the origin's.
 
     Args:
-        origin: Where task vectors begin: the base.
-        parents: Where they end, one or more.
-        merge: Made of them.
-        on_progress: Called with bytes read and in all.
+        origin: Base model, from which task vectors are measured.
+        parents: One or more fine-tuned models.
+        merge: Model that was merged from them.
+        on_progress: Called with the bytes read so far and the total.
 
     Raises:
         InvalidInput: A file cannot be read, or no tensor can be compared.
@@ -136,15 +138,17 @@ def measure_interference(
         merge = None
     models = [origin, *parents, *([merge] if merge is not None else [])]
     jobs = _jobs(models, skipped)
-    sums = _tallied(jobs, len(parents), on_progress or (lambda done, total: None))
+    sums = _tally_jobs(jobs, len(parents), on_progress or (lambda done, total: None))
     parts: dict[tuple[str, int, TensorKind], list[Tally]] = {}
     for job, tally in zip(jobs, sums, strict=True):
         name = job.output.name
         if not all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row))):
             skipped.setdefault(NOT_FINITE, []).append(name)
             continue
-        at = parse_layer_place(name)
-        parts.setdefault((at.stack if at else "", at.index if at else -1, tensor_kind(name)), []).append(tally)
+        location = parse_layer_place(name)
+        parts.setdefault(
+            (location.stack if location else "", location.index if location else -1, tensor_kind(name)), []
+        ).append(tally)
     if not parts:
         raise InvalidInput(
             str(origin.directory),
@@ -158,33 +162,38 @@ def measure_interference(
         has_merge=merge is not None,
         spots=tuple(
             TensorGroup(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
-            for stack, layer, kind in sorted(parts, key=_place_in_network)
+            for stack, layer, kind in sorted(parts, key=_network_order)
         ),
-        skipped=tuple(Skipped(reason=why, tensors=len(names), example=names[0]) for why, names in skipped.items()),
+        skipped=tuple(
+            Skipped(reason=reason, tensors=len(names), example=names[0]) for reason, names in skipped.items()
+        ),
     )
 
 
 def tally_grains(block: StoredBlock, vectors: int) -> Tally:
-    """The tally of one block, by numpy: the readable counterpart of the fused kernels.
+    """Return the tally of one block, computed with NumPy.
+
+    This is the readable reference for the fused kernels.
 
     Args:
-        block: Rows: the origin, ``vectors`` parents, and the merge if there is one.
+        block: Block with these rows: the origin, ``vectors`` parents, and the merge if there is one.
+        vectors: Number of parents.
     """
     data = numbers(block.data, BY_CODE["BF16"]) if block.data.dtype == np.uint16 else block.data
     rows = np.stack([data[start : start + block.length] for start in block.rows])
     origin, gram, counts = 0.0, np.zeros((len(rows) - 1, len(rows) - 1)), np.zeros((1 + _pairs(vectors), 2), np.int64)
-    for first in range(0, block.length, block.grain):
-        part = rows[:, first : first + block.grain]
+    for begin in range(0, block.length, block.grain):
+        part = rows[:, begin : begin + block.grain]
         deltas = (part[1:] - part[0]).astype(np.float64)
-        with np.errstate(invalid="ignore"):  # what is not finite is looked at when all are summed up
+        with np.errstate(invalid="ignore"):  # sums that are not finite are handled after the last block
             products = deltas @ deltas.T
         origin, gram = origin + float(np.sum(part[0].astype(np.float64) ** 2)), gram + products
         limits = _limits(np.diag(products)[:vectors], part.shape[1])[:, None]
         signs = (deltas[:vectors] > limits).astype(np.int8) - (deltas[:vectors] < -limits).astype(np.int8)
-        counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), _disagree(signs).sum()
-        for at, (one, other) in enumerate(combinations(range(vectors), 2), start=1):
-            both = signs[one] * signs[other]
-            counts[at] += (both != 0).sum(), (both < 0).sum()
+        counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), _signs_conflict(signs).sum()
+        for pair, (first_vector, second_vector) in enumerate(combinations(range(vectors), 2), start=1):
+            both = signs[first_vector] * signs[second_vector]
+            counts[pair] += (both != 0).sum(), (both < 0).sum()
     return _tally(block.length, vectors, origin, gram, counts)
 
 
@@ -194,22 +203,22 @@ def _fused_tally(block: StoredBlock, vectors: int) -> Tally:
     size = len(block.rows) - 1
     upper = gram(block.data, block.rows, block.length, block.grain, True)
     products = np.zeros((len(upper), size, size))
-    one, other = np.triu_indices(size)
-    products[:, one, other] = products[:, other, one] = upper
-    full = np.minimum(block.grain, block.length - np.arange(len(upper)) * block.grain)
-    limits = _limits(np.diagonal(products, axis1=1, axis2=2)[:, :vectors], full[:, None])
+    rows, columns = np.triu_indices(size)
+    products[:, rows, columns] = products[:, columns, rows] = upper
+    lengths = np.minimum(block.grain, block.length - np.arange(len(upper)) * block.grain)
+    limits = _limits(np.diagonal(products, axis1=1, axis2=2)[:, :vectors], lengths[:, None])
     counts = oppositions(block.data, block.rows[: vectors + 1], block.length, block.grain, limits)
     origin = squares(block.data, block.rows[0], block.length, block.grain)
     return _tally(block.length, vectors, float(np.sum(origin)), np.sum(products, axis=0), counts)
 
 
 def _limits(square_sums: NDArray[Any], elements: Any) -> NDArray[np.float32]:
-    """From which size on a difference is noticeable, from the sums of squares of ``elements`` differences."""
+    """Return the size from which a difference is noticeable, from the square sums of ``elements`` differences."""
     limits: NDArray[np.float32] = (NOTICEABLE * np.sqrt(square_sums / elements)).astype(np.float32)
     return limits
 
 
-def _disagree(signs: NDArray[np.int8]) -> NDArray[np.bool_]:
+def _signs_conflict(signs: NDArray[np.int8]) -> NDArray[np.bool_]:
     return np.asarray((signs > 0).any(axis=0) & (signs < 0).any(axis=0))
 
 
@@ -231,11 +240,11 @@ def _pairs(vectors: int) -> int:
 
 
 def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
-    """One for each tensor that all models have alike, in the order of the origin's files."""
+    """Return one job for each tensor that all models have in the same shape, in the order of the origin's files."""
     jobs = []
     for name, first in models[0].tensors.items():
-        found = [find_tensor(model, name) for model in models]
-        tensors = [tensor for tensor in found if tensor is not None]
+        matches = [find_tensor(model, name) for model in models]
+        tensors = [tensor for tensor in matches if tensor is not None]
         if len(tensors) < len(models):
             skipped.setdefault("not in every model", []).append(name)
         elif any(tensor.dtype.kind != "float" for tensor in tensors):
@@ -243,16 +252,19 @@ def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[T
         elif any(tensor.shape != first.shape for tensor in tensors):
             skipped.setdefault("of another shape in some model", []).append(name)
         elif first.numel:
-            inputs = tuple(Input(str(at), tensor) for at, tensor in enumerate(tensors))
+            inputs = tuple(Input(str(index), tensor) for index, tensor in enumerate(tensors))
             output = OutputTensor(name, first.dtype, first.shape)
             jobs.append(TensorJob(output, inputs, has_base=True, shared={}, per_input=(), mode="merge"))
     return jobs
 
 
-def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None]) -> list[Tally]:
-    """The tally of each job. Blocks are in work at once, but added in their order: the sums are always the same."""
-    everything, done = sum(job.nbytes_in for job in jobs), 0
-    tally = _fused_tally if everything >= _FUSE_FROM_BYTES else tally_grains
+def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None]) -> list[Tally]:
+    """Return the tally of each job.
+
+    Several blocks are computed concurrently but added in order, so that the sums are always the same.
+    """
+    total_bytes, bytes_done = sum(job.nbytes_in for job in jobs), 0
+    tally = _fused_tally if total_bytes >= _FUSE_FROM_BYTES else tally_grains
     pool = BufferPool(_POOL_BYTES, pinned=False)
 
     def work(inputs: JobInputs, number: int) -> Tally:
@@ -262,16 +274,16 @@ def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int
     sums: list[list[Tally]] = [[] for _ in jobs]
     threads = min(_THREADS, usable_cores() + 1)
     waiting: deque[tuple[int, Future[Tally]]] = deque()
-    with _opened(jobs) as files, ThreadPoolExecutor(threads) as threads_at_work:
+    with _open_files(jobs) as files, ThreadPoolExecutor(threads) as executor:
         try:
-            for at, inputs, number in _blocks(jobs, files, pool):
+            for index, inputs, number in _blocks(jobs, files, pool):
                 if len(waiting) > threads:
-                    done += _take(waiting, sums, jobs)
-                    on_progress(done, everything)
-                waiting.append((at, threads_at_work.submit(work, inputs, number)))
+                    bytes_done += _collect_oldest(waiting, sums, jobs)
+                    on_progress(bytes_done, total_bytes)
+                waiting.append((index, executor.submit(work, inputs, number)))
             while waiting:
-                done += _take(waiting, sums, jobs)
-            on_progress(done, everything)
+                bytes_done += _collect_oldest(waiting, sums, jobs)
+            on_progress(bytes_done, total_bytes)
         finally:
             for _, future in waiting:
                 future.cancel()
@@ -279,28 +291,30 @@ def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int
     return [total(parts) for parts in sums]
 
 
-def _take(waiting: deque[tuple[int, Future[Tally]]], sums: Sequence[list[Tally]], jobs: Sequence[TensorJob]) -> int:
-    """Wait for the oldest block; returns its bytes in all models."""
-    at, future = waiting.popleft()
+def _collect_oldest(
+    waiting: deque[tuple[int, Future[Tally]]], sums: Sequence[list[Tally]], jobs: Sequence[TensorJob]
+) -> int:
+    """Wait for the oldest block, add its tally to the sums, and return its size in bytes over all models."""
+    index, future = waiting.popleft()
     tally = future.result()
-    sums[at].append(tally)
-    return tally.elements * sum(item.tensor.dtype.size for item in jobs[at].inputs)
+    sums[index].append(tally)
+    return tally.elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
 
 
 def _blocks(
     jobs: Sequence[TensorJob], files: Mapping[Path, int], pool: BufferPool
 ) -> Iterator[tuple[int, JobInputs, int]]:
-    for at, job in enumerate(jobs):
-        if at + 1 < len(jobs):
-            read_ahead(jobs[at + 1], files)
+    for index, job in enumerate(jobs):
+        if index + 1 < len(jobs):
+            read_ahead(jobs[index + 1], files)
         elements = max(1, _BLOCK_BYTES // (4 * len(job.inputs)) // GRAIN) * GRAIN
         inputs = JobInputs(job, files, block=elements, grain=GRAIN, pool=pool)
         for number in range(inputs.count):
-            yield at, inputs, number
+            yield index, inputs, number
 
 
 @contextmanager
-def _opened(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
+def _open_files(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
     with ExitStack() as closing:
         files: dict[Path, int] = {}
         for path in dict.fromkeys(part.file for job in jobs for part in job.stored):
@@ -312,7 +326,7 @@ def _opened(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
         yield files
 
 
-def _place_in_network(at: tuple[str, int, TensorKind]) -> tuple[int, str, int, int]:
-    stack, layer, kind = at
+def _network_order(key: tuple[str, int, TensorKind]) -> tuple[int, str, int, int]:
+    stack, layer, kind = key
     outside = 0 if kind == "embedding" else 2
     return 1 if stack else outside, stack, layer, KINDS.index(kind)

@@ -1,7 +1,7 @@
-"""Merge methods: a declared contract, fold passes that reduce blocks to a few numbers, a map over blocks.
+"""Merge methods: each declares a contract, fold passes that reduce blocks to a few numbers, and a map over blocks.
 
-One file a family, with formula, folds, maps, costs and traits; other packages add theirs under the entry point
-``mergegate.methods``.
+Each file holds one family of methods with its formulas, folds, maps, costs and traits. Other packages can add methods
+under the entry point ``mergegate.methods``.
 """
 
 from mergegate.merge_core.methods.combination import PASSTHROUGH, combine

@@ -1,14 +1,15 @@
-"""A server's step by Adam, and the means over rounds that it is made of: elementwise, each a merge of its own.
+"""Implement the server step of federated Adam (FedAdam) and the moving averages that it needs.
 
-What clients changed together in a round, ``d = x - b``, is no gradient, but it is taken for one (FedAdam):
+Each is an elementwise merge of its own. FedAdam treats the change that the clients made together in a round,
+``d = x - b``, as a gradient:
 
     m' = beta1 m + (1 - beta1) d            ``moving_mean``, keep beta1
     v' = beta2 v + (1 - beta2) d²           ``moving_squares``, keep beta2
     out = b + rate * m' / (sqrt(v') + tau)  ``adam``
 
-There is no correction of the first rounds, in which both means are small: ``tau`` takes its place, and decides below
-which size of changes a step is proportional to them. ``m`` and ``v`` are no models, but have their shape: a merge that
-has kept none yet begins at zero. They are kept in float32, whatever the models are stored in.
+There is no bias correction for the first rounds, in which both averages are small. Instead, ``tau`` sets the size of
+changes below which a step is proportional to them. ``m`` and ``v`` are not models but have the shape of one. The first
+round starts from zero. Both are stored in float32, regardless of the dtype of the models.
 
 Reddi et al. 2020, https://arxiv.org/abs/2003.00295, algorithm 2.
 """
@@ -39,13 +40,16 @@ _PAPER = "Adaptive federated optimization (FedAdam), Reddi et al. 2020, https://
 
 
 def _moving(task: TensorTask, *, squared: bool) -> Map:
-    """``keep * second model + (1 - keep) * d``, or of ``d²``; without a second model it counts as zero."""
-    keep, begun = float(task.shared["keep"]), len(task.per_input) > 2
+    """Return the map ``keep * second model + (1 - keep) * d``, or the same with ``d²``.
+
+    A missing second model counts as zero.
+    """
+    keep, has_average = float(task.shared["keep"]), len(task.per_input) > 2
 
     def of(block: Block) -> torch.Tensor:
         change = block.inputs[1] - block.base
         new = (change * change if squared else change) * (1.0 - keep)
-        return block.inputs[2] * keep + new if begun else new
+        return block.inputs[2] * keep + new if has_average else new
 
     def fused(block: StoredBlock, out: Any) -> None:
         from mergegate.merge_core.methods import kernels
@@ -67,7 +71,10 @@ def _moving_squares(task: TensorTask) -> Steps:
 
 
 def _adam(task: TensorTask) -> Steps:
-    """``b + rate m / (sqrt(v) + tau)``; what is below zero in ``v``, which no mean of squares is, counts as zero."""
+    """Add ``rate m / (sqrt(v) + tau)`` to the base.
+
+    Negative values in ``v`` count as zero. A mean of squares has none.
+    """
     rate, tau = float(task.shared["rate"]), float(task.shared["tau"])
 
     def of(block: Block) -> torch.Tensor:

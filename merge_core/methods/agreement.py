@@ -1,11 +1,11 @@
-"""Task vectors added up only where several of them matter.
+"""Add up task vectors only in the elements that several models need (Consensus Task Arithmetic).
 
-Consensus Task Arithmetic: with ``v_i = w_i (x_i - b)`` and ``T = sum v_i``, model i needs an element when
+With ``v_i = w_i (x_i - b)`` and ``T = sum v_i``, model i needs an element if
 
     |v_i| > threshold * |T - v_i|
 
-An element that fewer than ``agreement`` models need is left as the base has it: what one model alone needs it often
-does without, and what none needs is noise. Wang et al. 2024, https://arxiv.org/abs/2405.07813
+An element that fewer than ``agreement`` models need keeps the value of the base. If only one model needs it, that
+model often works without it, and if no model needs it, it is noise. Wang et al. 2024, https://arxiv.org/abs/2405.07813
 """
 
 from __future__ import annotations

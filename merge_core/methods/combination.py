@@ -1,8 +1,9 @@
-"""Linear combinations of the inputs, and the Gram matrix that most coefficients follow from.
+"""Compute linear combinations of the inputs, and the Gram matrix that determines most coefficients.
 
-Everything that an average on a sphere asks about its inputs (norms, cosines, projections) is in their Gram matrix, so
-one fold pass over the blocks is enough; the coefficients then follow in float64 from a few numbers, however large the
-tensor is. Here are the building blocks and the plainest methods; :mod:`.spherical` and :mod:`.model_stock` use them.
+The Gram matrix holds everything that an average on a sphere needs to know about its inputs: norms, cosines and
+projections. So one fold pass over the blocks is enough, and the coefficients follow in float64 from a few numbers, no
+matter how large the tensor is. This module has the building blocks and the simplest methods; :mod:`.spherical` and
+:mod:`.model_stock` build on them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
-    """``sum c_i x_i``, or ``b + sum c_i (x_i - b)`` when ``about_base`` (input 0 is b and has no coefficient)."""
+    """Return the map ``sum c_i x_i``, or ``b + sum c_i (x_i - b)`` if ``about_base`` is set.
+
+    With ``about_base``, input 0 is the base ``b`` and has no coefficient.
+    """
 
     def of(block: Block) -> torch.Tensor:
         vectors = block.deltas() if about_base else block.inputs
@@ -52,18 +56,21 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
 
 
 def mean_of_models(task: TensorTask) -> Map:
-    """``sum w_i x_i / sum w_i`` of the inputs that are not the base; at the scale ``lambda`` about one."""
+    """Return the map ``sum w_i x_i / sum w_i`` over the models.
+
+    If there is a base, ``lambda`` scales the difference between the mean and the base.
+    """
     weights = task.column("weight")
     scale = float(task.shared["lambda"]) / sum(weights)
     return combine([weight * scale for weight in weights], about_base=task.has_base)
 
 
 def check_mean(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    """Raise InvalidInput where no model counts in a mean, or where it is scaled about no base."""
-    own = [values["weight"] for values in per_input if "weight" in values]
-    if sum(own) <= 0:
+    """Raise InvalidInput if all weights of a mean are zero, or if ``lambda`` scales it without a base."""
+    weights = [values["weight"] for values in per_input if "weight" in values]
+    if sum(weights) <= 0:
         raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
-    if len(own) == len(per_input) and shared["lambda"] != 1:
+    if len(weights) == len(per_input) and shared["lambda"] != 1:
         raise InvalidInput(
             f"{where}: lambda",
             found=f"{shared['lambda']:g} without a base",
@@ -73,7 +80,7 @@ def check_mean(shared: Values, per_input: Sequence[Values], where: str) -> None:
 
 
 def gram(count: int, *, about_base: bool = False) -> Fold:
-    """A pass that gives the Gram matrix ``[count, count]`` (float64) of the inputs, or of their task vectors."""
+    """Return a pass that computes the float64 Gram matrix ``[count, count]`` of the inputs or of their task vectors."""
     pairs = [(i, j) for i in range(count) for j in range(i, count)]
 
     def of(block: Block) -> torch.Tensor:

@@ -1,19 +1,19 @@
-"""What a merge method is: a declared contract, fold passes that reduce blocks to a few numbers, a map over blocks.
+"""Define merge methods: a declared contract, fold passes that reduce blocks to a few numbers, and a map.
 
-A method never sees a whole tensor. Its ``steps`` is a generator: it yields :class:`Fold` passes (each runs over all
-blocks of the tensor; the combined result comes back from ``yield``), where they need matrices a :class:`Solve` between
-them, and returns the :class:`Map` that turns one block of inputs into one block of output::
+A method never sees a whole tensor. Its ``steps`` is a generator. It yields :class:`Fold` passes. Each runs over all
+blocks of the tensor, and ``yield`` returns its combined result. A method that needs matrices yields a :class:`Solve`
+between them. At the end it returns the :class:`Map` that turns one block of inputs into one block of output::
 
     def steps(task):
         norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
-The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` counterpart
-for the CPU that works on the stored bytes directly and must give the same result.
+The functions take a :class:`Block` (torch, any device) and are the readable reference. Each may have a ``fused``
+counterpart for the CPU that works directly on the stored bytes and must give the same result.
 
-Every reduction is per *grain* (a fixed run of elements, or a row), and grains are combined in their order: results do
-not depend on block size or number of threads.
+Every reduction is per *grain*, which is a fixed run of elements or a row. Grains are combined in order, so results
+depend neither on the block size nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Scalar: TypeAlias = bool | int | float | str
 Values: TypeAlias = Mapping[str, Any]
 
-# Elements reduced in one go when a method does not need rows. Below torch's own parallel threshold (32768), so that
-# the order of additions inside a grain is always the same.
+# Number of elements per reduction for methods that do not need rows. It is below torch's own parallel threshold
+# (32768), so that the order of additions inside a grain never changes.
 GRAIN = 16384
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
@@ -44,14 +44,14 @@ class Parameter:
     """One parameter of a method.
 
     Args:
-        name: As written in a recipe.
-        kind: Type of its value.
-        scope: ``shared``: one value per output tensor; ``input``: one per model, the base included; ``non_base``: one
+        name: Name in the recipe.
+        kind: Type of the value.
+        scope: ``shared``: one value per output tensor. ``input``: one per model, including the base. ``non_base``: one
             per model except the base.
-        default: Value when the recipe has none; ``REQUIRED`` means that it must.
-        minimum, maximum: Inclusive range, None is unbounded.
-        choices: Allowed texts of a ``choice``; for a ``switch`` (a boolean with further texts) the further texts.
-        summary: One line for people.
+        default: Value if the recipe has none. ``REQUIRED`` means that the recipe must set it.
+        summary: One-line description for users.
+        minimum, maximum: Inclusive range. None means unbounded.
+        choices: Allowed texts of a ``choice``. For a ``switch``, the texts that are allowed besides true and false.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Parameter:
 
     @property
     def range(self) -> str:
-        """``0 to 1``, ``from 1``, ``sum, count``; empty when anything goes."""
+        """Allowed values as text: ``0 to 1``, ``from 1``, ``sum, count``. Empty if every value is allowed."""
         if self.kind == "choice":
             return ", ".join(self.choices)
         if self.kind in ("bool", "switch"):
@@ -78,18 +78,18 @@ class Parameter:
 
 
 class InputMoments(Protocol):
-    """Second moments of what a matrix is multiplied with, on a text: the mean of ``x x'`` over its positions."""
+    """Second moments of the inputs of a matrix, measured on a text: the mean of ``x x'`` over its positions."""
 
     @property
     def width(self) -> int:
-        """``in``."""
+        """Number of inputs of the matrix (``in``)."""
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether only the squares are known."""
+        """Whether only the diagonal, the mean squares, was measured."""
 
     def read(self) -> Array:
-        """float64, symmetric ``[in, in]``; ``[in]`` where only the squares are known."""
+        """Return the moments in float64: symmetric ``[in, in]``, or ``[in]`` if only the diagonal was measured."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ class TensorTask:
     """One output tensor, as a method sees it.
 
     Args:
-        name: Output tensor name.
-        shape: Its shape.
-        dtype: Of the arithmetic: ``float32``, or ``float64`` when an input is.
+        name: Name of the output tensor.
+        shape: Shape of the output tensor.
+        dtype: Data type of the arithmetic: ``float64`` if an input has that type, else ``float32``.
         has_base: Whether input 0 is the base.
         shared: Values of the shared parameters.
-        per_input: Values of the other parameters, one mapping per input (the base's first, when there is one).
+        per_input: Values of the other parameters, one mapping per input. The base comes first if there is one.
         seeds: One key per input for :mod:`merge_core.methods.masks`.
-        is_projection: Whether it is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
-        inputs_first: Whether that matrix lies as ``[in, out]``.
-        moments: Of each input, what its matrix is multiplied with; None where that has not been measured.
-        has_importance: Whether blocks say how much each element of each model matters.
+        is_projection: Whether the tensor is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
+        inputs_first: Whether that matrix is stored as ``[in, out]``.
+        moments: Second moments of each input's activations, or None if they were not measured.
+        has_importance: Whether blocks carry the importance of each element of each model.
     """
 
     name: str
@@ -132,24 +132,24 @@ class TensorTask:
 
     @property
     def width(self) -> int:
-        """Of a matrix: how many numbers flow into it."""
+        """Number of inputs of a matrix."""
         return self.shape[0] if self.inputs_first else self.shape[-1]
 
     def column(self, name: str) -> list[float]:
-        """Values of the per-input parameter ``name``, for the inputs that are not the base."""
+        """Return the values of the per-input parameter ``name`` for all inputs except the base."""
         return [float(values[name]) for values in self.per_input[1 if self.has_base else 0 :]]
 
     @property
     def model_seeds(self) -> tuple[tuple[int, int], ...]:
-        """Keys of the inputs that are not the base."""
+        """Keys of all inputs except the base."""
         return self.seeds[1 if self.has_base else 0 :]
 
     @property
     def model_moments(self) -> tuple[InputMoments, ...]:
-        """Moments of the inputs that are not the base; empty unless those of each are known."""
-        found = self.moments[1 if self.has_base else 0 :]
-        known = tuple(one for one in found if one is not None)
-        return known if len(known) == len(found) else ()
+        """Moments of all inputs except the base. Empty unless every model has them."""
+        moments = self.moments[1 if self.has_base else 0 :]
+        measured = tuple(item for item in moments if item is not None)
+        return measured if len(measured) == len(moments) else ()
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ class Block:
     """A run of elements of all inputs, flattened.
 
     Args:
-        inputs: ``[inputs, elements]`` in the dtype of the arithmetic; the base is row 0 when the task has one.
+        inputs: ``[inputs, elements]`` in the data type of the arithmetic. Row 0 is the base if the task has one.
         start: Index of the first element in the flattened tensor.
-        grain: Elements per grain; ``start`` is a multiple of it.
-        importance: ``[models, elements]``, from 0: how much each element of each model that is not the base matters;
-            None unless the task says that it is known.
+        grain: Elements per grain. ``start`` is a multiple of it.
+        importance: ``[models, elements]``, zero or more: importance of each element of each model except the base. None
+            unless the task has importance.
     """
 
     inputs: torch.Tensor
@@ -171,15 +171,15 @@ class Block:
 
     @property
     def base(self) -> torch.Tensor:
-        """``[elements]`` of the base."""
+        """Elements of the base, ``[elements]``."""
         return self.inputs[0]
 
     def deltas(self) -> torch.Tensor:
-        """Task vectors ``[models, elements]``: every other input minus the base."""
+        """Return the task vectors ``[models, elements]``: every other input minus the base."""
         return self.inputs[1:] - self.inputs[0]
 
     def grains(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., elements]`` → ``[..., grains, grain]``, the last grain filled up with zeros."""
+        """Reshape ``[..., elements]`` to ``[..., grains, grain]``. The last grain is padded with zeros."""
         from torch.nn.functional import pad
 
         short = -values.shape[-1] % self.grain
@@ -187,12 +187,12 @@ class Block:
         return filled.reshape(*values.shape[:-1], -1, self.grain)
 
     def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`fold_sums`."""
+        """Return float64 sums over each grain, ``[..., elements]`` → ``[grains, ...]``, for :func:`fold_sums`."""
         return self.grains(values.double()).sum(-1).movedim(-1, 0)
 
 
 def add_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Left to right, not ``torch.sum``: the order of additions is part of the result."""
+    """Add the vectors from left to right. ``torch.sum`` may use another order, which would change the result."""
     total = vectors[0]
     for vector in vectors[1:]:
         total = total + vector
@@ -201,11 +201,11 @@ def add_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A run of elements of all inputs as a fused kernel gets it: stored numbers, one flat array.
+    """A run of elements of all inputs as a fused kernel sees it: stored numbers in one flat array.
 
     Args:
-        data: 1-D, contiguous: uint16 (bit patterns of bfloat16), float32 or float64.
-        rows: Start of each input in ``data``; the base first when the task has one.
+        data: Contiguous 1-D array: uint16 (bit patterns of bfloat16), float32 or float64.
+        rows: Start of each input in ``data``. The base comes first if the task has one.
         length: Elements per input.
         start: Index of the first element in the flattened tensor.
         grain: Elements per grain.
@@ -220,18 +220,18 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Fold:
-    """One pass over all blocks that ends in a few numbers.
+    """One pass over all blocks that reduces them to a few numbers.
 
-    Made by :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains`.
+    Use :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains` to create one.
 
     Args:
-        of: Partial result of a block.
-        combine: Partial results in block order → result of the pass.
-        eager: Whether partial results may be combined as they come, in any order, so that few are held.
+        of: Function that computes the partial result of a block.
+        combine: Function that combines the partial results, in block order, into the result of the pass.
         fused: Counterpart of ``of`` for stored numbers on the CPU.
-        glance: Not a whole pass, but a look at so many pieces (see :func:`sampled_pieces`), spread over the tensor. For
-            guesses, on which no result may depend.
-        in_order: The blocks come one after the other, so that ``of`` may add each to what it holds.
+        eager: Whether partial results may be combined in any order as they arrive, so that few are held in memory.
+        glance: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks (see
+            :func:`sampled_pieces`). Use it only for guesses: no result may depend on it. Default: 0, a full pass.
+        in_order: Whether blocks must arrive one after the other, so that ``of`` can accumulate them.
     """
 
     of: Callable[[Block], torch.Tensor]
@@ -243,21 +243,21 @@ class Fold:
 
 
 def sampled_pieces(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
-    """Elements of a piece, all whole grains, and the numbers of the pieces that a glance is at.
+    """Return the number of elements per piece (a multiple of the grain), and the indices of the pieces to sample.
 
-    The tensor has one whole piece at least.
+    The tensor must have at least one full piece.
     """
     piece = max(1, GRAIN // grain) * grain
-    whole = numel // piece
-    return piece, sorted({(2 * place + 1) * whole // (2 * glance) for place in range(glance)})
+    pieces = numel // piece
+    return piece, sorted({(2 * index + 1) * pieces // (2 * glance) for index in range(glance)})
 
 
 @dataclass(frozen=True)
 class Solve:
-    """What is worked out between two passes with matrices, by torch in one thread: sums there have one order.
+    """A computation with matrices between two passes. Torch runs it in one thread, so that sums have one order.
 
     Args:
-        of: Of the device that the blocks are on; its result comes back from ``yield``.
+        of: Function of the device that holds the blocks. ``yield`` returns its result.
     """
 
     of: Callable[[str], Any]
@@ -265,7 +265,7 @@ class Solve:
 
 @dataclass(frozen=True)
 class Map:
-    """The last pass: a block of inputs → ``[elements]`` of output, in the dtype of the arithmetic.
+    """The last pass: it turns a block of inputs into ``[elements]`` of output, in the data type of the arithmetic.
 
     The fused counterpart writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
     """
@@ -278,12 +278,12 @@ Steps: TypeAlias = Generator[Fold | Solve, Any, Map]
 
 
 def row_length(shape: tuple[int, ...], shared: Values) -> int:
-    """Grain of methods that look at rows: the last dimension (a tensor of one dimension is one row)."""
+    """Return the grain of methods that work on rows: the last dimension. A one-dimensional tensor is one row."""
     return max(shape[-1], 1) if shape else 1
 
 
 def fold_sums(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
-    """A pass whose blocks give float64 ``[grains, ...]`` and whose result is their sum over all grains."""
+    """Return a pass whose blocks give float64 ``[grains, ...]`` and whose result is the sum over all grains."""
 
     def combine(parts: Sequence[Array]) -> Array:
         import numpy as np
@@ -295,7 +295,7 @@ def fold_sums(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock]
 
 
 def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
-    """A pass whose blocks give integer arrays of one shape and whose result is their sum."""
+    """Return a pass whose blocks give integer arrays of one shape and whose result is their sum."""
 
     def combine(parts: Sequence[Array]) -> Array:
         if len(parts) == 1:
@@ -309,7 +309,7 @@ def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
 
 
 def fold_grains(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
-    """A pass whose blocks give ``[grains, ...]`` and whose result is all grains in their order."""
+    """Return a pass whose blocks give ``[grains, ...]`` and whose result is the concatenation of all grains."""
 
     def combine(parts: Sequence[Array]) -> Array:
         import numpy as np
@@ -321,19 +321,21 @@ def fold_grains(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
 
 @dataclass(frozen=True)
 class Costs:
-    """What the computation of a method takes, for the estimate before a merge.
+    """Computational cost of a method, for the estimate before a merge.
 
-    Arithmetic is counted in units of one plain loop (widen a bfloat16 number, multiply it, add it), so that timing that
-    loop for a moment tells the speed of every method on a machine. ``benchmarks/method_costs.py`` measures them.
+    Arithmetic is counted in units of one plain loop: widen a bfloat16 number, multiply it, add it. Timing that loop for
+    a moment therefore predicts the speed of every method on a machine. ``benchmarks/method_costs.py`` measures the
+    costs.
 
     Args:
         map: Units of the map, per input element.
         fold: Units of one fold pass, per input element.
-        folds: Number of fold passes over a tensor. Where it depends on the weights (are there equal magnitudes?), the
-            larger one: bfloat16 weights have many.
-        products: Operations of matrix products and decompositions in float64, of a whole tensor. Of methods that work
-            on matrices only; of all others None.
-        held: Bytes that a tensor holds while it is in work, beside its blocks, at the peak. Of the same methods.
+        folds: Number of fold passes over a tensor. If it depends on the weights (are there equal magnitudes?), use the
+            larger number, because bfloat16 weights have many ties.
+        products: Floating-point operations of matrix products and decompositions in float64, for a whole tensor. None
+            for methods that do not work on matrices.
+        held: Peak number of bytes that a tensor needs in addition to its blocks while it is processed. None for methods
+            that do not work on matrices.
     """
 
     map: float
@@ -345,12 +347,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class ConflictRemedy:
-    """Why, and how, to change to a method when another adds up task vectors that oppose each other.
+    """How to change a recipe to a method that resolves opposing task vectors, and the reason to give.
 
     Args:
-        because: What it does instead, after its name: ``keeps the largest and lets the stronger sign win``.
+        because: Clause that says what the method does instead, to follow its name: ``keeps the largest and lets the
+            stronger sign win``.
         settings: Parameters that the changed recipe sets.
-        additions: Parameters that it sets only if the method before had none of that name.
+        additions: Parameters that it sets only if the previous method had none of that name.
     """
 
     because: str
@@ -360,24 +363,25 @@ class ConflictRemedy:
 
 @dataclass(frozen=True)
 class Traits:
-    """What rules outside this package ask about a method, so that none of them knows it by name.
+    """Properties of a method that other packages need, so that they do not have to know any method by name.
 
     Args:
-        adds_up: Opposed elements of task vectors are added up, and cancel.
-        sparse: It keeps a share of each task vector, its parameter ``density``.
-        may_zero: Its parameters can scale a tensor to zero: a tensor of zeros may be what was asked for.
-        merges_base: The base is merged like a model, not only what task vectors are measured from.
-        adapters: Adapters on one base can be merged into an adapter: as a ``sum`` of their products, which needs no
-            loss, or only on the ``products`` themselves. None: the result hangs on more than differences to the base.
-        conflict_remedy: Given when changing to it helps where task vectors oppose each other.
-        first_draft: What it does, in a clause, of the method that a first recipe is written with: one that needs a
-            base, and one that does not; empty of all others.
-        reads_text: What each model has to show on a text of its own: what flows into its matrices
-            (:class:`InputMoments`), or how much each of its elements matters (:attr:`Block.importance`).
-        by_distance: The weights of models follow from how far they are from each other.
-        states_from: Position from which its models are none, but what an optimizer keeps from merge to merge in their
-            shape. None: all of them are models.
-        makes_state: What it makes is no model either: it may be of any size.
+        adds_up: Whether opposing elements of task vectors are added up and cancel.
+        sparse: Whether the method keeps only the share ``density`` (a parameter) of each task vector.
+        may_zero: Whether its parameters can scale a tensor to zero, so that a tensor of zeros may be intended.
+        merges_base: Whether the base is merged like a model instead of only being the origin of task vectors.
+        adapters: How adapters on one base can be merged into an adapter: as a ``sum`` of their products, which is
+            lossless, or only on the ``products`` themselves. None: the result depends on more than the differences from
+            the base.
+        conflict_remedy: Set if changing to this method helps when task vectors oppose each other.
+        first_draft: Clause that describes the method. Set for the two methods that ``init`` writes a first recipe with,
+            one with and one without a base. Empty for all others.
+        reads_text: Quantity that each model measures on a calibration text of its own: the inputs of its matrices
+            (:class:`InputMoments`), or the importance of its elements (:attr:`Block.importance`).
+        by_distance: Whether the weights of the models follow from the distances between them.
+        states_from: Position from which the models are not models but states that an optimizer carries from merge to
+            merge, in the shape of a model. None: all are models.
+        makes_state: Whether the output is such a state instead of a model. It may be of any size.
     """
 
     adds_up: bool = False
@@ -395,23 +399,24 @@ class Traits:
 
 @dataclass(frozen=True)
 class Method:
-    """A merge method: contract and computation.
+    """A merge method: its contract and its computation.
 
     Args:
-        name: As written in a recipe's ``merge_method``.
-        summary: One line for people.
-        paper: Where it comes from.
-        base: ``required``: input 0 is the base. ``optional``: it is when the recipe has one. ``ordinary``: a base is
-            one more input like the others. ``donor``: a base that is not among the models only gives config and
-            tokenizer; a base among them comes first.
-        models: Fewest and most inputs beside the base (None: any number).
-        parameters: What a recipe may set.
-        steps: The computation, see the module docstring.
-        grain: Elements per grain for a shape and the shared values; blocks are whole grains (rows, for some methods).
-        alone: What to do with a tensor that only one input has: ``copy`` it, or ``compute`` with what is there.
-        check: Raises InvalidInput (``where`` is given) when the values of one tensor do not fit together.
-        costs: For the estimate; None: not measured, so the estimate assumes some and says so.
-        traits: For health checks and remedies.
+        name: Name in a recipe's ``merge_method``.
+        summary: One-line description for users.
+        paper: Reference of the publication.
+        base: ``required``: input 0 is the base. ``optional``: input 0 is the base if the recipe has one. ``ordinary``:
+            a base is one more input like the others. ``donor``: a base that is not among the models only provides the
+            config and the tokenizer; a base among them comes first.
+        models: Minimum and maximum number of inputs besides the base. A maximum of None means any number.
+        parameters: Parameters that a recipe may set.
+        steps: The computation; see the module docstring.
+        grain: Elements per grain for a shape and the shared values. Blocks are whole grains, which are rows for some
+            methods.
+        alone: Treatment of a tensor that only one input has: ``copy`` it, or ``compute`` with the available inputs.
+        check: Function that raises InvalidInput, for a location, if the values of one tensor do not fit together.
+        costs: Costs for the estimate. None: not measured, so the estimate uses assumed costs and mentions it.
+        traits: Properties for health checks and remedies.
     """
 
     name: str
@@ -428,5 +433,5 @@ class Method:
     traits: Traits = field(default=Traits(), repr=False)
 
     def parameter(self, name: str) -> Parameter | None:
-        """The parameter of that name."""
+        """Return the parameter of that name, or None."""
         return next((parameter for parameter in self.parameters if parameter.name == name), None)

@@ -1,13 +1,13 @@
-"""Each element from the models in proportion to how much it matters to each.
+"""Average the models element by element, weighted by the importance of the element in each model (Fisher merging).
 
-With the diagonal ``F_i`` of model i's Fisher information, measured on a text of its own,
+With the diagonal ``F_i`` of the Fisher information of model i, measured on a calibration text of its own,
 
     x = sum w_i F_i x_i / sum w_i F_i
 
-is the most likely point if each model's posterior is a Gaussian about its weights with that precision (Matena & Raffel
-2022, https://arxiv.org/abs/2111.09832). It is computed about the mean, ``m + sum w_i F_i (x_i - m) / sum w_i F_i``: an
-element that matters to no model, or was not measured, is the mean. There is no floor: an element that matters little to
-all is still shared by how little.
+is the most likely point if each model's posterior is a Gaussian around its weights with that precision (Matena &
+Raffel 2022, https://arxiv.org/abs/2111.09832). It is computed around the mean,
+``m + sum w_i F_i (x_i - m) / sum w_i F_i``, so that an element that matters to no model, or was not measured, becomes
+the mean. There is no floor: even an element that matters little to all models is divided in proportion.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ def _by_importance(task: TensorTask) -> Map:
         import torch
 
         assert block.importance is not None
-        own = block.inputs[1:] if task.has_base else block.inputs
-        matters = [one * weight for one, weight in zip(block.importance, weights, strict=True)]
-        total = add_in_order(matters)
-        mean = add_in_order([one * share for one, share in zip(own, shares, strict=True)])
-        apart = add_in_order([(one - mean) * (much / total) for one, much in zip(own, matters, strict=True)])
-        found = mean + torch.where(total > 0, apart, 0.0)
-        return block.base + (found - block.base) * scale if task.has_base and scale != 1 else found
+        models = block.inputs[1:] if task.has_base else block.inputs
+        precisions = [item * weight for item, weight in zip(block.importance, weights, strict=True)]
+        total = add_in_order(precisions)
+        mean = add_in_order([item * share for item, share in zip(models, shares, strict=True)])
+        offset = add_in_order(
+            [(item - mean) * (precision / total) for item, precision in zip(models, precisions, strict=True)]
+        )
+        merged = mean + torch.where(total > 0, offset, 0.0)
+        return block.base + (merged - block.base) * scale if task.has_base and scale != 1 else merged
 
     return Map(of)
 

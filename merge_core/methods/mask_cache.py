@@ -1,8 +1,8 @@
-"""What one pass over a tensor has found to be kept, for the next pass: a bit for each element, as far as memory goes.
+"""Cache the masks that one pass over a tensor computed for the next pass, one bit per element, within a memory limit.
 
-Deciding twice which elements a method keeps costs more than reading them twice. What is noted is never needed: a block
-without a note is decided again, with the same outcome. So all tensors in work share one bounded amount of memory, and
-blocks that find none of it left go without.
+Computing a mask twice costs more than reading the elements twice. The cache is optional: if a block has no
+mask, the mask is computed again with the same result. Therefore all tensors that are being processed share one bounded
+amount of memory, and blocks that do not fit go without.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _LIMIT = 128 << 20
 
 
 class _Memory:
-    """Bytes that may still be taken."""
+    """Budget of bytes that is left for masks."""
 
     def __init__(self, limit: int) -> None:
         self._left, self._lock = limit, threading.Lock()
 
     def take(self, models: int, size: int) -> Bits:
-        """``[models, size]``, given back when nobody has it any more; ``[models, 0]`` if that is more than is left."""
+        """Return an array ``[models, size]``, or ``[models, 0]`` if that exceeds the budget.
+
+        The bytes return to the budget when the array is no longer referenced.
+        """
         with self._lock:
             granted = models * size <= self._left
             self._left -= models * size if granted else 0
@@ -46,19 +49,19 @@ _memory = _Memory(_LIMIT)
 
 
 class MaskCache:
-    """The notes on one tensor's blocks."""
+    """Cached masks of one tensor's blocks."""
 
     def __init__(self, models: int) -> None:
         self._models = models
         self._of: dict[int, Bits] = {}
 
     def begin(self, start: int, length: int, tile: int) -> Bits:
-        """Room for a note on the block at ``start``; empty when there is none.
+        """Return memory for the mask of a block; empty if the budget is used up.
 
         Args:
-            start: Its first element.
-            length: Its elements.
-            tile: Of how many each the kernel makes notes.
+            start: First element of the block.
+            length: Number of elements of the block.
+            tile: Number of elements that the kernel masks at a time.
         """
         bits = _memory.take(self._models, -(-length // tile) * (-(-tile // 8)))
         if bits.size:
@@ -66,10 +69,10 @@ class MaskCache:
         return bits
 
     def take(self, start: int) -> Bits:
-        """The note on the block at ``start``, once; empty when there is none."""
+        """Remove and return the mask of the block at ``start``; empty if there is none."""
         return self._of.pop(start, self.none)
 
     @property
     def none(self) -> Bits:
-        """No note."""
+        """Empty mask."""
         return np.empty((self._models, 0), np.uint8)

@@ -1,8 +1,9 @@
-"""Random masks that depend on nothing but (seed, tensor name, model index, element index).
+"""Generate random masks that depend only on (seed, tensor name, model index, element index).
 
-Philox2x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", https://doi.org/10.1145/2063384.2063405)
-is a counter-based generator: the number for an element is computed from its index, without state. So a mask is the
-same on every device, in blocks of any size, on any number of threads and after a resume.
+Philox2x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+https://doi.org/10.1145/2063384.2063405) is a counter-based generator: it computes the number for an element from the
+element's index, without state. So a mask is the same on every device, for any block size, on any number of threads and
+after a resume.
 
 The 64-bit key of a tensor fills the generator's 32-bit key and the upper word of its counter; the lower word counts
 pairs of elements. That covers tensors of up to 2**33 elements.
@@ -23,18 +24,18 @@ _WORD = 0xFFFFFFFF
 
 
 def mask_key(seed: int, tensor: str, model: int) -> tuple[int, int]:
-    """The generator's key for a tensor of the ``model``-th model: two 32-bit words."""
+    """Return the generator's key for a tensor of the ``model``-th model: two 32-bit words."""
     digest = hashlib.sha256(f"{seed}\0{tensor}\0{model}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def threshold(probability: float) -> int:
-    """Words below it are kept with ``probability`` (in units of 2**-32)."""
+    """Return the limit below which a random word is with ``probability``, in units of 2**-32."""
     return round(min(max(probability, 0.0), 1.0) * 2**32)
 
 
 def mask_words(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """``[count]`` uniform 32-bit words (int64) for the elements from index ``start``."""
+    """Return ``[count]`` uniform 32-bit words (int64) for the elements from index ``start``."""
     import torch
 
     first = start // 2
@@ -44,9 +45,9 @@ def mask_words(key: tuple[int, int], start: int, count: int, device: torch.devic
 
 
 def philox(low: torch.Tensor, high: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Philox2x32-10 of the counters ``(low, high)``: int64 tensors that hold 32-bit words."""
+    """Return Philox2x32-10 of the counters ``(low, high)``: int64 tensors that hold 32-bit words."""
     for round_number in range(ROUNDS):
-        product = low * MULTIPLIER  # May wrap around as a signed number; the 64 bits are right all the same.
+        product = low * MULTIPLIER  # May wrap around as a signed number, but its 64 bits are right.
         low = ((product >> 32) & _WORD) ^ high ^ ((key + round_number * WEYL) & _WORD)
         high = product & _WORD
     return low, high

@@ -1,7 +1,7 @@
-"""Model Stock: how far to go from the base to the average of the models, from the angle between them.
+"""Merge by Model Stock: the angle between the models decides how far to go from the base to their average.
 
-Jang et al. 2024, https://arxiv.org/abs/2403.19522. With offsets ``o_i = x_i - b`` of ``N`` models and ``c`` the mean
-cosine of their pairs: ``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``.
+Jang et al. 2024, https://arxiv.org/abs/2403.19522. With offsets ``o_i = x_i - b`` of ``N`` models and the mean cosine
+``c`` of their pairs: ``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mergegate.merge_core.methods.contract import (
 if TYPE_CHECKING:
     import torch
 
-# A product of norms below this counts as this, so that tiny tensors move less.
+# Lower bound for a product of norms, so that tiny tensors move less.
 _LEAST_NORMS = 1e-6
 
 
@@ -42,7 +42,7 @@ def _steps(task: TensorTask) -> Steps:
 
 
 def ratio(products: dict[tuple[int, int], Any], count: int) -> Any:
-    """``t`` from the products of offsets ``i <= j``, which may be numbers or arrays (float64)."""
+    """Return ``t`` from the products of offsets ``i <= j``, which may be numbers or arrays (float64)."""
     if count < 2:
         return np.ones_like(products[0, 0])
     norms = [np.sqrt(products[i, i]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Methods of one model and a base: NearSwap and Arcee Fusion."""
+"""Implement the methods that merge one model with a base: NearSwap and Arcee Fusion."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from mergegate.merge_core.methods.selection import (
 if TYPE_CHECKING:
     import torch
 
-# Differences below this count as this.
+# Lower bound for a difference.
 _NEAREST = 1e-6
 
 
 def _nearswap(task: TensorTask) -> Steps:
-    """Towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
+    """Move towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
     t = float(task.shared["t"])
 
     def of(block: Block) -> torch.Tensor:
-        base, other = block.base, block.inputs[1]
-        share = (t / (base - other).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
-        return share * other + (1.0 - share) * base
+        base, model = block.base, block.inputs[1]
+        share = (t / (base - model).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
+        return share * model + (1.0 - share) * base
 
     def fused(block: StoredBlock, out: Any) -> None:
         from mergegate.merge_core.methods import kernels
@@ -56,10 +56,10 @@ def _nearswap(task: TensorTask) -> Steps:
 
 
 def _fusion(task: TensorTask) -> Steps:
-    """Take the model's elements whose importance is an outlier.
+    """Take the elements of the model whose importance is an outlier.
 
-    Importance is ``|x - b|`` times the divergence of the softmax of their rows; the bound is the median plus 1.5 times
-    the interquartile range. The quantiles are exact, also for large tensors.
+    Importance is ``|x - b|`` times the divergence between the softmax of the two rows. The bound is the median plus 1.5
+    times the interquartile range. The quantiles are exact, even for large tensors.
     """
     divergence = yield fold_grains(_divergence)
 
@@ -101,12 +101,12 @@ def _fusion(task: TensorTask) -> Steps:
 
 
 def _divergence(block: Block) -> torch.Tensor:
-    """Kullback-Leibler divergence of every row's softmax, model against base: ``[rows]`` float64, never negative."""
+    """Return the Kullback-Leibler divergence of each row from the base: ``[rows]`` float64, never negative."""
     import torch
 
-    # In place: fresh memory for each step would cost more than some of the steps.
-    base, other = (torch.softmax(row.double(), -1).add_(1e-8) for row in block.grains(block.inputs))
-    return torch.div(other, base, out=base).log_().mul_(other).sum(-1).clamp_(min=0.0)
+    # Work in place: allocating memory for each step would cost more than some of the steps.
+    base, model = (torch.softmax(row.double(), -1).add_(1e-8) for row in block.grains(block.inputs))
+    return torch.div(model, base, out=base).log_().mul_(model).sum(-1).clamp_(min=0.0)
 
 
 METHODS = (

@@ -1,9 +1,9 @@
-"""RAM: average task vectors where several models changed an element, keep (or amplify) what only one changed.
+"""Merge by RAM: average the elements that several models changed, and keep or amplify an element that one changed.
 
-``D_i = x_i - b``, changed where ``|D_i| > epsilon``, ``c`` the number of models that changed an element:
-``out = b + sum_i D_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``; RAM+ amplifies what is unique
-to a model by how much of its change is shared: ``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``.
-Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
+With ``D_i = x_i - b``, an element is changed if ``|D_i| > epsilon``. With the number ``c`` of models that changed it,
+``out = b + sum_i D_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``. RAM+ amplifies the changes
+that are unique to a model by the share of its changes that others made too:
+``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``. Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def _amplified(task: TensorTask) -> Steps:
 
     shared, unique = yield fold_counts(of, fused)
     factors = [
-        1 + r * min(max(both / max(alone, epsilon), 0.0), alpha) if max(alone, epsilon) > 0 else 1 + r * alpha
-        for both, alone in zip(shared.tolist(), unique.tolist(), strict=True)
+        1 + r * min(max(shared_count / max(unique_count, epsilon), 0.0), alpha)
+        if max(unique_count, epsilon) > 0
+        else 1 + r * alpha
+        for shared_count, unique_count in zip(shared.tolist(), unique.tolist(), strict=True)
     ]
     return _map(factors, epsilon)
 
@@ -67,9 +69,9 @@ def _map(factors: Sequence[float], epsilon: float) -> Map:
         changed = deltas.abs() > epsilon
         number = changed.sum(0)
         total = torch.zeros_like(block.base)
-        for delta, mine, factor in zip(deltas, changed, factors, strict=True):
+        for delta, is_changed, factor in zip(deltas, changed, factors, strict=True):
             scale = torch.where(number == 1, factor, 1 / number.clamp(min=1).to(delta.dtype))
-            total = total + torch.where(mine, delta * scale, 0.0)
+            total = total + torch.where(is_changed, delta * scale, 0.0)
         return block.base + total
 
     def fused(block: StoredBlock, out: Any) -> None:

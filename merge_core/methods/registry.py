@@ -1,6 +1,6 @@
-"""The registry of merge methods: ours, and those that other packages add under the entry point ``mergegate.methods``.
+"""Register merge methods: built-in ones, and those of other packages under the entry point ``mergegate.methods``.
 
-An entry point's value is a :class:`~merge_core.methods.contract.Method` or a sequence of them.
+The value of an entry point is a :class:`~merge_core.methods.contract.Method` or a sequence of them.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ _BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 @cache
 def merge_methods() -> Mapping[str, Method]:
-    """Every merge method by name.
+    """Return every merge method by name.
 
     Raises:
-        InvalidInput: An installed package registers something that is no Method, or a name that is taken.
+        InvalidInput: An installed package registers an object that is not a Method, or a name that is already taken.
     """
-    found = {method.name: method for method in _BUILT_IN}
+    methods = {method.name: method for method in _BUILT_IN}
     for point in entry_points(group=GROUP):
         loaded = point.load()
         for method in (loaded,) if isinstance(loaded, Method) else tuple(loaded):
-            if not isinstance(method, Method) or method.name in found:
+            if not isinstance(method, Method) or method.name in methods:
                 problem = f"the name {method.name!r} is taken" if isinstance(method, Method) else "not a Method"
                 raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
-            found[method.name] = method
-    return MappingProxyType(found)
+            methods[method.name] = method
+    return MappingProxyType(methods)
 
 
 def find_method(name: object, where: str) -> Method:
-    """The method called ``name``.
+    """Return the method with this name.
 
     Raises:
-        InvalidInput: There is none.
+        InvalidInput: There is no such method.
     """
     method = merge_methods().get(name) if isinstance(name, str) else None
     if method is None:

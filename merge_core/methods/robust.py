@@ -1,19 +1,21 @@
-"""What most of the models say, element by element: their median, or their mean without the extremes.
+"""Merge by robust averages of each element: the median of the models, or their mean without the extremes.
 
-A mean follows one model as far as that one likes to go; these do not. Of the task vectors ``d_i = x_i - b``, sorted by
-value in each element, those in the middle are averaged:
+A mean follows a single model as far as that model goes; these methods do not. They sort the task vectors
+``d_i = x_i - b`` by value in each element and average those in the middle:
 
     out = b + lambda * mean(d_(k), ..., d_(n - 1 - k))
 
-The trimmed mean leaves out ``k = floor(trim * n)`` on each side; the median as many as leave one, or two. Sign, size
-and place of what is left out do not matter, so fewer than half of the models cannot carry the result away. Where they
-differ honestly (each has its own skill), what only a few have is lost with the rest.
+The trimmed mean leaves out ``k = floor(trim * n)`` on each side. The median leaves out as many as it takes to keep one
+or two. The sign, size and position of the trimmed values do not matter, so fewer than half of the models cannot take
+over the result. The price: if models differ for good reasons, because each has its own skill, the methods also drop
+what only a few models have.
 
 Yin et al. 2018, https://arxiv.org/abs/1803.01498
 
-The geometric median is the point whose sum of distances to all models is least, of whole models and not element by
-element: a mean whose weights follow from the Gram matrix of all task vectors, which is looked at before the merge
-(:func:`merge_core.analysis.geometric_median`). What only a few have it keeps in their share.
+The geometric median works on whole models instead of elements. It is the point with the smallest sum of distances to
+all models, and therefore a mean. Its weights follow from the Gram matrix of all task vectors, which is measured before
+the merge (:func:`merge_core.analysis.geometric_median`). It keeps what only a few models have, in proportion to their
+share.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ _TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models that is l
 
 
 def _middle(skipped: int, scale: float) -> Map:
-    """Average what lies between the ``skipped`` lowest and highest task vectors of each element, and add it."""
+    """Add to the base the mean of the task vectors without the ``skipped`` lowest and highest of each element."""
 
     def of(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
-        kept = ordered[skipped : len(ordered) - skipped]
-        return block.base + add_in_order(list(kept)) / len(kept) * scale
+        middle = ordered[skipped : len(ordered) - skipped]
+        return block.base + add_in_order(list(middle)) / len(middle) * scale
 
     def fused(block: StoredBlock, out: Any) -> None:
         from mergegate.merge_core.methods import kernels
@@ -67,7 +69,7 @@ def _median(task: TensorTask) -> Steps:
 
 
 def _trimmed(task: TensorTask) -> Steps:
-    # A share like 0.2 of five models is one, whatever floating point makes of the product.
+    # The small addend corrects floating-point rounding: a share of 0.2 of five models is one model.
     skipped = math.floor(float(task.shared["trim"]) * (len(task.per_input) - 1) + 1e-9)
     return _middle(skipped, float(task.shared["lambda"]))
     yield  # A generator without a fold.

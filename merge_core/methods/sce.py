@@ -1,8 +1,8 @@
-"""SCE: select the elements that vary most between models, calculate a weight per tensor, erase minority signs.
+"""Merge by SCE: select the elements that vary most between models, calculate a weight per tensor, erase minority signs.
 
-Wan et al. 2024, https://arxiv.org/abs/2408.07990. ``D_i = x_i - b``; kept are the positions of highest variance over
-the models; ``c_i`` is a model's share of the mean squares; only ``D_i`` of the majority sign count:
-``out = b + sum c_i D_i E_i / max(sum c_i E_i, 1e-6)``.
+Wan et al. 2024, https://arxiv.org/abs/2408.07990. With ``D_i = x_i - b``, the method keeps the positions with the
+highest variance over the models. ``c_i`` is a model's share of the mean squares, and only ``D_i`` with the majority
+sign count: ``out = b + sum c_i D_i E_i / max(sum c_i E_i, 1e-6)``.
 """
 
 from __future__ import annotations
@@ -31,35 +31,42 @@ from mergegate.merge_core.methods.selection import (
     counters,
     select,
     select_passes,
-    taken,
+    selection_mask,
 )
 from mergegate.merge_core.methods.windows import LARGE
 
 if TYPE_CHECKING:
     import torch
 
-# Mean squares that add up to less give no shares: all models count alike. The peer's bound, absolute as it is.
+# If the mean squares add up to less than this, all models get equal weights. The reference implementation uses the same
+# absolute bound.
 _NO_SHARES = 1e-6
 _LEAST_DIVISOR = 1e-6
 
 
 def _steps(task: TensorTask) -> Steps:
     share = float(task.shared["select_topk"])
-    cut: SelectionThreshold | None = None
+    threshold: SelectionThreshold | None = None
     if share < 1:
         scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
-        (cut,) = yield from select(scores, [SelectionRequest(0, None, of_positive=share)], task.numel)
-        if cut is NOTHING:
+        (threshold,) = yield from select(scores, [SelectionRequest(0, None, of_positive=share)], task.numel)
+        if threshold is NOTHING:
             return Map(lambda block: block.base)
 
     def selected(block: Block) -> torch.Tensor:
         import torch
 
         deltas = block.deltas()
-        return deltas if cut is None else torch.where(taken(cut, bits(_variance(block)), block), deltas, 0.0)
+        return (
+            deltas
+            if threshold is None
+            else torch.where(selection_mask(threshold, bits(_variance(block)), block), deltas, 0.0)
+        )
 
-    table = np.array((cut.key, cut.wanted, cut.tied, cut.stride) if cut else (-1, 0, 0, 1), np.int64)
-    before = cut.before if cut else np.empty(0, np.int64)
+    table = np.array(
+        (threshold.key, threshold.quota, threshold.tied, threshold.stride) if threshold else (-1, 0, 0, 1), np.int64
+    )
+    before = threshold.before if threshold else np.empty(0, np.int64)
 
     def energies(block: StoredBlock) -> Any:
         from mergegate.merge_core.methods import kernels
@@ -90,14 +97,14 @@ def _steps(task: TensorTask) -> Steps:
 
         kernel: Any = kernels.sce
         shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
-        place = (block.data, block.rows, block.length, block.start, block.grain)
-        kernel(*place, table, before, shares, least, out)
+        block_arguments = (block.data, block.rows, block.length, block.start, block.grain)
+        kernel(*block_arguments, table, before, shares, least, out)
 
     return Map(of, fused)
 
 
 def _variance(block: Block) -> torch.Tensor:
-    """Population variance of the task vectors at each position: ``[elements]``."""
+    """Return the population variance of the task vectors at each position: ``[elements]``."""
     deltas = block.deltas()
     mean = deltas[0]
     for delta in deltas[1:]:
@@ -116,7 +123,7 @@ def _stored_variance(block: StoredBlock) -> Any:
 
 
 def _folds(task: TensorTask) -> int:
-    """Which elements vary, the selection among them, and the energy of each model."""
+    """Count the passes: counting the varying elements, selecting among them, and the energy of each model."""
     if task.shared["select_topk"] >= 1:
         return 1
     return 1 + select_passes(task.dtype, task.numel) + (task.numel < LARGE)

@@ -1,10 +1,10 @@
-"""Which elements of a task vector are kept, and how the rest is rescaled: by magnitude, at random, or both.
+"""Decide which elements of a task vector to keep and how to rescale them: by magnitude, at random, or both.
 
-Fold passes find what the rules need (thresholds, norms) and end in a :class:`Sparsifier`: one rule and one factor per
-model. All of them leave a task vector as it is at density 1.
+Fold passes compute what the rules need (thresholds, norms) and end in a :class:`Sparsifier`, which has one rule and one
+factor per model. At density 1, every rule keeps the task vector as it is.
 
-``rescale``: true multiplies what is kept by ``sum|d| / sum|kept|`` over the whole tensor (skipped when either sum is
-below 1e-7); ``density`` divides it by the density, as the DARE paper does; false leaves it.
+``rescale``: true multiplies the kept elements by ``sum|d| / sum|kept|`` over the whole tensor, unless either sum is
+below 1e-7. ``density`` divides them by the density, as in the DARE paper. false does not rescale.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from mergegate.merge_core.methods.selection import (
     bits,
     select,
     select_passes,
-    taken,
+    selection_mask,
 )
 
 if TYPE_CHECKING:
     import torch
 
-# A rescale whose numerator or denominator is below this is not applied.
+# No rescaling if the numerator or the denominator is below this.
 _NO_NORM = 1e-7
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Every element is kept."""
+    """Rule that keeps every element."""
 
 
 @dataclass(frozen=True)
 class KeepNone:
-    """No element is kept."""
+    """Rule that drops every element."""
 
 
 @dataclass(frozen=True)
 class MagnitudeWindow:
-    """Kept are the elements taken by ``low`` but not by ``high`` (None: nothing is too large)."""
+    """Rule that keeps elements selected by ``low`` but not by ``high``. Without ``high``, there is no upper limit."""
 
     low: SelectionThreshold
     high: SelectionThreshold | None = None
@@ -56,7 +56,7 @@ class MagnitudeWindow:
 
 @dataclass(frozen=True)
 class KeepAtRandom:
-    """Kept are elements whose random word is below ``limit``."""
+    """Rule that keeps the elements whose random word is below ``limit``."""
 
     limit: int
     key: tuple[int, int]
@@ -64,7 +64,10 @@ class KeepAtRandom:
 
 @dataclass(frozen=True)
 class KeepByRank:
-    """Kept with a probability that rises with the rank of the magnitude in its row, from ``least`` to ``most``."""
+    """Rule that keeps elements at random, with a probability that rises from ``least`` to ``most``.
+
+    The probability depends on the rank of the element's magnitude in its row.
+    """
 
     least: float
     most: float
@@ -72,34 +75,38 @@ class KeepByRank:
 
 
 SparsifyRule: TypeAlias = KeepAll | KeepNone | MagnitudeWindow | KeepAtRandom | KeepByRank
-# As fused kernels number them.
+# The index is the number of the rule in the fused kernels.
 _KINDS = (KeepAll, KeepNone, MagnitudeWindow, KeepAtRandom, KeepByRank)
 
 
 @dataclass(frozen=True)
 class Sparsifier:
-    """One rule and one factor per model; what is known of blocks already."""
+    """One rule and one factor per model, and the masks that were computed for some blocks."""
 
     rules: tuple[SparsifyRule, ...]
     scales: tuple[float, ...]
-    notes: MaskCache
+    mask_cache: MaskCache
 
     def of(self, block: Block) -> torch.Tensor:
-        """Sparsified task vectors ``[models, elements]``."""
+        """Return the sparsified task vectors ``[models, elements]``."""
         import torch
 
         rows = [
-            kept(rule, row, block) * scale if scale != 1.0 else kept(rule, row, block)
+            apply_rule(rule, row, block) * scale if scale != 1.0 else apply_rule(rule, row, block)
             for rule, row, scale in zip(self.rules, block.deltas(), self.scales, strict=True)
         ]
         return torch.stack(rows)
 
     def tables(self) -> tuple[Any, ...]:
-        """The rules for the fused kernels; None for a table that no rule needs, then no code that reads it is compiled.
+        """Return the rules as tables for the fused kernels.
 
-        ``kinds [models]``: places in :data:`_KINDS`; ``cuts [models, 2, 4]`` and ``before [models, 2, grains]``: of
-        windows, low and high, key, wanted, tied and stride, and ties before each grain; ``chances [models, 3]``: limit
-        and key of random words; ``spans [models, 2]``: least and most probability by rank.
+        Tables that no rule needs are None, so that numba does not compile the code for them.
+
+        * ``kinds [models]``: indices in :data:`_KINDS`.
+        * ``cuts [models, 2, 4]``: key, quota, tied and stride of the low and high side of a magnitude window.
+        * ``before [models, 2, grains]``: ties before each grain, on the same sides.
+        * ``chances [models, 3]``: limit and key of the random words.
+        * ``spans [models, 2]``: smallest and largest probability by rank.
         """
         kinds = np.zeros(len(self.rules), np.int64)
         cuts = np.zeros((len(self.rules), 2, 4), np.int64)
@@ -117,25 +124,25 @@ class Sparsifier:
                 chances[model], spans[model] = (0, *rule.key), (rule.least, rule.most)
             if isinstance(rule, MagnitudeWindow):
                 for side, cut in enumerate((rule.low, rule.high)):
-                    # A wanted count of 0 takes nothing; the largest key is above every score.
-                    cuts[model, side] = (cut.key, cut.wanted, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
+                    # A quota of 0 selects nothing; the largest key is above every score.
+                    cuts[model, side] = (cut.key, cut.quota, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
                     if cut and len(cut.before):
                         before[model, side] = cut.before
-        of_windows, of_chances, of_spans = (
+        needs_cuts, needs_chances, needs_spans = (
             any(isinstance(rule, readers) for rule in self.rules)
             for readers in (MagnitudeWindow, KeepAtRandom | KeepByRank, KeepByRank)
         )
         return (
             kinds,
-            cuts if of_windows else None,
-            before if of_windows else None,
-            chances if of_chances else None,
-            spans if of_spans else None,
+            cuts if needs_cuts else None,
+            before if needs_cuts else None,
+            chances if needs_chances else None,
+            spans if needs_spans else None,
         )
 
 
 def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:
-    """Elements that a fused kernel must see at once: a whole row where ranks count."""
+    """Return the number of elements that a fused kernel must process together: a whole row if ranks matter."""
     from mergegate.merge_core.methods.kernels.tiles import TILE
 
     return grain if any(isinstance(rule, KeepByRank) for rule in rules) or grain % TILE else TILE
@@ -144,8 +151,8 @@ def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:
 Folds: TypeAlias = Generator[Fold, Any, Sparsifier]
 
 
-def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
-    """A task vector's elements ``[n]`` with zeros where ``rule`` drops them."""
+def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return a task vector's elements ``[n]`` with zeros where ``rule`` drops them."""
     import torch
 
     match rule:
@@ -155,9 +162,9 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
             return torch.zeros_like(delta)
         case MagnitudeWindow(low, high):
             keys = bits(delta.abs())
-            mask = taken(low, keys, block)
+            mask = selection_mask(low, keys, block)
             if high is not None:
-                mask &= ~taken(high, keys, block)
+                mask &= ~selection_mask(high, keys, block)
         case KeepAtRandom(limit, key):
             mask = mask_words(key, block.start, len(delta), delta.device) < limit
         case KeepByRank(least, most, key):
@@ -166,14 +173,14 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
     return torch.where(mask, delta, 0.0)
 
 
-def dense(task: TensorTask) -> Folds:
-    """Every element is kept, whatever ``density`` says."""
+def keep_all(task: TensorTask) -> Folds:
+    """Keep every element, regardless of ``density``."""
     count = len(task.column("weight"))
     return Sparsifier((KeepAll(),) * count, (1.0,) * count, MaskCache(count))
     yield  # A generator without a fold.
 
 
-def by_magnitude(task: TensorTask) -> Folds:
+def keep_largest(task: TensorTask) -> Folds:
     """Keep the ``max(1, int(density * n))`` elements of largest magnitude; none at density 0."""
     densities = task.column("density")
     counts = [max(1, int(density * task.numel)) for density in densities]
@@ -186,13 +193,13 @@ def by_magnitude(task: TensorTask) -> Folds:
     rules = _plain_rules(densities)
     for model, cut in zip(partial, cuts, strict=False):
         rules[model] = MagnitudeWindow(cut)
-    return (yield from _rescaled(task, rules))
+    return (yield from _rescale(task, rules))
 
 
-def by_inner_magnitude(task: TensorTask) -> Folds:
-    """Keep ``int(density * n)`` elements of middling magnitude: the ``int(gamma * n)`` largest are dropped as outliers.
+def keep_medium(task: TensorTask) -> Folds:
+    """Keep ``int(density * n)`` elements of medium magnitude, and drop the ``int(gamma * n)`` largest as outliers.
 
-    When too few are left below the outliers, as many outliers are kept as are missing.
+    If too few elements are left below the outliers, the smallest outliers fill the gap.
     """
     rules = _plain_rules(task.column("density"))
     requests: list[SelectionRequest] = []
@@ -211,11 +218,14 @@ def by_inner_magnitude(task: TensorTask) -> Folds:
     cuts = (yield from select(magnitudes(task), requests, task.numel)) if requests else []
     for model, low, high in windows:
         rules[model] = MagnitudeWindow(cuts[low], None if high is None else cuts[high])
-    return (yield from _rescaled(task, rules))
+    return (yield from _rescale(task, rules))
 
 
-def ranked_random(task: TensorTask) -> Folds:
-    """Keep with a probability from ``density - epsilon`` (smallest of its row) to ``density + epsilon`` (largest)."""
+def keep_at_random_by_rank(task: TensorTask) -> Folds:
+    """Keep elements at random, the larger ones of a row more often.
+
+    The probability rises from ``density - epsilon`` (smallest of its row) to ``density + epsilon`` (largest).
+    """
     densities = task.column("density")
     rules = _plain_rules(densities)
     for model, (density, epsilon, key) in enumerate(
@@ -223,35 +233,35 @@ def ranked_random(task: TensorTask) -> Folds:
     ):
         if 0 < density < 1:
             rules[model] = KeepByRank(density - epsilon, density + epsilon, key)
-    return (yield from _rescaled(task, rules))
+    return (yield from _rescale(task, rules))
 
 
-def at_random(task: TensorTask) -> Folds:
+def keep_at_random(task: TensorTask) -> Folds:
     """Keep each element with probability ``density``."""
     densities = task.column("density")
     rules = _plain_rules(densities)
     for model, (density, key) in enumerate(zip(densities, task.model_seeds, strict=True)):
         if 0 < density < 1:
             rules[model] = KeepAtRandom(threshold(density), key)
-    return (yield from _rescaled(task, rules))
+    return (yield from _rescale(task, rules))
 
 
 def folds_at_random(task: TensorTask) -> int:
-    """Fold passes of the random rules."""
-    return 1 if _drops(task) and task.shared["rescale"] is True else 0
+    """Return the number of fold passes of the random rules."""
+    return 1 if _drops_elements(task) and task.shared["rescale"] is True else 0
 
 
 def folds_by_magnitude(task: TensorTask) -> int:
-    """Most fold passes of the rules that select by magnitude."""
-    return select_passes(task.dtype, task.numel) + folds_at_random(task) if _drops(task) else 0
+    """Return the largest number of fold passes of the rules that select by magnitude."""
+    return select_passes(task.dtype, task.numel) + folds_at_random(task) if _drops_elements(task) else 0
 
 
-def _drops(task: TensorTask) -> bool:
+def _drops_elements(task: TensorTask) -> bool:
     return any(0 < density < 1 for density in task.column("density"))
 
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
-    """``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
+    """Return ``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
 
     def sizes(block: Any) -> Any:
         from mergegate.merge_core.methods import kernels
@@ -280,17 +290,17 @@ def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
     return [KeepAll() if density >= 1 else KeepNone() for density in densities]
 
 
-def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
-    """The rules with their factors, measured in one more pass when ``rescale`` asks for the L1 norm."""
+def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
+    """Add factors to the rules. It takes one more pass if ``rescale`` restores the L1 norm."""
     mode, densities = task.shared["rescale"], task.column("density")
-    notes = MaskCache(len(rules))
-    plain = Sparsifier(tuple(rules), (1.0,) * len(rules), notes)
+    mask_cache = MaskCache(len(rules))
+    plain = Sparsifier(tuple(rules), (1.0,) * len(rules), mask_cache)
     sparse = any(not isinstance(rule, (KeepAll, KeepNone)) for rule in rules)
     if mode is False or not sparse:
         return plain
     if mode == "density":
         scales = [1 / density if 0 < density < 1 else 1.0 for density in densities]
-        return Sparsifier(plain.rules, tuple(scales), notes)
+        return Sparsifier(plain.rules, tuple(scales), mask_cache)
 
     def of(block: Block) -> torch.Tensor:
         import torch
@@ -303,26 +313,26 @@ def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
         from mergegate.merge_core.methods import kernels
 
         tile = kernel_tile(plain.rules, block.grain)
-        noted = notes.begin(block.start, block.length, tile)
+        masks = mask_cache.begin(block.start, block.length, tile)
         kernel: Any = kernels.masked_norms
-        return kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *tables, noted)
+        return kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *tables, masks)
 
     norms = yield fold_sums(of, fused)
     scales = [
-        float(whole / rest) if whole >= _NO_NORM and rest >= _NO_NORM else 1.0
-        for whole, rest in zip(*norms, strict=True)
+        float(full_norm / kept_norm) if full_norm >= _NO_NORM and kept_norm >= _NO_NORM else 1.0
+        for full_norm, kept_norm in zip(*norms, strict=True)
     ]
-    return Sparsifier(plain.rules, tuple(scales), notes)
+    return Sparsifier(plain.rules, tuple(scales), mask_cache)
 
 
 def _row_ranks(sizes: torch.Tensor, block: Block) -> torch.Tensor:
-    """Rank of every element in its row, from 0 (smallest) to 1; equal elements in their order."""
+    """Return the rank of every element in its row, from 0 (smallest) to 1. Ties rank in element order."""
     import torch
 
     if block.grain == 1:
         return torch.full_like(sizes, 0.5, dtype=torch.float64)
     rows = sizes.reshape(-1, block.grain)
     order = rows.argsort(dim=-1, stable=True)
-    places = torch.arange(block.grain, device=sizes.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    positions = torch.arange(block.grain, device=sizes.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, positions)
     return ranks.flatten().double() / (block.grain - 1)

@@ -1,25 +1,28 @@
-"""Task matrices taken apart by their singular vectors. Experimental: nobody has shown that on large language models
-these do better than plain task vectors at their best scale.
+"""Merge task matrices by their singular vectors. Experimental.
+
+It is not proven that these methods beat plain task vectors at their best scale on large language models.
 
 With task matrices ``d_i = w_i (x_i - b)`` ``[out, in]`` of k models, ``d_i = U_i S_i V_i'``:
 
-* ``tsv_m``: of each task the leading ``min(out, in) // k`` triplets; all their ``U`` side by side, and all their ``V``,
-  are replaced by the nearest matrices with orthonormal columns, so that tasks no longer share directions; then
-  multiplied again. Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081. Orthonormal by pseudo-inverse square roots:
-  the published singular value form is not unique where two models are alike, and merges a model with itself wrongly.
-* ``svc``: the sum ``M = sum d_i = U S V'``, of which each direction is shrunk where the tasks already agree on it. With
-  ``a_r = u_r' M`` and ``a_ri = u_r' d_i``, ``s_ri = <a_r, a_ri> / |a_ri|^2``, the r-th singular value is multiplied by
-  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536. What is said to be ``merged`` (by any method: the
-  result of another document) takes the place of the sum: the after-treatment of a merge.
+* ``tsv_m`` takes the leading ``min(out, in) // k`` triplets of each task. It concatenates all ``U`` and all ``V`` and
+  replaces both by the nearest matrices with orthonormal columns, so that tasks no longer share directions. Then it
+  multiplies the factors again. Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081. The orthonormal matrices come
+  from pseudo-inverse square roots: the published form, a singular value decomposition, is not unique if two models have
+  the same direction, and it merges a model with itself incorrectly.
+* ``svc`` takes the sum ``M = sum d_i = U S V'`` and shrinks each direction that the tasks already agree on. With
+  ``a_r = u_r' M``, ``a_ri = u_r' d_i`` and ``s_ri = <a_r, a_ri> / |a_ri|^2``, it multiplies the r-th singular value by
+  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536. A model that the recipe marks as ``merged`` (by any
+  method: the result of another document) replaces the sum, so that ``svc`` post-processes that merge.
+* ``knots`` decomposes ``[d_1 .. d_k] = U S [V_1' .. V_k']``. In the directions ``U`` that all tasks share, it merges
+  ``S V_i'`` by TIES (keep the ``density`` largest of each, elect signs, average what agrees), and transforms the result
+  back. It is meant for adapters, whose own directions are unrelated. Stoica et al. 2025,
+  https://arxiv.org/abs/2410.19735
 
-* ``knots``: ``[d_1 .. d_k] = U S [V_1' .. V_k']``; in the directions ``U`` that all tasks share, ``S V_i'`` are merged
-  by TIES (the ``density`` largest of each, signs elected, what agrees averaged), and turned back. For adapters, whose
-  own directions have nothing to do with each other. Stoica et al. 2025, https://arxiv.org/abs/2410.19735
-
-The first two need the products of task matrices only, of the shorter side: where a matrix has more rows than columns,
-``d_i' d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run; else, and for ``knots``, it is
-held whole. Eigenvectors are not unique (signs, equal values), what is made of them here is: they come in pairs. What is
-no matrix of a linear layer is the mean of the task vectors.
+The first two methods only need products of task matrices along the shorter side. If a matrix has at least as many rows
+as columns, ``d_i' d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run. Otherwise, and for
+``knots``, the matrix is held whole in memory. Eigenvectors are not unique (signs, equal eigenvalues), but the results
+are, because eigenvectors only enter in pairs. Tensors that are not the matrix of a linear layer become the mean of the
+task vectors.
 """
 
 from __future__ import annotations
@@ -48,14 +51,15 @@ from mergegate.merge_core.methods.task_vectors import LAMBDA, VectorCombination,
 if TYPE_CHECKING:
     import torch
 
-    # d_i' d_j of every two models, i <= j; of long rows d_i d_j'.
+    # d_i' d_j of all pairs of models, i <= j. For matrices with long rows, d_i d_j'.
     Products: TypeAlias = Mapping[tuple[int, int], torch.Tensor]
 
-# Of the largest singular value: below it they are rounding. The square root of float64's precision is 1.5e-8.
+# Share of the largest singular value below which values are rounding noise. The square root of float64's precision is
+# 1.5e-8.
 _RANK = 1e-6
-# Of the largest eigenvalue of directions of all tasks together: below it they are the same direction.
+# Share of the largest eigenvalue, over the directions of all tasks, below which two directions count as the same.
 _OVERLAP = 1e-9
-# Columns of a matrix that is held whole, as they are widened.
+# Number of columns of a matrix in memory that are widened at a time.
 _CHUNK = 2048
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "factor of each task vector")
 _DENSITY = Parameter(
@@ -67,12 +71,15 @@ _MERGED = Parameter(
 _ALPHA = Parameter("alpha", "float", "shared", 1.0, "least agreement that is assumed; 1 only shrinks", 1e-3)
 
 
-def _of(products: Products, i: int, j: int) -> torch.Tensor:
+def _product(products: Products, i: int, j: int) -> torch.Tensor:
     return products[i, j] if i <= j else products[j, i].T
 
 
 def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leading eigenvectors ``[n, r]`` of a Gram matrix and singular values ``[r]``, of numerical rank at most."""
+    """Return the leading eigenvectors ``[n, r]`` and singular values ``[r]`` of a Gram matrix.
+
+    ``r`` is the numerical rank, or ``most`` if that is smaller.
+    """
     import torch
 
     values, vectors = torch.linalg.eigh(gram)
@@ -82,7 +89,7 @@ def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
-    """``gram^(-1/2)`` on the space that it spans."""
+    """Return ``gram^(-1/2)`` on the space that the matrix spans."""
     import torch
 
     if not len(gram):
@@ -94,86 +101,89 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
 
 
 def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
-    """``M_i`` of each model, so that the merged task matrix is ``sum d_i M_i``."""
+    """Return ``M_i`` for each model, so that the merged task matrix is ``sum d_i M_i``."""
     import torch
 
     parts = [_directions(products[i, i], shorter // models) for i in range(models)]
     left = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
     crossed = torch.cat(
-        [torch.cat([left[i].T @ _of(products, i, j) @ left[j] for j in range(models)], 1) for i in range(models)]
+        [torch.cat([left[i].T @ _product(products, i, j) @ left[j] for j in range(models)], 1) for i in range(models)]
     )
     right = torch.cat([vectors for vectors, _ in parts], 1)
     sizes = torch.cat([sizes for _, sizes in parts])
     middle = (_inverse_root(crossed) * sizes) @ _inverse_root(right.T @ right) @ right.T
-    rows = torch.split(middle, [len(own) for _, own in parts])
-    return [own @ part for own, part in zip(left, rows, strict=True)]
+    rows = torch.split(middle, [len(vectors) for _, vectors in parts])
+    return [vectors @ part for vectors, part in zip(left, rows, strict=True)]
 
 
-def _divided(task: TensorTask) -> tuple[list[int], list[int]]:
-    """Numbers of the models that are tasks, and of those whose sum is treated: the same, or the one that is merged."""
-    merged = [at for at, values in enumerate(task.per_input[1:]) if values.get("merged")]
-    tasks = [at for at in range(len(task.per_input) - 1) if at not in merged]
+def _split_models(task: TensorTask) -> tuple[list[int], list[int]]:
+    """Return the indices of the task models, and of the models whose sum is treated.
+
+    These are the same, unless one model is marked as merged: then only that one is treated.
+    """
+    merged = [index for index, values in enumerate(task.per_input[1:]) if values.get("merged")]
+    tasks = [index for index in range(len(task.per_input) - 1) if index not in merged]
     return tasks, merged or tasks
 
 
 def _check_merged(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    said = [values["merged"] for values in per_input if "merged" in values]
-    if sum(said) > 1 or all(said):
+    flags = [values["merged"] for values in per_input if "merged" in values]
+    if sum(flags) > 1 or all(flags):
         raise InvalidInput(
             f"{where}: merged",
-            found=f"{sum(said)} of {len(said)} models",
+            found=f"{sum(flags)} of {len(flags)} models",
             expected="none, or one beside those that were merged into it",
         )
 
 
-def _calibrated(
+def _calibrate(
     products: Products, task: TensorTask, agreements: Callable[..., torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """``V gamma V'`` of what is treated, or ``U gamma U'``, in the space of the products; of all others None."""
-    tasks, treated = _divided(task)
-    total = add_in_order([_of(products, i, j) for i in treated for j in treated])
+    """Return ``V gamma V'`` or ``U gamma U'`` for treated models, depending on the products; None for others."""
+    tasks, treated = _split_models(task)
+    total = add_in_order([_product(products, i, j) for i in treated for j in treated])
     vectors, sizes = _directions(total, len(total))
     alpha = float(task.shared["alpha"])
-    with_all = {i: add_in_order([_of(products, j, i) for j in treated]) for i in tasks}
+    with_all = {i: add_in_order([_product(products, j, i) for j in treated]) for i in tasks}
     shrunk = add_in_order([agreements(i, with_all[i], vectors, sizes).clamp_min(alpha) for i in tasks])
     factor = (vectors * (len(tasks) / shrunk)) @ vectors.T
-    return [factor if at in treated else None for at in range(len(task.per_input) - 1)]
+    return [factor if index in treated else None for index in range(len(task.per_input) - 1)]
 
 
 def _svc_by_columns(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
-    """From ``d_i' d_j``: ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``."""
+    """Calibrate from ``d_i' d_j``: ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``."""
 
     def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         import torch
 
         with_all = product.T @ vectors
         length = with_all.square().sum(0) / sizes.square()
-        together = (vectors * with_all).sum(0)
-        return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
+        overlap = (vectors * with_all).sum(0)
+        return torch.where(length > 0, overlap / length.clamp_min(1e-300), 0.0)
 
-    return _calibrated(products, task, agreements)
+    return _calibrate(products, task, agreements)
 
 
 def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
-    """From ``d_i d_j'``: ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``."""
+    """Calibrate from ``d_i d_j'``: ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``."""
 
     def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         import torch
 
         length = (vectors * (products[i, i] @ vectors)).sum(0)
-        together = (vectors * (product @ vectors)).sum(0)
-        return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
+        overlap = (vectors * (product @ vectors)).sum(0)
+        return torch.where(length > 0, overlap / length.clamp_min(1e-300), 0.0)
 
-    return _calibrated(products, task, agreements)
+    return _calibrate(products, task, agreements)
 
 
 def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map:
-    """Of what is no matrix: the mean of the weighted task vectors, scaled; of a merge that is treated it alone."""
-    shares = [weight * scale / len(treated) if at in treated else 0.0 for at, weight in enumerate(weights)]
+    """Return the map for a tensor that is not a matrix: the scaled mean of the treated weighted task vectors."""
+    shares = [weight * scale / len(treated) if index in treated else 0.0 for index, weight in enumerate(weights)]
     return combine(shares, about_base=True)
 
 
-# One for each model, with which its task matrix is multiplied; None: it does not count itself.
+# One factor per model, by which its task matrix is multiplied. None: the model itself does not count.
 Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor | None]]"
 
 
@@ -182,23 +192,23 @@ def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Step
         weights, scale = task.column("weight"), float(task.shared["lambda"])
         models = len(weights)
         if not task.is_projection:
-            return _mean(weights, scale, _divided(task)[1])
+            return _mean(weights, scale, _split_models(task)[1])
         out, width = task.shape
         if out < width:
-            whole = WholeDeltas(task)
-            yield whole.fold()
-            merged = yield Solve(lambda device: _merged_whole(whole.taken(), by_rows, task))
-            return _placed(task, merged, scale)
+            task_matrices = WholeDeltas(task)
+            yield task_matrices.fold()
+            merged = yield Solve(lambda device: _merge_in_memory(task_matrices.release(), by_rows, task))
+            return _add_to_base(task, merged, scale)
         products = DeltaProducts(task, crossed=True)
         yield products.fold()
-        factors = yield Solve(lambda device: by_columns(products.taken(), models, width, task))
-        return _multiplied(task, factors, weights, scale)
+        factors = yield Solve(lambda device: by_columns(products.release(), models, width, task))
+        return _multiply_factors(task, factors, weights, scale)
 
     return steps
 
 
-def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> torch.Tensor:
-    """``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, column by column in float64."""
+def _merge_in_memory(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> torch.Tensor:
+    """Return ``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, by chunks of columns in float64."""
     import torch
 
     models, out, _ = deltas.shape
@@ -212,9 +222,11 @@ def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> t
     products.clear()
     merged = torch.empty_like(deltas[0])
     columns = zip(torch.split(deltas, _CHUNK, dim=2), torch.split(merged, _CHUNK, dim=1), strict=True)
-    for chunk, into in columns:
-        beside = zip(factors, chunk, strict=True)
-        into.copy_(add_in_order([factor.T @ own.double() for factor, own in beside if factor is not None]))
+    for chunk, target in columns:
+        pairs_of_chunks = zip(factors, chunk, strict=True)
+        target.copy_(
+            add_in_order([factor.T @ delta.double() for factor, delta in pairs_of_chunks if factor is not None])
+        )
     return merged
 
 
@@ -222,33 +234,39 @@ def _knots(task: TensorTask) -> Steps:
     weights, scale = task.column("weight"), float(task.shared["lambda"])
     if not task.is_projection:
         return _mean(weights, scale, range(len(weights)))
-    whole = WholeDeltas(task, weighted=False)
-    yield whole.fold()
-    merged = yield Solve(lambda device: _in_shared_directions(whole.taken(), weights, task.column("density")))
-    return _placed(task, merged, scale)
+    task_matrices = WholeDeltas(task, weighted=False)
+    yield task_matrices.fold()
+    merged = yield Solve(
+        lambda device: _merge_in_shared_directions(task_matrices.release(), weights, task.column("density"))
+    )
+    return _add_to_base(task, merged, scale)
 
 
-def _in_shared_directions(deltas: torch.Tensor, weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
-    """Task matrices ``[models, out, in]`` merged by TIES in the left singular directions of all of them together."""
+def _merge_in_shared_directions(
+    deltas: torch.Tensor, weights: Sequence[float], densities: Sequence[float]
+) -> torch.Tensor:
+    """Merge task matrices ``[models, out, in]`` by TIES in the left singular directions that they share."""
     import torch
 
     models, out, width = deltas.shape
-    aside = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
+    stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
     if out <= models * width:
-        vectors, _ = _directions(_products_of(aside.T), out)
+        vectors, _ = _directions(_gram_of_rows(stacked.T), out)
         back = vectors
-        turned = torch.cat([(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(aside, _CHUNK, 1)], 1)
+        projected = torch.cat(
+            [(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(stacked, _CHUNK, 1)], 1
+        )
     else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
-        vectors, sizes = _directions(_products_of(aside), models * width)
-        turned = (vectors * sizes).T.to(deltas.dtype)
+        vectors, sizes = _directions(_gram_of_rows(stacked), models * width)
+        projected = (vectors * sizes).T.to(deltas.dtype)
         inverse = vectors / sizes
-        back = torch.cat([part.double() @ inverse for part in torch.split(aside, _CHUNK)])
-    merged = _elected(list(torch.split(turned, width, 1)), weights, densities)
+        back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
+    merged = _merge_by_ties(list(torch.split(projected, width, 1)), weights, densities)
     return (back @ merged.double()).to(deltas.dtype)
 
 
-def _products_of(rows: torch.Tensor) -> torch.Tensor:
-    """``rows' rows`` in float64, widened a few rows at a time."""
+def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows' rows`` in float64, widening a few rows at a time."""
     import torch
 
     total = rows.new_zeros((rows.shape[1], rows.shape[1]), dtype=torch.float64)
@@ -258,51 +276,51 @@ def _products_of(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _elected(turned: list[torch.Tensor], weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
-    """TIES of a few matrices of one shape."""
+def _merge_by_ties(matrices: list[torch.Tensor], weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
+    """Merge a few matrices of one shape by TIES."""
     import torch
 
-    kept = [_largest(own, density) for own, density in zip(turned, densities, strict=True)]
+    sparse_matrices = [_keep_largest(matrix, density) for matrix, density in zip(matrices, densities, strict=True)]
     mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
-    return mix(mixing, torch.zeros_like(kept[0]), torch.stack(kept))
+    return mix(mixing, torch.zeros_like(sparse_matrices[0]), torch.stack(sparse_matrices))
 
 
-def _largest(values: torch.Tensor, density: float) -> torch.Tensor:
-    """``values`` with all but the ``density`` largest magnitudes zero; of equal ones all are kept."""
+def _keep_largest(values: torch.Tensor, density: float) -> torch.Tensor:
+    """Return ``values`` with zeros for all but the ``density`` largest magnitudes. Ties at the threshold are kept."""
     import torch
 
-    kept = int(density * values.numel())
-    if kept >= values.numel():
+    count = int(density * values.numel())
+    if count >= values.numel():
         return values
-    if kept == 0:
+    if count == 0:
         return torch.zeros_like(values)
     sizes = values.abs()
-    threshold = sizes.reshape(-1).kthvalue(values.numel() - kept + 1).values
+    threshold = sizes.reshape(-1).kthvalue(values.numel() - count + 1).values
     return torch.where(sizes >= threshold, values, 0.0)
 
 
-def _placed(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
+def _add_to_base(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
     flat = merged.reshape(-1)
     return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
 
 
-def _multiplied(task: TensorTask, factors: list[torch.Tensor | None], weights: list[float], scale: float) -> Map:
+def _multiply_factors(task: TensorTask, factors: list[torch.Tensor | None], weights: list[float], scale: float) -> Map:
     def of(block: Block) -> torch.Tensor:
         import torch
 
-        done = []
+        parts = []
         for part in rows_of(block, task.shape[-1]):
             deltas = deltas_of(part, weights)
             pairs = zip(deltas, factors, strict=True)
-            merged = add_in_order([own @ factor for own, factor in pairs if factor is not None])
-            done.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
-        return torch.cat(done)
+            merged = add_in_order([delta @ factor for delta, factor in pairs if factor is not None])
+            parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
+        return torch.cat(parts)
 
     return Map(of)
 
 
-def _products_made(task: TensorTask, decompositions: float) -> float:
-    """Operations: products of every two models, decompositions, and the factors applied."""
+def _product_operations(task: TensorTask, decompositions: float) -> float:
+    """Count the operations of the products of all pairs of models, the decompositions, and applying the factors."""
     if not task.is_projection:
         return 0.0
     models = len(task.per_input) - 1
@@ -310,22 +328,32 @@ def _products_made(task: TensorTask, decompositions: float) -> float:
     return 2.0 * longer * shorter**2 * (models * (models + 1) / 2 + models) + decompositions * shorter**3
 
 
-def _held(task: TensorTask, apart: int) -> int:
-    """Products, factors, ``apart`` matrices of their size while they are taken apart; task matrices held whole."""
+def _held_bytes(task: TensorTask, workspaces: int) -> int:
+    """Return the bytes of the products, factors, decompositions and task matrices in memory.
+
+    ``workspaces`` is the number of matrices, of the size of a product, that the decompositions need.
+    """
     if not task.is_projection:
         return 0
     models = len(task.per_input) - 1
     shorter, longer = min(task.shape), max(task.shape)
-    whole = 4 * shorter * longer * (models + 1) if task.shape[0] < task.shape[1] else 0
-    return 8 * shorter**2 * (models * (models + 1) // 2 + models + apart) + whole
+    matrix_bytes = 4 * shorter * longer * (models + 1) if task.shape[0] < task.shape[1] else 0
+    return 8 * shorter**2 * (models * (models + 1) // 2 + models + workspaces) + matrix_bytes
 
 
-# An eigendecomposition takes about as long as products of so many n^3 operations (4096: 24.5 s at 35e9 a second).
+# An eigendecomposition takes about as long as products of this many n^3 operations (4096: 24.5 s at 35e9 per second).
 _EIGH = 12.5
 
 
 def _method(
-    name: str, summary: str, paper: str, by_columns: Factors, by_rows: Factors, eigh: int, apart: int, *more: Parameter
+    name: str,
+    summary: str,
+    paper: str,
+    by_columns: Factors,
+    by_rows: Factors,
+    eigh: int,
+    workspaces: int,
+    *extra: Parameter,
 ) -> Method:
     return Method(
         name=name,
@@ -333,39 +361,41 @@ def _method(
         paper=paper,
         base="required",
         models=(1, None),
-        parameters=(_WEIGHT, *more, LAMBDA),
+        parameters=(_WEIGHT, *extra, LAMBDA),
         steps=_steps(by_columns, by_rows),
         grain=grain_of_rows,
-        check=_check_merged if _MERGED in more else lambda *_: None,
+        check=_check_merged if _MERGED in extra else lambda *_: None,
         costs=Costs(
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=lambda task: _products_made(task, eigh * _EIGH),
-            held=lambda task: _held(task, apart),
+            products=lambda task: _product_operations(task, eigh * _EIGH),
+            held=lambda task: _held_bytes(task, workspaces),
         ),
     )
 
 
-def _knots_side(task: TensorTask) -> tuple[int, int, int]:
-    """Models, the side that is taken apart, and the other one, of all task matrices beside each other."""
+def _knots_sides(task: TensorTask) -> tuple[int, int, int]:
+    """Return the number of models, and the shorter and longer side of all task matrices side by side."""
     models, (out, width) = len(task.per_input) - 1, task.shape
     return models, min(out, models * width), max(out, models * width)
 
 
-def _products_of_knots(task: TensorTask) -> float:
+def _knots_operations(task: TensorTask) -> float:
     if not task.is_projection:
         return 0.0
-    _, side, other = _knots_side(task)
-    return 2.0 * side**2 * other * 2.5 + _EIGH * side**3
+    _, shorter, longer = _knots_sides(task)
+    return 2.0 * shorter**2 * longer * 2.5 + _EIGH * shorter**3
 
 
-def _held_by_knots(task: TensorTask) -> int:
-    """Task matrices whole, beside each other, and as they are turned, a few of one such; products and directions."""
+def _knots_held_bytes(task: TensorTask) -> int:
+    """Return the bytes of the task matrices, their stacked and projected copies, the products and the directions."""
     if not task.is_projection:
         return 0
-    _, side, other = _knots_side(task)
-    return 4 * (3 * side * other + 8 * task.shape[0] * task.shape[1]) + 8 * (4 * side**2 + side * task.shape[0])
+    _, shorter, longer = _knots_sides(task)
+    return 4 * (3 * shorter * longer + 8 * task.shape[0] * task.shape[1]) + 8 * (
+        4 * shorter**2 + shorter * task.shape[0]
+    )
 
 
 METHODS = (
@@ -382,8 +412,8 @@ METHODS = (
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=_products_of_knots,
-            held=_held_by_knots,
+            products=_knots_operations,
+            held=_knots_held_bytes,
         ),
         traits=Traits(adapters="products"),
     ),

@@ -1,7 +1,7 @@
-"""Averages on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
+"""Average on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
 
-The whole tensor is one vector (NuSLERP can take rows or columns instead). The results are combinations of the inputs,
-so all but the row and column variants work on coefficients and the Gram matrix; see :mod:`.combination`.
+The whole tensor is one vector; NuSLERP can use rows or columns instead. The results are linear combinations of the
+inputs, so all variants except rows and columns work on coefficients and the Gram matrix; see :mod:`.combination`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-# Above this cosine two vectors count as parallel and slerp interpolates linearly.
+# Above this cosine, two vectors count as parallel and SLERP interpolates linearly.
 _PARALLEL = 0.9995
-# NuSLERP interpolates linearly where 1 - cos**2 is not distinguishable from 0.
+# NuSLERP interpolates linearly if 1 - cos**2 is not distinguishable from 0.
 _NO_ANGLE = 1e-16
-# Rows per grain when vectors are columns: partial sums are one row each, so this bounds their memory.
+# Rows per grain if vectors are columns. Each partial sum has the size of one row, so this bounds their memory.
 _COLUMN_ROWS = 128
 
 
@@ -50,20 +50,20 @@ def _slerp(task: TensorTask) -> Steps:
 
 
 def slerp_coefficients(matrix: Matrix, t: float) -> list[float]:
-    """Coefficients of ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` from the Gram matrix of the ``x``."""
+    """Return the coefficients of ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` from the Gram matrix of the ``x``."""
     position = np.zeros(len(matrix))
     position[0] = 1.0
     for index in range(1, len(matrix)):
-        other = np.eye(len(matrix))[index]
-        norm_a, norm_b = _norm(matrix, position), _norm(matrix, other)
+        target = np.eye(len(matrix))[index]
+        norm_a, norm_b = _norm(matrix, position), _norm(matrix, target)
         divisor = (norm_a if norm_a > 1e-8 else 1.0) * (norm_b if norm_b > 1e-8 else 1.0)
-        cosine = float(np.clip(position @ matrix @ other / divisor, -1.0, 1.0))
+        cosine = float(np.clip(position @ matrix @ target / divisor, -1.0, 1.0))
         if abs(cosine) > _PARALLEL:
             near, far = 1.0 - t, t
         else:
             angle = math.acos(cosine)
             near, far = math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
-        position = near * position + far * other
+        position = near * position + far * target
     return [float(value) for value in position]
 
 
@@ -81,8 +81,8 @@ def _nuslerp(task: TensorTask) -> Steps:
     def products(block: Block) -> torch.Tensor:
         import torch
 
-        one, other = _vectors(block, task).double()
-        pairs = torch.stack((one * one, other * other, one * other))
+        first_vector, second_vector = _vectors(block, task).double()
+        pairs = torch.stack((first_vector * first_vector, second_vector * second_vector, first_vector * second_vector))
         # [3, grains, rows, columns] -> [grains, 3, columns]
         return block.grains(pairs).reshape(3, -1, block.grain // width, width).sum(-2).movedim(1, 0)
 
@@ -91,30 +91,33 @@ def _nuslerp(task: TensorTask) -> Steps:
     def of(block: Block) -> torch.Tensor:
         import torch
 
-        one, other = (vector.reshape(-1, width) for vector in _vectors(block, task))
-        scales = [torch.from_numpy(np.asarray(c)).to(one) for c in (near, far)]
-        return _about(block, task, (one * scales[0] + other * scales[1]).flatten())
+        first_vector, second_vector = (vector.reshape(-1, width) for vector in _vectors(block, task))
+        scales = [torch.from_numpy(np.asarray(c)).to(first_vector) for c in (near, far)]
+        return _about(block, task, (first_vector * scales[0] + second_vector * scales[1]).flatten())
 
     return Map(of)
 
 
 def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
-    """Coefficients of the two vectors; squared norms and the dot product may be numbers or arrays (float64)."""
+    """Return the coefficients of the two vectors.
+
+    The squared norms and the dot product may be numbers or arrays (float64).
+    """
     cosine = np.clip(dot / (np.maximum(np.sqrt(norm_a), 1e-7) * np.maximum(np.sqrt(norm_b), 1e-7)), -1.0, 1.0)
-    straight = 1.0 - cosine**2 <= _NO_ANGLE
-    angle = np.where(straight, math.pi / 2, np.arccos(cosine))
+    is_parallel = 1.0 - cosine**2 <= _NO_ANGLE
+    angle = np.where(is_parallel, math.pi / 2, np.arccos(cosine))
     near, far = np.sin((1.0 - t) * angle) / np.sin(angle), np.sin(t * angle) / np.sin(angle)
-    return np.where(straight, 1.0 - t, near), np.where(straight, t, far)
+    return np.where(is_parallel, 1.0 - t, near), np.where(is_parallel, t, far)
 
 
 def _nuslerp_rows(block: Block, task: TensorTask, t: float) -> torch.Tensor:
     import torch
 
-    one, other = block.grains(_vectors(block, task))
-    a, b = one.double(), other.double()
+    first, second = block.grains(_vectors(block, task))
+    a, b = first.double(), second.double()
     numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
-    scales = [torch.from_numpy(c).to(one).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
-    return _about(block, task, (one * scales[0] + other * scales[1]).flatten())
+    scales = [torch.from_numpy(c).to(first).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
+    return _about(block, task, (first * scales[0] + second * scales[1]).flatten())
 
 
 def _vectors(block: Block, task: TensorTask) -> torch.Tensor:
@@ -147,7 +150,7 @@ def _multislerp(task: TensorTask) -> Steps:
 
 
 def multislerp_coefficients(matrix: Matrix, weights: Matrix, task: TensorTask) -> list[float]:
-    """Mean direction of the unit vectors, moved along the weighted tangent; scaled by the mean norm."""
+    """Return the mean direction of the unit vectors, moved along the weighted tangent and scaled by the mean norm."""
     eps = float(task.shared["eps"])
     if task.shared["normalize_weights"]:
         weights = weights / weights.sum()
@@ -186,7 +189,10 @@ def _karcher(task: TensorTask) -> Steps:
 
 
 def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[float]:
-    """The point on the sphere with the least squared angles to all inputs, found by following the mean tangent."""
+    """Return the point on the sphere with the smallest sum of squared angles to all inputs.
+
+    Iterations follow the mean tangent until a step is shorter than ``tol``.
+    """
     norms = np.sqrt(np.diag(matrix))
     valid = norms > tol
     if not valid.any():
@@ -200,7 +206,7 @@ def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[floa
         cosines = np.clip(units @ mean, -1.0, 1.0)
         angles = np.arccos(cosines)
         moving = valid & (angles >= tol)
-        # An angle of pi has no direction to move in; its sine would only amplify rounding.
+        # An angle of pi has no direction to move in, and dividing by its sine would only amplify rounding errors.
         pull = np.where(moving, alphas * angles / np.maximum(np.sin(angles), 1e-12), 0.0)
         tangent = pull - float(pull @ cosines) * mean
         step = _norm(units, tangent)
@@ -212,12 +218,12 @@ def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[floa
 
 
 def _norm(matrix: Matrix, coefficients: Matrix) -> float:
-    # Rounding can leave a tiny negative number where the true one is zero.
+    # Rounding can leave a tiny negative number if the true result is zero.
     return math.sqrt(max(float(coefficients @ matrix @ coefficients), 0.0))
 
 
 def _gram_folds(task: TensorTask) -> int:
-    """One for the Gram matrix, unless there is only one vector."""
+    """Return the number of fold passes: 1 for the Gram matrix, or 0 if there is only one vector."""
     return 1 if len(task.model_seeds) > 1 else 0
 
 

@@ -1,12 +1,12 @@
-"""Methods on task vectors (differences to a base): sparsify each, weight it, agree on signs, add to the base.
+"""Implement the methods on task vectors (differences from a base): sparsify, weight, elect signs, add to the base.
 
-For every model ``i`` with weight ``w_i``: ``d_i = x_i - b``, sparsified (see :mod:`.sparsify`), and ``v_i = w_i d_i``.
-With a sign consensus an element's sign is elected and only contributions of that sign count; what is stitched counts
-where anything was kept of it. Then
+For every model ``i`` with weight ``w_i``, ``d_i = x_i - b`` is sparsified (see :mod:`.sparsify`), and
+``v_i = w_i d_i``. With a sign consensus, the models elect the sign of each element and only contributions of that sign
+count. ``localize_and_stitch`` counts every element that sparsifying left. Then
 
     out = b + lambda * sum v_i / divisor
 
-where the divisor is the sum of the weights that counted when ``normalize`` is set, else 1.
+If ``normalize`` is set, the divisor is the sum of the weights that counted, else 1.
 Task Arithmetic: Ilharco et al. 2023; TIES: Yadav et al. 2023; DARE: Yu et al. 2024.
 """
 
@@ -38,39 +38,39 @@ from mergegate.merge_core.methods.contract import (
 from mergegate.merge_core.methods.sparsify import (
     Folds,
     Sparsifier,
-    at_random,
-    by_inner_magnitude,
-    by_magnitude,
-    dense,
     folds_at_random,
     folds_by_magnitude,
+    keep_all,
+    keep_at_random,
+    keep_at_random_by_rank,
+    keep_largest,
+    keep_medium,
     kernel_tile,
-    ranked_random,
 )
 
 if TYPE_CHECKING:
     import torch
 
-# Of every method on task vectors, whatever becomes of them.
+# Parameters of every method on task vectors.
 WEIGHT = Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector")
 LAMBDA = Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector")
 
-# Of a vote: what the recipe says.
-_AS_SAID = "consensus"
-# Below this a sum of weights is no divisor.
+# Vote that stands for the value of the recipe's parameter ``consensus``.
+_FROM_RECIPE = "consensus"
+# A smaller sum of weights is not used as a divisor.
 _NO_DIVISOR = 1e-8
 
 
 @dataclass(frozen=True)
 class VectorCombination:
-    """How weighted task vectors become one.
+    """How weighted task vectors are combined into one.
 
     Args:
-        weights: One per model.
-        vote: ``sum``: the sign of the weighted sum; ``count``: of the number of positive and negative contributions;
-            ``kept``: nobody votes, every element that is not zero counts; None: no consensus, zeros count too.
-        normalize: Divide by the weights that counted.
-        scale: ``lambda``.
+        weights: One weight per model.
+        vote: How the sign of an element is elected. ``sum``: the sign of the weighted sum. ``count``: the sign of more
+            contributions. ``kept``: no election, every nonzero element counts. None: no consensus, zeros count too.
+        normalize: Whether to divide by the sum of the weights that counted.
+        scale: The parameter ``lambda``.
     """
 
     weights: tuple[float, ...]
@@ -80,20 +80,20 @@ class VectorCombination:
 
     @property
     def divisor(self) -> float:
-        """Divisor of all elements, where it does not depend on a consensus."""
+        """Divisor of all elements. It is 1 if the divisor depends on the consensus of each element."""
         total = sum(self.weights)
         return total if self.normalize and self.vote is None and abs(total) >= _NO_DIVISOR else 1.0
 
 
 def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    """Base ``[n]`` and sparsified task vectors ``[models, n]`` → merged ``[n]``."""
+    """Combine the base ``[n]`` and sparsified task vectors ``[models, n]`` into the merged ``[n]``."""
     import torch
 
     weighted = [delta * weight for delta, weight in zip(deltas, mixing.weights, strict=True)]
     if mixing.vote is None:
         total = add_in_order(weighted) / mixing.divisor
     else:
-        # Zeros have no sign: they neither vote nor count.
+        # Zeros have no sign. They neither vote nor count.
         counted = [value != 0 for value in weighted]
         if mixing.vote != "kept":
             votes = weighted if mixing.vote == "sum" else [torch.sign(value) for value in weighted]
@@ -101,7 +101,7 @@ def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> 
             counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
         total = add_in_order([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
         if mixing.normalize:
-            # Widened first: a truth value times a number is float32 in torch, whatever the number's own precision.
+            # Convert first: in torch, a boolean times a number is float32, regardless of the number's own precision.
             divisor = add_in_order(
                 [counts.to(base.dtype) * weight for counts, weight in zip(counted, mixing.weights, strict=True)]
             )
@@ -114,7 +114,7 @@ def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callabl
         sparsifier: Sparsifier = yield from sparsify(task)
         mixing = VectorCombination(
             weights=tuple(task.column("weight")),
-            vote=str(task.shared["consensus"]) if vote == _AS_SAID else vote,
+            vote=str(task.shared["consensus"]) if vote == _FROM_RECIPE else vote,
             normalize=bool(task.shared["normalize"]),
             scale=float(task.shared["lambda"]),
         )
@@ -124,7 +124,7 @@ def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callabl
 
 
 def _fused(mixing: VectorCombination, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
-    mixed = (
+    mix_arguments = (
         np.asarray(mixing.weights, np.float32),
         (None, "sum", "count", "kept").index(mixing.vote),
         mixing.normalize,
@@ -133,17 +133,28 @@ def _fused(mixing: VectorCombination, sparsifier: Sparsifier) -> Callable[[Store
         np.array(sparsifier.scales, np.float32),
     )
     kinds, *tables = sparsifier.tables()
-    decided = all(table is None for table in tables)
+    needs_no_table = all(table is None for table in tables)
 
     def fused(block: StoredBlock, out: Any) -> None:
         from mergegate.merge_core.methods import kernels
 
         kernel: Any = kernels.task_vectors
         tile = kernel_tile(sparsifier.rules, block.grain)
-        noted = sparsifier.notes.take(block.start)
-        # What decides, or what is decided already: the code for the other would be compiled for nothing.
-        keeping = (*(None for _ in tables), noted) if decided or noted.size else (*tables, None)
-        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *mixed, kinds, *keeping, out)
+        masks = sparsifier.mask_cache.take(block.start)
+        # Pass either the tables or the cached masks, so that numba does not compile code for the other.
+        mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
+        kernel(
+            block.data,
+            block.rows,
+            block.length,
+            block.start,
+            block.grain,
+            tile,
+            *mix_arguments,
+            kinds,
+            *mask_arguments,
+            out,
+        )
 
     return fused
 
@@ -168,12 +179,18 @@ def _parameters(
     density: float | None = 1.0,
     extra: Sequence[Parameter] = (),
 ) -> tuple[Parameter, ...]:
-    kept = "share of each task vector's elements that is kept"
+    density_summary = "share of each task vector's elements that is kept"
     ignored = "accepted for compatibility, has no effect"
     parameters = [
         WEIGHT,
         Parameter(
-            "density", "float", "non_base", 1.0 if density is None else density, kept if density else ignored, 0.0, 1.0
+            "density",
+            "float",
+            "non_base",
+            1.0 if density is None else density,
+            density_summary if density else ignored,
+            0.0,
+            1.0,
         ),
         *extra,
         Parameter("normalize", "bool", "shared", normalize, "divide by the weights that count"),
@@ -188,7 +205,7 @@ def _parameters(
         LAMBDA,
         Parameter("int8_mask", "bool", "shared", False, ignored),
     ]
-    if vote == _AS_SAID:
+    if vote == _FROM_RECIPE:
         parameters.append(
             Parameter(
                 "consensus",
@@ -243,7 +260,7 @@ TASK_ARITHMETIC = _method(
     "task_arithmetic",
     "The base plus a weighted sum of task vectors",
     _ARITHMETIC,
-    dense,
+    keep_all,
     None,
     Costs(map=1.5),
     Traits(adapters="sum", adds_up=True),
@@ -258,8 +275,8 @@ METHODS = (
         "ties",
         "Keep the largest elements of each task vector, elect signs, average what agrees",
         _TIES,
-        by_magnitude,
-        _AS_SAID,
+        keep_largest,
+        _FROM_RECIPE,
         Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
         Traits(
             adapters="products",
@@ -278,7 +295,7 @@ METHODS = (
         "dare_linear",
         "Drop random elements of each task vector, rescale the rest, add up",
         _DARE,
-        at_random,
+        keep_at_random,
         None,
         Costs(map=2.6, fold=2.3, folds=folds_at_random),
         Traits(adapters="products", adds_up=True, sparse=True),
@@ -289,8 +306,8 @@ METHODS = (
         "dare_ties",
         "Drop random elements of each task vector, rescale the rest, elect signs, add up what agrees",
         _DARE,
-        at_random,
-        _AS_SAID,
+        keep_at_random,
+        _FROM_RECIPE,
         Costs(map=2.7, fold=2.3, folds=folds_at_random),
         Traits(adapters="products", sparse=True),
         normalize=False,
@@ -300,7 +317,7 @@ METHODS = (
         "breadcrumbs",
         "Drop the smallest elements and the outliers of each task vector, add up the rest",
         _BREADCRUMBS,
-        by_inner_magnitude,
+        keep_medium,
         None,
         Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
         Traits(adapters="products", adds_up=True, sparse=True),
@@ -312,8 +329,8 @@ METHODS = (
         "breadcrumbs_ties",
         "Drop the smallest elements and the outliers of each task vector, elect signs, add up what agrees",
         _BREADCRUMBS,
-        by_inner_magnitude,
-        _AS_SAID,
+        keep_medium,
+        _FROM_RECIPE,
         Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
         Traits(adapters="products", sparse=True),
         normalize=False,
@@ -324,8 +341,8 @@ METHODS = (
         "della",
         "Drop elements at random, the small ones more often, rescale, elect signs, average what agrees",
         _DELLA,
-        ranked_random,
-        _AS_SAID,
+        keep_at_random_by_rank,
+        _FROM_RECIPE,
         Costs(map=14.8, fold=14.0, folds=folds_at_random),
         Traits(adapters="products", sparse=True),
         normalize=True,
@@ -337,7 +354,7 @@ METHODS = (
         "della_linear",
         "Drop elements at random, the small ones more often, rescale, add up",
         _DELLA,
-        ranked_random,
+        keep_at_random_by_rank,
         None,
         Costs(map=14.8, fold=14.0, folds=folds_at_random),
         Traits(adapters="products", adds_up=True, sparse=True),
@@ -350,7 +367,7 @@ METHODS = (
         "localize_and_stitch",
         "Keep the largest elements of each task vector, average where they overlap, leave the rest as the base has it",
         "Localize-and-Stitch (without data), He et al. 2024, https://arxiv.org/abs/2408.13656",
-        by_magnitude,
+        keep_largest,
         "kept",
         Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
         Traits(adapters="products", sparse=True),

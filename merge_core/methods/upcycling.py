@@ -1,7 +1,7 @@
-"""Dense weights into those of an expert: scaled, with noise of their own, so that copies can learn to differ.
+"""Turn dense weights into those of an expert: scale them, and add noise so that copies can learn to differ.
 
-No method of a recipe: :mod:`merge_core.plan` gives it to each tensor of a mixture. Noise comes from the same generator
-as the masks (:mod:`.masks`), so it depends on seed, tensor and element alone.
+This is not a method of a recipe: :mod:`merge_core.plan` assigns it to each tensor of a mixture. Noise comes from the
+same generator as the masks (:mod:`.masks`), so it depends on seed, tensor and element alone.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from mergegate.merge_core.methods.masks import mask_words
 if TYPE_CHECKING:
     import torch
 
-# Makes of one key another, for a second stream of words.
-_OTHER_STREAM = 0x5BD1E995
+# Derives a second key from a key, for a second stream of words.
+_SECOND_STREAM = 0x5BD1E995
 _WORDS = 2.0**32
 
 
 def normals(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """``[count]`` standard normal numbers (float64) for the elements from index ``start``, by Box and Muller (1958)."""
+    """Return ``[count]`` standard normal numbers (float64) from index ``start``, after Box and Muller (1958)."""
     import torch
 
     radius = (mask_words(key, start, count, device).double() + 0.5) / _WORDS
-    angle = (mask_words((key[0] ^ _OTHER_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
+    angle = (mask_words((key[0] ^ _SECOND_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
 
 
 def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """``[count]`` numbers (float64), uniform between -1 and 1, for the elements from index ``start``."""
+    """Return ``[count]`` uniform numbers (float64) between -1 and 1, for the elements from index ``start``."""
     return (mask_words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
 
 
 def _upcycle(task: TensorTask) -> Steps:
-    """``(x + noise * z) * scale``, z from the distribution ``draw``."""
+    """Return the map ``(x + noise * z) * scale``, with z from the distribution ``draw``."""
     (values,), (key,) = task.per_input, task.seeds
     scale, noise = float(values["scale"]), float(values["noise"])
     if noise == 0:
@@ -45,8 +45,8 @@ def _upcycle(task: TensorTask) -> Steps:
 
     def of(block: Block) -> torch.Tensor:
         numbers = block.inputs[0]
-        drawn = draw(key, block.start, numbers.shape[0], numbers.device)
-        return ((numbers.double() + noise * drawn) * scale).to(numbers.dtype)
+        noise_values = draw(key, block.start, numbers.shape[0], numbers.device)
+        return ((numbers.double() + noise * noise_values) * scale).to(numbers.dtype)
 
     return Map(of)
     yield  # A generator without a fold.

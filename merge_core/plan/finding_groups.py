@@ -1,6 +1,6 @@
 """Causes that many findings have: models of different sizes differ in every tensor, and a person wants to hear it once.
 
-A finding names its cause (``Finding.cause``); ``merge_core.errors.summed_up`` puts together those of one.
+A finding names its cause (``Finding.cause``); ``merge_core.errors.group_findings`` puts together those of one.
 """
 
 from __future__ import annotations

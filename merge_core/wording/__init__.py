@@ -1,4 +1,4 @@
-"""How things are said to people: quantities (``units``), and what happens while something works (``details``)."""
+"""Format and parse quantities for users (``units``), and report details of the work in progress (``details``)."""
 
 from mergegate.merge_core.wording.details import detail, detail_listener, has_detail_listener, without_secrets
 from mergegate.merge_core.wording.units import (

@@ -1,13 +1,13 @@
-"""What happens while something works, in lines for a person who asked for them; nobody asks: it costs nothing.
+"""Report details of the work in progress to listeners, line by line. Without a listener, it costs nothing.
 
 ::
 
-    detail("process %d: %s", pid, command)      # wherever something begins that a person may wonder about
-    with heard_by(print):                       # whoever asked for it
+    detail("process %d: %s", pid, command)      # where something starts that a user may wonder about
+    with detail_listener(print):                # where the user asked for details
         ...
 
-A line may hold what a stranger wrote, or a command: what looks like a secret is left out of it, and what no terminal
-shows is spelt out.
+A line may contain a command or untrusted text. Anything that looks like a secret is masked, and characters that a
+terminal cannot print are escaped.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from contextlib import contextmanager, suppress
 
 from mergegate.merge_core.errors import shown
 
-# Who listens. Not a logger: whoever configures logging (Prefect, a test) would print the lines as well, or lose them.
+# The listeners are not a logger, because code that configures logging (Prefect, a test) would print the lines twice or
+# lose them.
 _listeners: list[Callable[[str], None]] = []
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
-_SHORTEST = 6  # characters of a value that is looked for: shorter ones are words
+_SHORTEST = 6  # shortest value to mask; shorter ones may be ordinary words
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+@")
 _OPTION = re.compile(r"(--?[\w-]*(?:key|token|secret|password)[\w-]*[= ])(\S+)", re.IGNORECASE)
 
 
 def detail(message: str, *arguments: object) -> None:
-    """Say it, where somebody listens; ``arguments`` are put in by ``%``, as of logging. Never an error."""
+    """Send a line to all listeners. ``arguments`` are inserted with ``%``, as in logging. This never raises."""
     if not _listeners:
         return
     with suppress(Exception):
         line = shown(without_secrets(message % arguments))
-        for say in tuple(_listeners):
-            say(line)
+        for listener in tuple(_listeners):
+            listener(line)
 
 
 def has_detail_listener() -> bool:
-    """Whether anybody listens: for what costs something to find out."""
+    """Return whether there is a listener. Use it before details that are expensive to compute."""
     return bool(_listeners)
 
 
 @contextmanager
 def detail_listener(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell ``say`` each line while the block runs, in whatever thread it arises."""
+    """Call ``say`` with each line while the block runs, regardless of the thread that reports it."""
     _listeners.append(say)
     try:
         yield
@@ -54,8 +55,11 @@ def detail_listener(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` without values of the environment's variables that hold secrets, without names and passwords in
-    addresses, and without values of options that are called so."""
+    """Return ``text`` with secrets masked.
+
+    These are the values of environment variables that hold secrets, user names and passwords in URLs, and the values of
+    options whose names sound like secrets.
+    """
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST and _SECRET.search(name):
             text = text.replace(value, "***")

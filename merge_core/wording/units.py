@@ -1,4 +1,4 @@
-"""How quantities are written for people: bytes in decimal units, durations in the unit that suits them."""
+"""Format and parse quantities for users: bytes in decimal units, durations in a suitable unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?\s*", re.IGNO
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in decimal units with three significant digits: '913 kB', '2.47 GB'. Also of a rate, before its '/s'."""
+    """Format bytes in decimal units with three significant digits: '913 kB', '2.47 GB'. For a rate, append '/s'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -21,31 +21,32 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Bytes as people write them: '50GB' and '1.5 TB' in decimal units, '50GiB' in powers of 1024.
+    """Parse a number of bytes: '50GB' and '1.5 TB' are decimal units, '50GiB' is powers of 1024.
 
     Args:
-        where: Whoever said so, for the message.
+        text: Text to parse.
+        where: Location for the error message, such as a file and key or an option.
 
     Raises:
-        InvalidInput: for anything else.
+        InvalidInput: The text is not a number with a unit.
     """
-    if (said := _AMOUNT.fullmatch(text)) is None:
+    if (match := _AMOUNT.fullmatch(text)) is None:
         raise InvalidInput(where, found=repr(text), expected="a number of bytes with its unit, such as 50GB")
-    number, unit, binary = said.groups()
+    number, unit, binary = match.groups()
     power = "kmgt".find(unit.lower()) + 1 if unit else 0
     factor: int = (1024 if binary else 1000) ** power
     return round(float(number) * factor)
 
 
 def format_short_time(seconds: float) -> str:
-    """A time between an instant and minutes, in two or three digits: '12 ms', '1.4 s', '38 s'."""
+    """Format a time of up to a few minutes in two or three digits: '12 ms', '1.4 s', '38 s'."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
 
 
 def format_duration(seconds: float) -> str:
-    """A time that a stage took: '0.4 s', '6 m 12 s', '2 h 05 m'."""
+    """Format the duration of a stage: '0.4 s', '6 m 12 s', '2 h 05 m'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -53,7 +54,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_roughly(seconds: float) -> str:
-    """A time that is only guessed, in as many digits as a guess has: '< 3 s', '15 s', '40 min', '2.5 h', '3 days'."""
+    """Format an estimated time with few digits: '< 3 s', '15 s', '40 min', '2.5 h', '3 days'."""
     if seconds < 3:
         return "< 3 s"
     if seconds < 90:
@@ -68,15 +69,16 @@ def format_roughly(seconds: float) -> str:
 
 
 def parse_duration(text: str, where: str) -> float:
-    """Seconds as people write them: '20 s', '90 min', '6 h', '3 d'.
+    """Parse a duration into seconds: '20 s', '90 min', '6 h', '3 d'.
 
     Args:
-        where: Whoever said so, for the message.
+        text: Text to parse.
+        where: Location for the error message, such as a file and key or an option.
 
     Raises:
-        InvalidInput: for anything else, and for no time at all.
+        InvalidInput: The text is not a number with a unit, or the duration is zero.
     """
-    said = _SPAN.fullmatch(text)
-    if said is None or said[2] not in _SECONDS or not float(said[1]):
+    match = _SPAN.fullmatch(text)
+    if match is None or match[2] not in _SECONDS or not float(match[1]):
         raise InvalidInput(where, found=repr(text), expected="a time with its unit, such as 20 s, 90 min, 6 h or 3 d")
-    return float(said[1]) * _SECONDS[said[2]]
+    return float(match[1]) * _SECONDS[match[2]]

@@ -21,7 +21,7 @@ from mergegate.merge_core import (
     plan_with_findings,
 )
 from mergegate.merge_core.checkpoint import is_head, is_module_file, list_others, ties_embeddings
-from mergegate.merge_core.errors import InvalidInput, MergegateError, summed_up, worst_first
+from mergegate.merge_core.errors import InvalidInput, MergegateError, group_findings, worst_first
 from mergegate.merge_core.parsing import open_plain, read_json, read_plain
 from mergegate.tasks.checkpoints import (
     ResolvedAdapter,
@@ -81,7 +81,7 @@ class Compatibility(StageValue):
         return tuple(remark for remark in self.remarks if remark.severity == "block")
 
     def summary(self) -> str:
-        if groups := summed_up(self.blocking()):
+        if groups := group_findings(self.blocking()):
             more = f" (and {len(groups) - 1} more)" if len(groups) > 1 else ""
             return f"{groups[0].first}{more}"
         warnings = sum(remark.severity == "warn" for remark in self.remarks)
@@ -92,7 +92,7 @@ class Compatibility(StageValue):
         blocking = self.blocking()
         if not blocking:
             return None
-        worst, *others = summed_up(blocking)
+        worst, *others = group_findings(blocking)
         also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_SAID])
         if len(others) > _MOST_SAID:
             also += f"\n  also: {len(others) - _MOST_SAID} more, which 'mergegate check' shows"

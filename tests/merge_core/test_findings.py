@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.merge_core.errors import Finding, InvalidInput, Refused, finding_of, summed_up, worst_first
+from mergegate.merge_core.errors import Finding, InvalidInput, Refused, finding_of, group_findings, worst_first
 
 TEXTS = st.sampled_from(["", "a: x", "a: y", "b: x", "size"])
 FINDINGS = st.lists(
@@ -16,7 +16,7 @@ FINDINGS = st.lists(
 @settings(max_examples=40)
 @given(FINDINGS)
 def test_each_finding_is_in_one_group_whose_first_is_its_worst(findings: list[Finding]) -> None:
-    groups = summed_up(findings)
+    groups = group_findings(findings)
     members = [one for group in groups for one in (group.first, *group.others)]
     assert sorted(members, key=repr) == sorted(worst_first(findings), key=repr)
     for group in groups:
@@ -27,13 +27,13 @@ def test_each_finding_is_in_one_group_whose_first_is_its_worst(findings: list[Fi
 def test_what_comes_of_one_cause_is_counted_behind_it() -> None:
     cause = Finding("block", "big: config.json", "30 layers against 3", cause="big: size")
     tensors = [Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)]
-    (group,) = summed_up([cause, *tensors])
+    (group,) = group_findings([cause, *tensors])
     assert group.first == cause
     assert group.others_line() == ("and 270 more of this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
 
 
 def test_equal_words_about_two_models_are_two_things_to_mend() -> None:
-    assert len(summed_up([Finding("block", f"{model}: config.json", "none") for model in ("a", "b")])) == 2
+    assert len(group_findings([Finding("block", f"{model}: config.json", "none") for model in ("a", "b")])) == 2
 
 
 def test_a_finding_ends_a_run_as_what_it_was_made_of_would_have() -> None:

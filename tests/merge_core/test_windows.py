@@ -11,7 +11,7 @@ import torch
 
 from mergegate.merge_core.methods.contract import GRAIN, Fold
 from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
-from mergegate.merge_core.methods.windows import glance
+from mergegate.merge_core.methods.windows import guess_windows
 
 # So many that few are enough to guess from, as of the largest tensors.
 NUMEL = 100 << 20
@@ -20,7 +20,7 @@ STREAMS = 3
 
 def begun(requests: Sequence[SelectionRequest]) -> Fold:
     scores = ScoreFunction(lambda block: torch.empty(0), "float32")
-    return next(glance(scores, requests, NUMEL))
+    return next(guess_windows(scores, requests, NUMEL))
 
 
 def test_streams_are_guessed_at_one_after_the_other() -> None:

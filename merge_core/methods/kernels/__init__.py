@@ -1,11 +1,12 @@
 """Fused CPU kernels: the computations of the methods on stored numbers, one short tile at a time, without temporaries.
 
-Each kernel is the counterpart of a torch expression in its method's file, which is the readable reference; a test
-compares the two. They release the GIL and run on one thread: the engine runs several blocks at once. A tile fits the
-first-level cache, its loops are simple enough for the compiler to vectorise, and no sum depends on vector width: long
-sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
+Each kernel is the counterpart of a torch expression in its method's file. The expression is the readable reference, and
+a test compares the two. Kernels release the GIL and run on one thread; the engine runs several blocks concurrently. A
+tile fits into the first-level cache, and its loops are simple enough for the compiler to vectorize. No sum depends on
+the vector width, because long sums have explicit lanes. Kernels are compiled once per machine, see
+:mod:`.compilation`.
 
-Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
+Stored numbers are uint16 (bit patterns of bfloat16) or float32. Arithmetic is float32, and long sums are float64.
 """
 
 from mergegate.merge_core.methods.kernels.adaptive import adam, moving_average

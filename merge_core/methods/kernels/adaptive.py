@@ -1,4 +1,4 @@
-"""Means over rounds, and a step by Adam. Counterparts of :mod:`merge_core.methods.adaptive`."""
+"""Kernels for averages over rounds and for the Adam step. Counterparts of :mod:`merge_core.methods.adaptive`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 @compiled
 def moving_average(data: Any, rows: Any, length: int, keep: Any, share: Any, squared: bool, out: Any) -> None:
-    """``keep`` times the third input, if there is one, plus ``share`` times the change, or its square."""
+    """Write ``keep`` times the third input, if there is one, plus ``share`` times the change or its square."""
     base, change, before = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -34,7 +34,7 @@ def moving_average(data: Any, rows: Any, length: int, keep: Any, share: Any, squ
 
 @compiled
 def adam(data: Any, rows: Any, length: int, rate: Any, tau: Any, out: Any) -> None:
-    """``b + rate m / (sqrt(max(v, 0)) + tau)``."""
+    """Write ``b + rate m / (sqrt(max(v, 0)) + tau)``."""
     base, mean, squares = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     zero = np.float32(0.0)
     for first in range(0, length, TILE):

@@ -1,4 +1,4 @@
-"""What several models need. Counterpart of :mod:`merge_core.methods.agreement`."""
+"""Kernel for elements that several models need. Counterpart of :mod:`merge_core.methods.agreement`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 def consensus(
     data: Any, rows: Any, length: int, weights: Any, thresholds: Any, agreement: int, scale: Any, out: Any
 ) -> None:
-    """Base plus ``scale`` times the sum of weighted task vectors where at least ``agreement`` models need it."""
+    """Add ``scale`` times the sum of weighted task vectors to the base, where at least ``agreement`` models need it."""
     count = len(rows) - 1
     base, total, needed = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int32)
     weighted = np.empty((count, TILE), np.float32)

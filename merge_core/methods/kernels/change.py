@@ -1,4 +1,4 @@
-"""A change in float32 added to stored numbers, in place."""
+"""Kernel that adds a float32 change to stored numbers in place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 @compiled
 def add_change(stored: Any, change: Any, round_change: bool) -> None:
-    """``stored + change``, rounded once; with ``round_change`` the change is rounded to the stored format before.
+    """Store ``stored + change``, rounded once.
 
     Args:
-        stored: ``[n]``, in place.
+        stored: ``[n]``, changed in place.
         change: ``[n]``, float32.
+        round_change: Whether to round the change to the stored format first.
     """
     tile, addend = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     rounded = np.empty(TILE, stored.dtype)

@@ -1,4 +1,4 @@
-"""Linear combinations and Gram matrices. Counterparts of :mod:`merge_core.methods.combination`."""
+"""Kernels for linear combinations and Gram matrices. Counterparts of :mod:`merge_core.methods.combination`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products
 
 @compiled
 def combine(data: Any, rows: Any, length: int, coefficients: Any, about_base: bool, out: Any) -> None:
-    """``sum c_i x_i``, or ``b + sum c_i (x_i - b)``. Counterpart of :func:`.combination.combine`."""
+    """Write ``sum c_i x_i``, or ``b + sum c_i (x_i - b)``. Counterpart of :func:`.combination.combine`."""
     base, vector, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     shift = 1 if about_base else 0
     for first in range(0, length, TILE):
@@ -39,7 +39,7 @@ def combine(data: Any, rows: Any, length: int, coefficients: Any, about_base: bo
 
 @compiled
 def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any:
-    """Products of pairs ``i <= j``, summed over each grain: ``[grains, pairs]``; see :func:`.combination.gram`."""
+    """Return products of pairs ``i <= j``, summed over each grain: ``[grains, pairs]``. See :mod:`.combination`."""
     shift = 1 if about_base else 0
     count = len(rows) - shift
     grains = (length + grain - 1) // grain

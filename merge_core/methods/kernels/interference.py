@@ -1,4 +1,4 @@
-"""Where task vectors oppose each other. Counterpart of :func:`merge_core.analysis.interference.tally_grains`."""
+"""Kernels that find opposing task vectors. Counterpart of :func:`merge_core.analysis.interference.tally_grains`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products
 
 @compiled
 def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
-    """Sum of the squares of one row in each grain: ``[grains]``."""
+    """Return the sum of squares of one row in each grain: ``[grains]``."""
     grains = (length + grain - 1) // grain
     result = np.empty(grains, np.float64)
     lanes = np.empty(LANES, np.float64)
@@ -33,10 +33,18 @@ def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
 
 @compiled
 def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> Any:
-    """Weights that task vectors move by more than ``limits`` (``[grains, vectors]``), and how many oppositely.
+    """Count the weights that task vectors move noticeably and the weights that they move in opposite directions.
 
-    ``rows``: the origin, then one for each task vector. Returns int64 ``[1 + pairs, 2]``: moved by two or more and
-    opposed among them; then, for each pair, moved by both and opposed.
+    Args:
+        data: Stored numbers.
+        rows: Start of the origin and of each model in ``data``.
+        length: Elements per row.
+        grain: Elements per grain.
+        limits: ``[grains, vectors]``: size from which a change counts.
+
+    Returns:
+        int64 ``[1 + pairs, 2]``. First row: weights that two or more vectors move, and how many of them are opposed.
+        Then, for each pair, weights that both vectors move, and how many of them are opposed.
     """
     count = limits.shape[1]
     counts = np.zeros((1 + count * (count - 1) // 2, 2), np.int64)
@@ -67,12 +75,12 @@ def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> A
             pair = 1
             for i in range(count):
                 for k in range(i + 1, count):
-                    both, against = 0, 0
+                    both, opposed_pair = 0, 0
                     for j in range(m):
                         product = signs[i, j] * signs[k, j]
                         both += product != 0
-                        against += product < 0
+                        opposed_pair += product < 0
                     counts[pair, 0] += both
-                    counts[pair, 1] += against
+                    counts[pair, 1] += opposed_pair
                     pair += 1
     return counts

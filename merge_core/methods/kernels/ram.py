@@ -1,4 +1,4 @@
-"""RAM: who changed an element, and what becomes of it. Counterparts of :mod:`merge_core.methods.ram`."""
+"""Kernels for RAM: count which models changed an element, and merge. Counterparts of :mod:`merge_core.methods.ram`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 @compiled
 def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
-    """How many elements each model changed, with another one and alone: ``[2, models]``."""
+    """Count the elements that each model changed, together with others and alone: ``[2, models]``."""
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
     result = np.zeros((2, count), np.int64)
@@ -20,19 +20,19 @@ def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
         m = min(TILE, length - first)
         _deltas(data, rows, first, m, epsilon, base, deltas, number)
         for i in range(count):
-            delta, shared, alone = deltas[i], np.uint32(0), np.uint32(0)
+            delta, shared, unique = deltas[i], np.uint32(0), np.uint32(0)
             for j in range(m):
-                mine = abs(delta[j]) > epsilon
-                shared += np.uint32(mine & (number[j] > 1))
-                alone += np.uint32(mine & (number[j] == 1))
+                is_changed = abs(delta[j]) > epsilon
+                shared += np.uint32(is_changed & (number[j] > 1))
+                unique += np.uint32(is_changed & (number[j] == 1))
             result[0, i] += shared
-            result[1, i] += alone
+            result[1, i] += unique
     return result
 
 
 @compiled
 def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any) -> None:
-    """``b + sum D_i [changed_i] (factor_i if only one changed it else 1 / number)``."""
+    """Write ``b + sum D_i [changed_i] (factor_i if only one model changed it else 1 / number)``."""
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
     share, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32)

@@ -1,11 +1,11 @@
-"""Which elements of a row are kept by chance and rank, without sorting it. Counterpart of ``KeepByRank`` in
-:mod:`merge_core.methods.sparsify`.
+"""Keep elements of a row at random by rank, without sorting the row. Counterpart of ``KeepByRank``.
 
-An element is kept when its random word is below a limit that rises with its rank, from that of the smallest element to
-that of the largest. Most words are below the one or not below the other: nothing else is asked of those elements. The
-others are looked up in a histogram of the row. Where all in a bin are equal, as nearly always with bfloat16 weights,
-ranks follow from their order; else a bin says between which ranks theirs lies, and mostly both have the same answer.
-What is still open is counted exactly; only where that is too much the row is sorted after all.
+See :mod:`merge_core.methods.sparsify`. An element is kept if its random word is below a limit that rises with its rank,
+from the limit of the smallest element to that of the largest. Most words are below both limits or above both, so the
+rank of those elements does not matter. The others are looked up in a histogram of the row. If all elements of a bin are
+equal, which is nearly always the case with bfloat16 weights, their ranks follow from their order. Otherwise the bin
+bounds their ranks, and mostly both bounds give the same answer. The ranks that remain open are counted exactly. Only
+if there are too many of them, the row is sorted after all.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from mergegate.merge_core.methods.kernels.compilation import inner
 from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
 
 _WORD = np.uint64(0xFFFFFFFF)
-# Most bins of a histogram, as a power of two, and how many bits of a bin's number are exponents: bins span eight
-# binades from the largest element down. The first bin has the zeros, the second all that is smaller than the others.
+# Largest number of bins in a histogram, as a power of two, and number of bits of a bin's index that are exponents: bins
+# span eight binades from the largest element down. The first bin has the zeros, the second all smaller elements.
 _MOST_BINS, _BINADES = 13, 3
-# Counting one rank takes as long as a thirtieth of a sort; past this many, sort.
+# Counting one rank takes a thirtieth of the time of a sort. If there are more ranks to count, sort.
 _COUNTED = 32
-# A bin is one word: how many are in it, and from these bits on which of the lowest bits any of them has, or lacks.
+# A bin is one word: the number of its elements and, from these bits on, which of the lowest bits any of them has set or
+# lacks.
 _HAS, _LACKS = np.uint64(28), np.uint64(46)
 _NUMBER = np.uint64((1 << 28) - 1)
 
 
 @inner
 def rank_scratch(tile: int) -> Any:
-    """Memory for rows of up to ``tile`` elements."""
+    """Return memory for rows of up to ``tile`` elements."""
     return np.empty((7, tile), np.uint32)
 
 
 @inner
 def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: Any) -> None:
-    """Set elements to zero whose random word is not below ``low`` to ``high``, by their rank in the row ``delta[:m]``.
+    """Set elements of the row ``delta[:m]`` to zero whose random word is not below the limit of their rank.
 
-    Zeros stay zeros, so their ranks count for the others only.
+    The limits rise from ``low`` to ``high``. Zeros stay zeros, so their ranks only count for the other elements.
     """
     zero = np.float32(0.0)
-    keys, places, orders, open_ones = scratch[0], scratch[1], scratch[2], scratch[3]
-    lowest, highest, drawn = scratch[4], scratch[5], scratch[6]
+    keys, places, orders, open_elements = scratch[0], scratch[1], scratch[2], scratch[3]
+    lowest, highest, words = scratch[4], scratch[5], scratch[6]
     least, most = _limit(0.0, m, low, high), _limit(np.float64(m - 1), m, low, high)
     largest = np.uint32(0)
     for j in range(m):
@@ -54,9 +55,9 @@ def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: 
     for j in range(m):
         delta[j] = delta[j] if np.int64(random[j]) < to_word else zero
     for j in range(m):
-        drawn_here = np.int64(random[j])
-        open_ones[number] = j
-        number += (drawn_here >= from_word) & (drawn_here < to_word) & (keys[j] != 0)
+        word_of_element = np.int64(random[j])
+        open_elements[number] = j
+        number += (word_of_element >= from_word) & (word_of_element < to_word) & (keys[j] != 0)
     if number == 0:
         return
     width = 8
@@ -65,80 +66,86 @@ def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: 
     bins = np.zeros((1 << width) + 1, np.uint64)
     _count(keys, m, largest, width, places, orders, bins)
     left = 0
-    for n in range(number):  # Without branches, which nobody could predict; and so that most of it is vectorised.
-        j = open_ones[n]
-        place = places[j]
-        this, after = bins[place], bins[place + 1]
-        equal = np.uint32(this > _NUMBER)
-        lowest[n] = np.uint32(this & _NUMBER) + equal * orders[j]
-        highest[n] = equal * lowest[n] + (np.uint32(1) - equal) * (np.uint32(after & _NUMBER) - np.uint32(1))
-        drawn[n] = random[j]
+    for n in range(number):  # Without branches, which no processor could predict, and mostly vectorized.
+        j = open_elements[n]
+        index = places[j]
+        bin_word, next_word = bins[index], bins[index + 1]
+        equal = np.uint32(bin_word > _NUMBER)
+        lowest[n] = np.uint32(bin_word & _NUMBER) + equal * orders[j]
+        highest[n] = equal * lowest[n] + (np.uint32(1) - equal) * (np.uint32(next_word & _NUMBER) - np.uint32(1))
+        words[n] = random[j]
     for n in range(number):
-        word = np.float64(drawn[n])
-        kept = np.uint32(word < _limit(np.float64(highest[n]), m, low, high))
-        drawn[n] = kept * (np.uint32(1) + np.uint32(word >= _limit(np.float64(lowest[n]), m, low, high)))
+        word = np.float64(words[n])
+        is_below_highest = np.uint32(word < _limit(np.float64(highest[n]), m, low, high))
+        words[n] = is_below_highest * (np.uint32(1) + np.uint32(word >= _limit(np.float64(lowest[n]), m, low, high)))
     for n in range(number):
-        j = open_ones[n]
-        delta[j] = delta[j] if drawn[n] != 0 else zero
-        open_ones[left] = j
-        left += drawn[n] == 2
+        j = open_elements[n]
+        delta[j] = delta[j] if words[n] != 0 else zero
+        open_elements[left] = j
+        left += words[n] == 2
     if left > _COUNTED:
         _rank(keys, m, places)
         for n in range(left):
-            j = open_ones[n]
+            j = open_elements[n]
             if np.float64(random[j]) >= _limit(np.float64(places[j]), m, low, high):
                 delta[j] = zero
     else:
         for n in range(left):
-            j = open_ones[n]
+            j = open_elements[n]
             if np.float64(random[j]) >= _limit(np.float64(_rank_of(keys, m, j)), m, low, high):
                 delta[j] = zero
 
 
 @inner
 def _limit(rank: float, m: int, low: Any, high: Any) -> Any:
-    """Words below it are kept. The same operations as the reference's, of which each keeps the order of ranks."""
+    """Return the limit below which random words are kept.
+
+    These are the reference's operations, and each of them preserves the order of ranks.
+    """
     share = rank / np.float64(m - 1) if m > 1 else 0.5
     return (low + (high - low) * share) * 4294967296.0
 
 
 @inner
 def _count(keys: Any, m: int, largest: Any, width: int, places: Any, orders: Any, bins: Any) -> None:
-    """Bin of every key and its number among those in it; how many come before a bin, more if all in it are equal."""
+    """Compute the bin of every key and its index in the bin, and the number of elements before each bin.
+
+    Bins whose elements are all equal have an extra bit.
+    """
     shift = np.uint32(23 + _BINADES - width)
     lowest = np.int32(largest >> shift) - np.int32((1 << width) - 1)
     for j in range(m):
-        place = max(np.int32(keys[j] >> shift) - lowest, np.int32(1))
-        places[j] = np.uint32(0) if keys[j] == 0 else np.uint32(place)
+        index = max(np.int32(keys[j] >> shift) - lowest, np.int32(1))
+        places[j] = np.uint32(0) if keys[j] == 0 else np.uint32(index)
     below = (np.uint64(1) << np.uint64(shift)) - np.uint64(1)
     one = np.uint64(1)
     for j in range(m):
-        this, bits = bins[places[j]], np.uint64(keys[j]) & below
-        orders[j] = np.uint32(this & _NUMBER)
-        bins[places[j]] = (this + one) | bits << _HAS | (bits ^ below) << _LACKS
+        bin_word, bits = bins[places[j]], np.uint64(keys[j]) & below
+        orders[j] = np.uint32(bin_word & _NUMBER)
+        bins[places[j]] = (bin_word + one) | bits << _HAS | (bits ^ below) << _LACKS
     running = np.uint64(0)
     for d in range(1 << width):
-        this = bins[d]
-        equal = (this >> _HAS) & (this >> _LACKS) & below == 0 and d != 1
+        bin_word = bins[d]
+        equal = (bin_word >> _HAS) & (bin_word >> _LACKS) & below == 0 and d != 1
         bins[d] = running | (one << _HAS if equal else np.uint64(0))
-        running += this & _NUMBER
+        running += bin_word & _NUMBER
     bins[1 << width] = running
 
 
 @inner
-def _rank_of(keys: Any, m: int, place: int) -> Any:
-    """Rank of one key among ``m``, equal ones in their order."""
-    key, rank = keys[place], np.uint32(0)
-    for j in range(place):
+def _rank_of(keys: Any, m: int, index: int) -> Any:
+    """Return the rank of one key among ``m``. Ties rank in element order."""
+    key, rank = keys[index], np.uint32(0)
+    for j in range(index):
         rank += np.uint32(keys[j] <= key)
-    for j in range(place, m):
+    for j in range(index, m):
         rank += np.uint32(keys[j] < key)
     return rank
 
 
 @inner
 def _rank(keys: Any, m: int, ranks: Any) -> None:
-    """Rank of every key among ``m``, equal ones in their order: a radix sort by 11 bits."""
+    """Compute the rank of every key among ``m``, with ties in element order: a radix sort by 11 bits."""
     items, spare = np.empty(m, np.uint64), np.empty(m, np.uint64)
     table, mask = np.zeros((3, 2048), np.uint32), np.uint64(2047)
     for j in range(m):
@@ -149,7 +156,7 @@ def _rank(keys: Any, m: int, ranks: Any) -> None:
     for digit in range(3):
         places, shift = table[digit], np.uint64(32 + 11 * digit)
         if places[items[0] >> shift & mask] == m:
-            continue  # All have the same; the low bits of what was bfloat16 are mostly zero.
+            continue  # All keys have the same digit. The low bits of former bfloat16 numbers are mostly zero.
         before = np.uint32(0)
         for d in range(2048):
             count = places[d]

@@ -1,4 +1,4 @@
-"""The middle of the models, element by element. Counterpart of :mod:`merge_core.methods.robust`."""
+"""Kernel for robust averages of each element. Counterpart of :mod:`merge_core.methods.robust`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 @compiled
 def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, out: Any) -> None:
-    """Base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
+    """Write the base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
-    kept = np.float32(count - 2 * skipped)
+    kept_count = np.float32(count - 2 * skipped)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         widen(data, rows[0] + first, base[:m])
@@ -24,8 +24,8 @@ def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, 
             widen(data, rows[i + 1] + first, delta[:m])
             for j in range(m):
                 delta[j] -= base[j]
-        # Neighbours change places, whole tiles at once, until the outer ones are outside. With nothing to leave out
-        # the order is still that of the values: sums are taken from low to high.
+        # Bubble sort, by swapping neighboring tiles, until the outer ones are in place. Even if none is left out, the
+        # order is that of the values: sums run from low to high.
         for end in range(count - 1, 0, -1):
             for i in range(end):
                 low, high = deltas[i], deltas[i + 1]
@@ -38,5 +38,5 @@ def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, 
             for j in range(m):
                 total[j] += value[j]
         for j in range(m):
-            total[j] = base[j] + total[j] / kept * scale
+            total[j] = base[j] + total[j] / kept_count * scale
         narrow(total[:m], out, first)

@@ -1,9 +1,7 @@
-"""SCE: variances over the models, energies and the vote among what varies most. Counterparts of
-:mod:`merge_core.methods.sce`.
+"""Kernels for SCE: variances over the models, energies, and the vote. Counterparts of :mod:`merge_core.methods.sce`.
 
-``cut`` is ``(key, wanted, tied, stride)`` of the selection (a key of -1 keeps everything), ``before`` the number of
-equal scores before each grain where only some of them are taken; see
-:class:`merge_core.methods.selection.SelectionThreshold`.
+``cut`` is ``(key, quota, tied, stride)`` of the selection; a key of -1 selects everything. ``before`` is the number of
+ties before each grain if only some ties are selected. See :class:`merge_core.methods.selection.SelectionThreshold`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from mergegate.merge_core.methods.kernels.tiles import (
 
 @compiled
 def variances(data: Any, rows: Any, length: int) -> Any:
-    """Population variance of the task vectors at each position: ``[1, elements]``."""
+    """Return the population variance of the task vectors at each position: ``[1, elements]``."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, result = np.empty(TILE, np.float32), np.empty((1, length), np.float32)
@@ -42,21 +40,21 @@ def variances(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any, before: Any) -> Any:
-    """Squares of the selected task vectors summed over each grain: ``[grains, models]``."""
+    """Return the squares of the selected task vectors, summed over each grain: ``[grains, models]``."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     squared, lanes = np.empty(TILE, np.float64), np.empty((count, LANES), np.float64)
-    result, place = np.empty(((length + grain - 1) // grain, count), np.float64), np.empty(1, np.int64)
-    place[0] = 0
+    result, tie_number = np.empty(((length + grain - 1) // grain, count), np.float64), np.empty(1, np.int64)
+    tie_number[0] = 0
     for g in range(len(result)):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), TILE):
             m = min(TILE, min(length, (g + 1) * grain) - first)
             _deltas(data, rows, first, m, base, deltas)
             if first == g * grain:
-                begin_numbering(place, cut, before, start // grain + g)
-            _select(deltas, m, mean, variance, cut, place)
+                begin_numbering(tie_number, cut, before, start // grain + g)
+            _select(deltas, m, mean, variance, cut, tie_number)
             for i in range(count):
                 delta = deltas[i]
                 for j in range(m):
@@ -82,19 +80,19 @@ def sce(
     least: Any,
     out: Any,
 ) -> None:
-    """``b + sum c_i D_i E_i / max(sum c_i E_i, least)`` of the selected task vectors."""
+    """Write ``b + sum c_i D_i E_i / max(sum c_i E_i, least)`` for the selected task vectors."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     votes, merged, divisor = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    place, zero = np.empty(1, np.int64), np.float32(0.0)
-    place[0] = 0
+    tie_number, zero = np.empty(1, np.int64), np.float32(0.0)
+    tie_number[0] = 0
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         _deltas(data, rows, first, m, base, deltas)
         if first % grain == 0:
-            begin_numbering(place, cut, before, (start + first) // grain)
-        _select(deltas, m, mean, variance, cut, place)
+            begin_numbering(tie_number, cut, before, (start + first) // grain)
+        _select(deltas, m, mean, variance, cut, tie_number)
         add_rows(deltas, m, votes)
         merged[:m] = zero
         divisor[:m] = zero
@@ -128,21 +126,21 @@ def _variance(deltas: Any, m: int, mean: Any, variance: Any) -> None:
     for i in range(len(deltas)):
         delta = deltas[i]
         for j in range(m):
-            away = delta[j] - mean[j]
-            variance[j] = away * away if i == 0 else variance[j] + away * away
+            deviation = delta[j] - mean[j]
+            variance[j] = deviation * deviation if i == 0 else variance[j] + deviation * deviation
     for j in range(m):
         variance[j] /= count
 
 
 @inner
-def _select(deltas: Any, m: int, mean: Any, variance: Any, cut: Any, place: Any) -> None:
-    """Set task vectors to zero where their variance is not among the largest."""
+def _select(deltas: Any, m: int, mean: Any, variance: Any, cut: Any, tie_number: Any) -> None:
+    """Set task vectors to zero at positions whose variance is not among the largest."""
     if cut[0] < 0:
         return
     _variance(deltas, m, mean, variance[:m])
     key, zero = np.uint32(cut[0]), np.float32(0.0)
-    if cut[1] < cut[2]:  # Of the elements at the cut only some: those that the stride maps below the wanted count.
-        keep_tied(variance, m, cut, 0, cut[1], place)
+    if cut[1] < cut[2]:  # Only some ties are selected: those that the stride maps below the quota.
+        keep_tied(variance, m, cut, 0, cut[1], tie_number)
     for i in range(len(deltas)):
         delta = deltas[i]
         for j in range(m):

@@ -1,4 +1,4 @@
-"""Counting scores by their bits. Counterparts of the passes of :func:`merge_core.methods.selection.select`."""
+"""Kernels that count scores by their bits. Counterparts of the passes in :mod:`merge_core.methods.selection`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, wid
 
 @compiled
 def sizes(data: Any, rows: Any, length: int) -> Any:
-    """``|x_i - b|``: ``[models, elements]``."""
+    """Return ``|x_i - b|``: ``[models, elements]``."""
     base, result = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -27,10 +27,10 @@ def sizes(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def first_digits(data: Any, rows: Any, length: int) -> Any:
-    """Counts of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``; the first pass of ``select``."""
+    """Count the leading 16 bits of ``|x_i - b|`` for the first pass of ``select``: ``[models, 65536]``."""
     count = len(rows) - 1
     base, delta, places = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
-    # Two tables in turns: equal neighbours would wait for each other's store.
+    # Alternate between two tables: equal neighbors would wait for each other's store.
     even, odd = np.zeros((count, 65536), np.uint32), np.zeros((count, 65536), np.uint32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -49,7 +49,7 @@ def first_digits(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Counts of the next bits of scores with the wanted prefix: ``[requests, 2**width]``."""
+    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
@@ -70,7 +70,7 @@ def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, 
 
 @compiled
 def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any) -> Any:
-    """Number of scores equal to the wanted key in each grain: ``[grains, requests]``."""
+    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros(((length + grain - 1) // grain, len(streams)), np.int64)
     for first in range(0, length, TILE):
@@ -90,7 +90,7 @@ def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any)
 
 @compiled
 def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
-    """Counts of the bits from ``shift`` upwards of non-negative float32 scores: ``[streams, bins]``."""
+    """Count the bits from ``shift`` upwards of non-negative float32 scores: ``[streams, bins]``."""
     even, odd = np.zeros((len(scores), bins), np.uint32), np.zeros((len(scores), bins), np.uint32)
     places = np.empty(TILE, np.uint32)
     for i in range(len(scores)):
@@ -109,7 +109,7 @@ def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
 
 @compiled
 def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Counts of the next bits of the scores with the wanted prefix: ``[requests, 2**width]``."""
+    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
     for r in range(len(streams)):
@@ -123,7 +123,7 @@ def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: i
 
 @compiled
 def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
-    """Number of scores equal to the wanted key in each grain: ``[grains, requests]``."""
+    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
     counted = np.zeros(((scores.shape[1] + grain - 1) // grain, len(streams)), np.int64)
     for r in range(len(streams)):
         stream, key = scores[streams[r]], np.uint32(keys[r])
@@ -137,7 +137,7 @@ def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
 
 @inner
 def _sums(even: Any, odd: Any) -> Any:
-    """Two tables of counts as one, the first."""
+    """Add the second table of counts to the first, and return the first."""
     for i in range(len(even)):
         for j in range(even.shape[1]):
             even[i, j] += odd[i, j]

@@ -1,4 +1,4 @@
-"""Dropping elements of a task vector in place. Counterpart of :mod:`merge_core.methods.sparsify`."""
+"""Kernels that drop elements of a task vector in place. Counterpart of :mod:`merge_core.methods.sparsify`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def sparsify(
     cuts: Any,
     chances: Any,
     spans: Any,
-    places: Any,
+    tie_numbers: Any,
     random: Any,
     scratch: Any,
 ) -> None:
-    """Set dropped elements of one model's task vector to zero.
+    """Set the dropped elements of one model's task vector to zero.
 
-    Kinds and tables are those of :meth:`.sparsify.Sparsifier.tables`. Where a table is None no model has a rule that
-    reads it, and numba leaves out the code of such rules: most of what there is to compile.
+    :meth:`.sparsify.Sparsifier.tables` defines the kinds and tables. A table that no rule reads is passed as None, so
+    that numba leaves out the code for it. That is most of the code.
     """
     kind, zero = kinds[model], np.float32(0.0)
     if kind == 1:
@@ -42,12 +42,13 @@ def sparsify(
         least, most = np.uint32(low[0]), np.uint32(high[0] if high_part else high[0] - 1)
         for j in range(m):
             delta[j] = delta[j] if least <= magnitude_bits(delta[j]) <= most else zero
-        # Kept are those that the low side wants and the high side does not: where both cut one size, in one go.
+        # Keep elements that the low side selects and the high side does not. If both cut at one magnitude, do it in one
+        # pass.
         both = low_part and high_part and low[0] == high[0]
         if low_part:
-            keep_tied(delta, m, low, high[1] if both else 0, low[1], places[model, :1])
+            keep_tied(delta, m, low, high[1] if both else 0, low[1], tie_numbers[model, :1])
         if high_part and not both:
-            keep_tied(delta, m, high, high[1], high[2], places[model, 1:])
+            keep_tied(delta, m, high, high[1], high[2], tie_numbers[model, 1:])
     elif chances is not None and kind == 3:
         mask_words(chances[model, 1], chances[model, 2], index, m, random)
         shift = index % 2
@@ -60,47 +61,51 @@ def sparsify(
 
 
 @inner
-def begin_grain(places: Any, cuts: Any, before: Any, model: int, grain: int) -> None:
-    """Where numbering of equal scores stands at the start of a grain, on both sides of a model."""
+def begin_tie_numbers(tie_numbers: Any, cuts: Any, before: Any, model: int, grain: int) -> None:
+    """Set the tie numbers of a model at the start of a grain, on both sides."""
     for side in range(2):
-        begin_numbering(places[model, side : side + 1], cuts[model, side], before[model, side], grain)
+        begin_numbering(tie_numbers[model, side : side + 1], cuts[model, side], before[model, side], grain)
 
 
 @inner
-def begin_numbering(place: Any, cut: Any, before: Any, grain: int) -> None:
-    """Where numbering of equal scores stands at the start of a grain, mapped by the stride.
+def begin_numbering(tie_number: Any, cut: Any, before: Any, grain: int) -> None:
+    """Set the tie number at the start of a grain, mapped by the stride.
 
     Args:
-        place: ``[1]``, what is set.
-        cut: ``[4]``: key, wanted, tied, stride.
-        before: How many equal ones lie before each grain.
+        tie_number: ``[1]``, the number to set.
+        cut: ``[4]``: key, quota, tied, stride.
+        before: Number of ties before each grain.
+        grain: Index of the grain.
     """
     if 0 < cut[1] < cut[2]:
-        place[0] = before[grain] * cut[3] % cut[2]
+        tie_number[0] = before[grain] * cut[3] % cut[2]
 
 
 @inner
-def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, place: Any) -> None:
-    """Of the elements at a cut, keep those that the stride maps to numbers from ``first`` to below ``last``; the others
-    are set to zero.
+def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, tie_number: Any) -> None:
+    """Keep the ties at a cut that the stride maps to ``first`` up to but not including ``last``, and zero the others.
 
     Args:
-        cut: ``[4]``: key, wanted, tied, stride.
-        place: ``[1]``, the number of the next one, in place.
+        values: Elements of the tile.
+        m: Number of elements.
+        cut: ``[4]``: key, quota, tied, stride.
+        first: First number to keep.
+        last: Number after the last to keep.
+        tie_number: ``[1]``, number of the next tie, updated in place.
     """
-    key, tied, stride, at = np.uint32(cut[0]), cut[2], cut[3], place[0]
+    key, tied, stride, number = np.uint32(cut[0]), cut[2], cut[3], tie_number[0]
     for j in range(m):
         if magnitude_bits(values[j]) == key:
-            if at < first or at >= last:
+            if number < first or number >= last:
                 values[j] = np.float32(0.0)
-            at += stride
-            at -= tied if at >= tied else 0
-    place[0] = at
+            number += stride
+            number -= tied if number >= tied else 0
+    tie_number[0] = number
 
 
 @compiled
 def mask_words(key: int, upper: int, index: int, count: int, words: Any) -> None:
-    """Random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.mask_words`."""
+    """Write the random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.mask_words`."""
     first = index // 2
     for p in range((count + 1 + index % 2) // 2):
         low, high = np.uint64((first + p) & 0xFFFFFFFF), np.uint64(upper)

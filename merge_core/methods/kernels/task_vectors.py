@@ -1,4 +1,4 @@
-"""Task vectors, sparsified, weighted, agreed on. Counterparts of :mod:`merge_core.methods.task_vectors`."""
+"""Kernels for task vectors: sparsify, weight, elect signs. Counterparts of :mod:`merge_core.methods.task_vectors`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods.kernels.compilation import compiled, inner
-from mergegate.merge_core.methods.kernels.mask_cache import drop_again, note_kept
+from mergegate.merge_core.methods.kernels.mask_cache import apply_mask, store_mask
 from mergegate.merge_core.methods.kernels.ranks import rank_scratch
-from mergegate.merge_core.methods.kernels.sparsify import begin_grain, sparsify
+from mergegate.merge_core.methods.kernels.sparsify import begin_tie_numbers, sparsify
 from mergegate.merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
 
 
@@ -26,18 +26,21 @@ def masked_norms(
     before: Any,
     chances: Any,
     spans: Any,
-    noted: Any,
+    masks: Any,
 ) -> Any:
-    """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``; what is kept, into ``noted``.
+    """Return ``sum|d|`` and ``sum|kept d|`` per grain, ``[grains, 2, models]``, and store the masks in ``masks``.
 
     Args:
-        kinds, cuts, before, chances, spans: Of :meth:`.sparsify.Sparsifier.tables`, None where no rule needs them.
-        noted: ``[models, bytes]``, an eighth of each tile after the other (see :mod:`.kept`); none if it is empty.
+        data, rows, length, start, grain: The block; see :class:`.contract.StoredBlock`.
+        tile: Elements that are processed together.
+        kinds, cuts, before, chances, spans: Tables of :meth:`.sparsify.Sparsifier.tables`; None if no rule needs them.
+        masks: ``[models, bytes]``: memory for the masks, an eighth of each tile after the other (see
+            :mod:`.mask_cache`). If it is empty, masks are not stored.
     """
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.empty(whole(tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places = None if cuts is None else np.zeros((count, 2), np.int64)
+    tie_numbers = None if cuts is None else np.zeros((count, 2), np.int64)
     scratch = None if spans is None else rank_scratch(tile)
     lanes = np.empty((2, count, LANES), np.float64)
     grains, eighth = (length + grain - 1) // grain, (tile + 7) // 8
@@ -55,11 +58,11 @@ def masked_norms(
                     delta[j] = np.float32(0.0)
                 add_sizes(delta, whole(m), lanes[0, i])
                 if cuts is not None and first == g * grain:
-                    begin_grain(places, cuts, before, i, start // grain + g)
-                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, places, random, scratch)
+                    begin_tie_numbers(tie_numbers, cuts, before, i, start // grain + g)
+                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, tie_numbers, random, scratch)
                 add_sizes(delta, whole(m), lanes[1, i])
-                if noted.shape[1]:
-                    note_kept(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
+                if masks.shape[1]:
+                    store_mask(delta, m, masks[i, first // tile * eighth :][: (m + 7) // 8])
         for side in range(2):
             for i in range(count):
                 result[g, side, i] = lanes_sum(lanes[side, i])
@@ -85,24 +88,31 @@ def task_vectors(
     before: Any,
     chances: Any,
     spans: Any,
-    noted: Any,
+    masks: Any,
     out: Any,
 ) -> None:
-    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`.
+    """Sparsify, weight, elect signs and add to the base; see :func:`.task_vectors.mix`.
 
     Args:
+        data, rows, length, start, grain: The block; see :class:`.contract.StoredBlock`.
+        tile: Elements that are processed together.
+        weights: ``[models]``, weights of the task vectors.
         vote: 0 none, 1 sum, 2 count, 3 kept.
-        scales: ``[models]``, factors of what is kept.
-        kinds, cuts, before, chances, spans: Of :meth:`.sparsify.Sparsifier.tables`, None where no rule needs them; all
-            but ``kinds`` None where ``noted`` says what is kept.
-        noted: What :func:`masked_norms` found to be kept; empty where it is not known, None where tables decide.
+        normalize: Whether to divide by the weights that counted.
+        divisor: Divisor if there is no vote.
+        scale: Factor of the merged task vector.
+        scales: ``[models]``, factors of the kept elements.
+        kinds, cuts, before, chances, spans: Tables of :meth:`.sparsify.Sparsifier.tables`; None if no rule needs them.
+            If ``masks`` is used, only ``kinds`` is set.
+        masks: Masks from :func:`masked_norms`. Empty if they are not available, None if the tables decide.
+        out: Output.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
     elected = np.empty(tile, np.float32)
     weighted = np.empty((count, tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places = None if cuts is None else np.zeros((count, 2), np.int64)
+    tie_numbers = None if cuts is None else np.zeros((count, 2), np.int64)
     scratch = None if spans is None else rank_scratch(tile)
     zero, one, eighth = np.float32(0.0), np.float32(1.0), (tile + 7) // 8
     for first in range(0, length, tile):
@@ -113,12 +123,12 @@ def task_vectors(
             widen(data, rows[i + 1] + first, delta[:m])
             for j in range(m):
                 delta[j] -= base[j]
-            if noted is not None and noted.shape[1]:
-                drop_again(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
+            if masks is not None and masks.shape[1]:
+                apply_mask(delta, m, masks[i, first // tile * eighth :][: (m + 7) // 8])
             else:
                 if cuts is not None and first % grain == 0:
-                    begin_grain(places, cuts, before, i, (start + first) // grain)
-                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, places, random, scratch)
+                    begin_tie_numbers(tie_numbers, cuts, before, i, (start + first) // grain)
+                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, tie_numbers, random, scratch)
             if factor != one:
                 for j in range(m):
                     delta[j] *= factor

@@ -1,4 +1,4 @@
-"""Between stored numbers and float32 tiles, and long sums in one defined order: what all kernels are made of."""
+"""Convert between stored numbers and float32 tiles, and compute long sums in a defined order, for all kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numba.extending import overload
 
 from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 
-# Elements per tile; divides the grain, so that a tile never crosses one.
+# Elements per tile. It divides the grain, so that a tile never crosses a grain boundary.
 TILE = 1024
-# Partial sums that a long sum is split into, so that it can be vectorised in one defined order; divides the tile.
+# Number of partial sums of a long sum, so that it can be vectorized in a defined order. It divides the tile.
 LANES = 256
-# All bits of a float32 but the sign.
+# All bits of a float32 except the sign.
 SIZE = np.uint32(0x7FFFFFFF)
 
 
 def widen(data: Any, first: int, tile: Any) -> None:
-    """Stored numbers from ``data[first]`` → float32 ``tile``."""
+    """Convert stored numbers from ``data[first]`` to the float32 ``tile``."""
     raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ def _widen_for(data: Any, first: Any, tile: Any) -> Any:
 
 
 def narrow(tile: Any, out: Any, first: int) -> None:
-    """Float32 ``tile`` → stored numbers from ``out[first]``, rounded to nearest even."""
+    """Convert the float32 ``tile`` to stored numbers from ``out[first]``, rounding half to even."""
     raise NotImplementedError
 
 
@@ -71,35 +71,35 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
 
 @compiled
 def inspect(words: Any, mask: Any, low: Any) -> Any:
-    """What 64-bit words full of numbers have in common, for one look at all of them: two words of bits.
+    """Combine 64-bit words full of numbers into two words of bits, to check all of them for finite and nonzero numbers.
 
-    ``mask`` has the exponent bits of each number in a word, ``low`` the lowest of them: added to an exponent whose bits
-    are all set, as in NaN and infinity and in no other number, it carries into the sign bit, and never beyond. So the
-    first word has a sign bit set when any number is not finite; the second has a bit set, beside the signs, when any
+    ``mask`` has the exponent bits of each number in a word, and ``low`` the lowest of them. Adding ``low`` carries into
+    the sign bit, and never beyond, if all exponent bits are set. That is the case for NaN and infinity only. So the
+    first word has a sign bit set if any number is not finite, and the second has a bit set, besides the signs, if any
     is not zero.
     """
-    carried, seen = words.dtype.type(0), words.dtype.type(0)
+    carried, combined = words.dtype.type(0), words.dtype.type(0)
     for j in range(len(words)):
         carried |= (words[j] & mask) + low
-        seen |= words[j]
-    return carried, seen
+        combined |= words[j]
+    return carried, combined
 
 
 @inner
 def magnitude_bits(value: Any) -> Any:
-    """The bits of a float32 but its sign: uint32, in the order of magnitudes."""
+    """Return the bits of a float32 except its sign: uint32, in the order of magnitudes."""
     return np.uint32(np.float32(value).view(np.uint32) & SIZE)
 
 
 @inner
 def whole(m: int) -> int:
-    """Elements of the lanes that ``m`` elements touch."""
+    """Return the number of elements in the lanes that ``m`` elements touch."""
     return (m + LANES - 1) // LANES * LANES
 
 
 @inner
 def add_rows(rows: Any, m: int, total: Any) -> None:
-    """Sum of the rows into ``total[:m]``, in their order: ``rows [rows, at least m]``."""
+    """Add up the rows into ``total[:m]``, in order: ``rows [rows, at least m]``."""
     for i in range(len(rows)):
         row = rows[i]
         for j in range(m):
@@ -107,9 +107,9 @@ def add_rows(rows: Any, m: int, total: Any) -> None:
 
 
 @inner
-def add_products(one: Any, other: Any, m: int, lanes: Any) -> None:
+def add_products(left: Any, right: Any, m: int, lanes: Any) -> None:
     for first in range(0, m, LANES):
-        a, b = one[first : first + LANES], other[first : first + LANES]
+        a, b = left[first : first + LANES], right[first : first + LANES]
         for j in range(LANES):
             lanes[j] += a[j] * b[j]
 

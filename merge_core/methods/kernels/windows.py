@@ -1,4 +1,4 @@
-"""Scores above and inside narrow windows. Counterpart of the pass in :mod:`merge_core.methods.windows`."""
+"""Kernel that scans scores above and inside windows. Counterpart of the pass in :mod:`merge_core.methods.windows`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits
 def scan_windows(
     scores: Any, windows: Any, common: Any, grain: int, above: Any, positive: Any, counts: Any, keys: Any, filled: Any
 ) -> None:
-    """Add what one part of a block has to what the parts before it had.
+    """Add the results of one part of a block to those of the previous parts.
 
     Args:
         scores: ``[streams, elements]``, non-negative.
-        windows: ``[requests, 3]``: stream, first key, the key after the last.
-        common: ``[requests, n]``: keys inside that are only counted; those that are not needed are 2**32 - 1.
+        windows: ``[requests, 3]``: stream, first key, and the key after the last.
+        common: ``[requests, n]``: keys inside that are only counted. Unused entries are 2**32 - 1.
         grain: Elements per grain.
-        above: ``[requests]``, how many are above the window.
-        positive: ``[streams]``, how many are above zero.
-        counts: ``[grains of this part, requests, n + 1]``: of each common key, then of all others inside.
-        keys: ``[requests, room]``: the others, in their order.
-        filled: ``[requests]``: how many there are; more than there is room for when they did not fit.
+        above: ``[requests]``: number of scores above the window.
+        positive: ``[streams]``: number of scores above zero.
+        counts: ``[grains of this part, requests, n + 1]``: number of each common key, then of all other keys inside.
+        keys: ``[requests, capacity]``: the other keys, in order.
+        filled: ``[requests]``: number of other keys. If they do not fit, it exceeds the capacity.
     """
-    inside, room, several = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
+    inside, capacity, common_keys = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
     for s in range(len(scores)):
         stream, number = scores[s], np.int64(0)
         for j in range(len(stream)):
@@ -46,23 +46,23 @@ def scan_windows(
                 key = magnitude_bits(tile[j])
                 inside[n] = key
                 n += (key >= low) & (key < high)
-            here, others = counts[first // grain, r], np.int64(n)
-            for c in range(several):
-                same, wanted = np.uint32(0), common[r, c]
+            part_counts, other_count = counts[first // grain, r], np.int64(n)
+            for c in range(common_keys):
+                same, common_key = np.uint32(0), common[r, c]
                 for j in range(n):
-                    same += np.uint32(inside[j] == wanted)
-                here[c] += same
-                others -= np.int64(same)
-            here[several] += others
-            if filled[r] + others > room:
-                filled[r] = room + 1
-            elif others:
-                place = filled[r]
+                    same += np.uint32(inside[j] == common_key)
+                part_counts[c] += same
+                other_count -= np.int64(same)
+            part_counts[common_keys] += other_count
+            if filled[r] + other_count > capacity:
+                filled[r] = capacity + 1
+            elif other_count:
+                position = filled[r]
                 for j in range(n):
-                    known = False
-                    for c in range(several):
-                        known |= inside[j] == common[r, c]
-                    if not known:
-                        keys[r, place] = inside[j]
-                        place += 1
-                filled[r] = place
+                    is_common = False
+                    for c in range(common_keys):
+                        is_common |= inside[j] == common[r, c]
+                    if not is_common:
+                        keys[r, position] = inside[j]
+                        position += 1
+                filled[r] = position
