@@ -125,7 +125,7 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
             for finding in model_findings
             if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted)
         ]
-        if relevant and first.has_pipeline and other.has_pipeline:  # Without pipelines, the library cannot split text.
+        if relevant and first.has_pipeline and other.has_pipeline:  # Without pipelines, the library cannot tell more.
             pairs.append(TokenizerPair(relevant[0], other.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
