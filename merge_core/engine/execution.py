@@ -83,7 +83,7 @@ def execute(
         settings: Settings of the engine.
         files: Open file descriptor of every input file.
         pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
-        torch: Context to activate before a block is computed with torch.
+        torch: Context whose :meth:`use` must be called before a block is computed with torch.
         on_progress: Function called in this thread with the finished output bytes.
     """
     return _Run(plan, directory, seed, devices, settings, files, pages, torch, on_progress).execute()

@@ -139,7 +139,7 @@ class _Run:
         device: Device that computes.
         settings: Settings of the engine.
         files: Descriptors of the input files.
-        single_threaded: Context to activate before a block is computed with torch.
+        single_threaded: Context whose :meth:`use` must be called before a block is computed with torch.
     """
 
     plan: MergePlan

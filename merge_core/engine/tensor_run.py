@@ -49,7 +49,7 @@ class RunContext:
         fused: Whether kernels are fused.
         settings: Settings of the engine.
         files: Open file descriptor of every input file.
-        torch: Context to activate before a block is computed with torch.
+        torch: Context whose :meth:`use` must be called before a block is computed with torch.
         pool: Pool that provides memory.
         submit: Function (tensor, work) that lets a thread do the work on the tensor's device.
         write: Function (tensor name, first byte, bytes, release) that writes to the output, see

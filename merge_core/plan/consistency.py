@@ -73,8 +73,8 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 def _missing_head_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a finding for a causal language model that declares an untied head and stores none.
 
-    A model passes if it has another tensor outside the layers with one row per token, because that may be a head with an
-    unknown name.
+    A model passes if it has another tensor outside the layers with one row per token, because this may be a head with
+    an unknown name.
     """
     if ties_embeddings(checkpoint.config) is not False or not checkpoint.architecture.endswith(_WITH_HEAD):
         return
