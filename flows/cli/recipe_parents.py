@@ -68,7 +68,7 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
     opened = {parent.ref: open_parent(parent) for parent in found}
     planned = plan_with_findings(recipe, opened)
     findings = planned.findings
-    if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
+    if planned.tokenizer_pairs:  # Asking tokenizers takes a process, and only where they differ.
         from mergegate.tasks.preflight import add_segmentation_shares
 
         findings = add_segmentation_shares(planned)

@@ -1,9 +1,9 @@
-"""Carrying out a plan: read, fold, map, write, many tensors at a time, resumable and by several processes at once."""
+"""Execute a plan: read, fold, map and write many tensors in parallel, resumably, with any number of processes."""
 
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from mergegate.merge_core.engine.devices import has_cuda_driver
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
-from mergegate.merge_core.engine.execution import HELD_BYTES, KEPT_BYTES
+from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES
 from mergegate.merge_core.engine.finite import count_non_finite
 from mergegate.merge_core.engine.in_memory import merge_tensors
 from mergegate.merge_core.engine.settings import EngineSettings, usable_cores
@@ -12,7 +12,7 @@ from mergegate.merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
     "HELD_BYTES",
-    "KEPT_BYTES",
+    "RETAINED_BYTES",
     "WAITING_BYTES",
     "BufferPool",
     "EngineSettings",

@@ -1,7 +1,7 @@
-"""Several merges into one directory: who takes part, who is alone, and one at a time where it must be.
+"""Coordinate several merges into one directory: find the first and the last participant, and serialize critical steps.
 
-Every participant holds a shared lock on one file of the directory. Whoever gets it alone knows that nobody else is
-there, and may prepare the directory, or tidy up at the end. Locks end with their process.
+Every participant holds a shared lock on one file of the directory. A participant that gets an exclusive lock knows that
+it is alone and may prepare the directory, or clean up at the end. Locks end with their process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mergegate.merge_core.engine.writer import PARTIAL, shard_disk_errors_refused
+from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked, unlock_file
 
 NAME = f"merge{PARTIAL}"
@@ -19,21 +19,25 @@ _FINISHING = f"finishing{PARTIAL}"
 
 
 @contextmanager
-def participating(
+def join_merge(
     out: Path, *, check: Callable[[], None], prepare: Callable[[], None], tidy: Callable[[], None]
 ) -> Iterator[None]:
-    """Take part in the merge into ``out``; returns when all participants have finished, or raises on its own.
+    """Take part in the merge into ``out`` and wait at the end until all participants have finished.
+
+    An exception is raised without waiting.
 
     Args:
-        out: Output directory, exists.
-        check: Raises unless ``out`` is empty or holds an unfinished merge. Called before anything is made.
-        prepare: Called then, if nobody else is there.
-        tidy: Called after, by the last one. Not called after a failure: what is there can be resumed.
+        out: Output directory. It exists.
+        check: Function that raises unless ``out`` is empty or has an unfinished merge. It runs before any file is
+            created.
+        prepare: Function that runs next if there is no other participant.
+        tidy: Function that the last participant runs at the end. It does not run after a failure, because the merge can
+            be resumed from the files.
     """
     fd = _join(out, check, prepare)
     try:
         yield
-        # The others need what tidy removes: all wait here until the last one has what it needs.
+        # Other participants still need the files that tidy removes, so all wait until the last one is done.
         unlock_file(fd)
         if lock_file(fd, out / NAME, required=False):
             tidy()
@@ -44,29 +48,29 @@ def participating(
 
 
 @contextmanager
-def one_at_a_time(out: Path) -> Iterator[None]:
-    """Among the participants in ``out``, one at a time."""
+def exclusive_access(out: Path) -> Iterator[None]:
+    """Let the participants in ``out`` run the body one at a time."""
     path = out / _FINISHING
-    with ExitStack() as held:
-        with shard_disk_errors_refused(path):
-            held.enter_context(locked(path, required=False))
+    with ExitStack() as stack:
+        with refuse_disk_errors(path):
+            stack.enter_context(locked(path, required=False))
         yield
 
 
 def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> int:
     path = out / NAME
     while True:
-        there = path.exists()
+        exists = path.exists()
         check()
-        with shard_disk_errors_refused(path):
+        with refuse_disk_errors(path):
             try:
-                # Not created when it is gone by now: the others have finished, and their result must stay.
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if there else os.O_CREAT), 0o644)
+                # If the file existed and is gone now, the others have finished. Do not recreate it: their result stays.
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT), 0o644)
             except FileNotFoundError:
                 continue
         try:
-            # Before anything else is in the directory: the mark says that all that follows is ours. Participants write
-            # the same bytes to the same place.
+            # Write the mark before any other file: it shows that the later files belong to mergegate. All participants
+            # write the same bytes at the same offset.
             os.write(fd, MARK_CONTENT)
             if lock_file(fd, path, wait=False, required=False):
                 prepare()

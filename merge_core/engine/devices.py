@@ -1,7 +1,8 @@
-"""Where a merge computes: the CPU, one CUDA GPU, or all of them; and what each thread needs there.
+"""Choose the devices of a merge (the CPU, one CUDA GPU or all of them) and set up what each thread needs there.
 
-A device is a name, as torch writes it: ``cpu``, ``cuda:0``. Importing torch takes longer than merging a small model,
-and the fused kernels do without: here it is imported only when there may be a GPU, or when a block is computed with it.
+A device is a name in torch's notation, such as ``cpu`` or ``cuda:0``. Importing torch takes longer than merging a small
+model, and the fused kernels do not need it. Therefore torch is imported only if there may be a GPU, or if a block is
+computed with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _streams = threading.local()
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that share a merge, all of one kind: each tensor is computed on one of them.
+    """The devices that share a merge, all of one kind. Each tensor is computed on one of them.
 
     Args:
-        all: At least one name.
-        note: Why it is not what ``auto`` would rather have; empty when it is.
+        all: Device names, at least one.
+        note: Reason why ``auto`` did not choose a GPU; empty if it did.
     """
 
     all: tuple[str, ...]
@@ -38,7 +39,7 @@ class Devices:
 
     @property
     def kind(self) -> str:
-        """``cpu`` or ``cuda``."""
+        """Kind of the devices: ``cpu`` or ``cuda``."""
         return device_type(self.all[0])
 
     def __str__(self) -> str:
@@ -46,15 +47,18 @@ class Devices:
 
 
 def device_type(device: str) -> str:
-    """``cuda`` of ``cuda:1``."""
+    """Return the type of a device, for example ``cuda`` for ``cuda:1``."""
     return device.partition(":")[0]
 
 
 def choose_devices(name: str) -> Devices:
-    """The devices that ``name`` means: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, or ``auto`` (GPUs if there are any).
+    """Return the devices that ``name`` stands for.
+
+    Args:
+        name: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, or ``auto`` (GPUs if there are any).
 
     Raises:
-        InvalidInput: Another name, or a GPU that is not there.
+        InvalidInput: The name is unknown, or the GPU does not exist.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise InvalidInput("device", found=f"{name!r}", expected="auto, cpu, cuda, or cuda:N")
@@ -73,7 +77,7 @@ def choose_devices(name: str) -> Devices:
 
 
 def has_cuda_driver() -> bool:
-    """Whether the driver's library is on this machine; without it there is no need to ask torch."""
+    """Return whether this machine has the CUDA driver library; without it, torch need not be imported."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -82,7 +86,7 @@ def has_cuda_driver() -> bool:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Names of the GPUs that torch can use; and why there are none."""
+    """Return the names of the GPUs that torch can use, and the reason if there are none."""
     if not has_cuda_driver():
         return (), "this machine has no CUDA driver"
     import torch
@@ -95,9 +99,9 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 @contextmanager
 def own_stream(device: str) -> Iterator[None]:
-    """On a GPU each thread has a stream of its own, so copies of one overlap computations of another.
+    """Use a CUDA stream per thread, so that copies of one thread overlap with computations of another.
 
-    At the end everything on the stream is done: host buffers are used again after this.
+    On exit, all work on the stream has finished, because host buffers are reused afterward. Do nothing on a CPU.
     """
     if device_type(device) != "cuda":
         yield
@@ -106,48 +110,51 @@ def own_stream(device: str) -> Iterator[None]:
 
     streams: dict[str, torch.cuda.Stream] = _streams.__dict__.setdefault("of", {})
     if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not type it.
     with torch.cuda.stream(streams[device]):
         yield
         streams[device].synchronize()
 
 
 class SingleThreadedTorch:
-    """A merge's torch, from the first block that needs it on: parallel over blocks, not inside operations.
+    """A context in which torch computes on one thread, from the first block that needs torch.
 
-    So there is less waiting, and reductions keep one order. ``use`` it before computing; what was set before is set
-    again at the end of ``with``.
+    A merge is parallel over blocks instead of inside operations. This reduces waiting and keeps the order of
+    reductions. Call :meth:`use` before computing. Leaving the context restores the previous number of threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._before: int | None = None
-        self._coming: threading.Thread | None = None
+        self._previous_threads: int | None = None
+        self._import_thread: threading.Thread | None = None
 
     def __enter__(self) -> SingleThreadedTorch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._coming is not None:
-            self._coming.join()
-        if self._before is not None:
+        if self._import_thread is not None:
+            self._import_thread.join()
+        if self._previous_threads is not None:
             import torch
 
-            torch.set_num_threads(self._before)
+            torch.set_num_threads(self._previous_threads)
 
     def expect(self) -> None:
-        """Import it beside what is done first: that takes a second or two, in which other blocks can stream."""
-        self._coming = threading.Thread(target=self.use, name="torch")
-        self._coming.start()
+        """Import torch in the background.
+
+        The import takes a second or two, during which blocks that do not need torch can be processed.
+        """
+        self._import_thread = threading.Thread(target=self.use, name="torch")
+        self._import_thread.start()
 
     def use(self) -> None:
-        """Make sure that torch computes on one thread."""
-        if self._before is not None:
+        """Make torch compute on one thread."""
+        if self._previous_threads is not None:
             return
         with self._lock:
-            if self._before is None:
+            if self._previous_threads is None:
                 import torch
 
-                before = torch.get_num_threads()
+                previous = torch.get_num_threads()
                 torch.set_num_threads(1)
-                self._before = before
+                self._previous_threads = previous

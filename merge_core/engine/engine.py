@@ -1,7 +1,7 @@
-"""Carrying out a plan: its steps and then itself, into a directory that is complete when ``config.json`` is there.
+"""Execute a plan and its steps into a directory, which is complete once ``config.json`` exists.
 
-Several processes, also on several machines that share the file system, may carry out the same plan into the same
-directory at once: they divide its shards (see :mod:`.journal`), and all of them return when it is complete.
+Several processes can execute the same plan into the same directory at the same time, even on several machines that
+share the file system. They divide its shards (see :mod:`.journal`), and all return when the directory is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine import journal
-from mergegate.merge_core.engine.coordination import one_at_a_time, participating
+from mergegate.merge_core.engine.coordination import exclusive_access, join_merge
 from mergegate.merge_core.engine.devices import SingleThreadedTorch, choose_devices
 from mergegate.merge_core.engine.execution import execute
 from mergegate.merge_core.engine.health import judge_health
@@ -25,7 +25,7 @@ from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from mergegate.merge_core.engine.pages import input_pages
 from mergegate.merge_core.engine.settings import EngineSettings
-from mergegate.merge_core.engine.writer import PARTIAL, name_shards, shard_disk_errors_refused
+from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
 from mergegate.merge_core.files import remove_any, remove_contents, state_directory
 from mergegate.merge_core.plan import MergePlan
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """What a merge did.
+    """The result and statistics of a merge.
 
     Args:
         method: Name of the merge method.
@@ -43,12 +43,12 @@ class MergeRecord:
         parameters: Number of output elements.
         bytes_read: Bytes of all inputs.
         bytes_written: Bytes of all output shards.
-        files: Name → sha256 of every file in the output directory.
+        files: sha256 of every file in the output directory, by name.
         seconds: Wall-clock time.
-        device: Where it was computed.
-        bytes_resumed: Output bytes that an interrupted merge, or another participant, had already written.
-        findings: What is wrong with the output, worst first.
-        note: Why it was not computed where ``auto`` would rather have done it; else empty.
+        device: Devices that computed the merge.
+        bytes_resumed: Output bytes that an interrupted merge or another participant had already written.
+        findings: Problems with the output, most severe first.
+        note: Reason why ``auto`` did not choose a GPU; empty if it did.
     """
 
     method: str
@@ -74,22 +74,23 @@ def merge_weights(
     settings: EngineSettings | None = None,
     before_sealing: Callable[[], None] = lambda: None,
 ) -> MergeRecord:
-    """Carry out ``plan`` into the directory ``out``, alone or together with others that do the same.
+    """Execute ``plan`` into the directory ``out``, alone or together with other processes that do the same.
 
     Args:
-        plan: From :func:`merge_core.plan.plan_merge`.
-        out: New or empty directory, or one with an unfinished merge. ``config.json`` appears in it last: without it
+        plan: Plan from :func:`merge_core.plan.plan_merge`.
+        out: New or empty directory, or one with an unfinished merge. ``config.json`` is written last; if it is missing,
             the merge did not finish.
-        seed: Of the random masks.
-        device: ``cpu``; ``cuda``: every GPU; ``cuda:1``; or ``auto``: GPUs if there are any.
-        on_progress: Called in this thread with output bytes done and in all, a few times a second and at the end.
-        settings: How to run; has no influence on the result.
-        before_sealing: Called when everything has been read and ``config.json`` is not there yet. What it raises leaves
-            an unfinished merge.
+        seed: Seed of the random masks.
+        device: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, or ``auto`` (GPUs if there are any).
+        on_progress: Function called in this thread with the finished and the total output bytes, a few times per second
+            and at the end.
+        settings: Settings of the engine. They do not influence the result.
+        before_sealing: Function called after everything has been read and before ``config.json`` exists. If it raises,
+            an unfinished merge remains.
 
     Raises:
-        InvalidInput: The recipe asks for what has not been prepared; an input file is not what its header said; it
-            holds NaN or infinity; integer tensors differ; ``out`` is not empty.
+        InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
+            or infinity, integer tensors differ, or ``out`` is not empty.
         ChangedInput: An input file was changed or replaced while it was read.
         Refused: The disk is full or fails.
     """
@@ -98,7 +99,7 @@ def merge_weights(
     devices, settings = choose_devices(device), settings or EngineSettings()
     parts = (*plan.steps, plan)
     total = sum(part.bytes_written for part in parts)
-    done = found = 0
+    done = resumed = 0
     findings: list[Finding] = list(plan.findings)
     digests: dict[str, str] = {}
 
@@ -106,8 +107,8 @@ def merge_weights(
         check_directory(out, expected=file_names(plan))
 
     def prepare() -> None:
-        with shard_disk_errors_refused(out):
-            (out / CONFIG).unlink(missing_ok=True)  # Until the merge is finished again.
+        with refuse_disk_errors(out):
+            (out / CONFIG).unlink(missing_ok=True)  # It is written again when the merge finishes.
 
     def tidy() -> None:
         shutil.rmtree(out / STEPS, ignore_errors=True)
@@ -117,36 +118,38 @@ def merge_weights(
         if on_progress is not None:
             on_progress(done + written, total)
 
-    with shard_disk_errors_refused(out):
+    with refuse_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
+    with SingleThreadedTorch() as torch, join_merge(out, check=check, prepare=prepare, tidy=tidy):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
             torch.expect()
         pages = input_pages(parts)
         for part in parts:
-            place = out if part is plan else out / STEPS / str(part.recipe.name)
-            with shard_disk_errors_refused(place):
-                place.mkdir(parents=True, exist_ok=True)
+            directory = out if part is plan else out / STEPS / str(part.recipe.name)
+            with refuse_disk_errors(directory):
+                directory.mkdir(parents=True, exist_ok=True)
             with open_inputs(part, lambda step, name: out / STEPS / step / name) as files:
                 outcome = execute(
                     part,
-                    place,
+                    directory,
                     seed=seed,
                     devices=devices,
-                    settings=settings if part is plan else replace(settings, keep_output=True),  # They are read next.
+                    settings=settings
+                    if part is plan
+                    else replace(settings, keep_output=True),  # Later plans read the result.
                     files=files,
                     pages=pages,
                     torch=torch,
                     on_progress=report,
                 )
-            with one_at_a_time(out):
-                name_shards(place, part.shards)
+            with exclusive_access(out):
+                name_shards(directory, part.shards)
                 digests = dict(outcome.digests)
                 if part is plan:
-                    digests.update(write_companions(part, place, before_sealing))
+                    digests.update(write_companions(part, directory, before_sealing))
             traits = part.method.traits
             findings += judge_health(outcome.health, may_zero=traits.may_zero, any_size=traits.makes_state)
-            found += outcome.found
+            resumed += outcome.bytes_resumed
             done += part.bytes_written
     return MergeRecord(
         method=plan.method.name,
@@ -157,22 +160,23 @@ def merge_weights(
         files=dict(sorted(digests.items())),
         seconds=time.monotonic() - began,
         device=str(devices),
-        bytes_resumed=found,
+        bytes_resumed=resumed,
         findings=worst_first(findings),
         note=devices.note,
     )
 
 
 def start_or_resume(out: Path, plan: MergePlan) -> None:
-    """Leave in ``out`` only what the merge of ``plan`` can be resumed from.
+    """Remove everything from ``out`` except the files from which the merge of ``plan`` can be resumed.
 
-    Call it only for a directory that is ours: in the store, or yielded by ``new_directory``. Without a journal,
-    everything in it is removed. With one, only what this merge does not write, which would stop every later run.
+    Call it only for a directory that belongs to mergegate: in the store, or yielded by ``new_directory``. Without a
+    journal, everything is removed. With a journal, only files that this merge does not write are removed, because they
+    would stop every later run.
 
     Raises:
-        DiskRefused: when ``out`` cannot be written.
+        DiskRefused: ``out`` cannot be written.
     """
-    with shard_disk_errors_refused(out):
+    with refuse_disk_errors(out):
         if not journal.exists(out):
             remove_contents(out)
         state_directory(out)
@@ -180,13 +184,13 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
         for step in plan.steps:
             expected |= {f"{STEPS}/{step.recipe.name}/{shard.name}" for shard in step.shards}
         folders = {folder.as_posix() for name in expected for folder in Path(name).parents}
-        for above, directories, names in os.walk(out):
-            place = Path(above)
+        for parent, directories, names in os.walk(out):
+            directory = Path(parent)
             for name in (*directories, *names):
-                path, relative = place / name, (place / name).relative_to(out).as_posix()
+                path, relative = directory / name, (directory / name).relative_to(out).as_posix()
                 mode = path.lstat().st_mode
-                ours = stat.S_ISREG(mode) and (name.endswith(PARTIAL) or relative in expected)
-                if not ours and not (stat.S_ISDIR(mode) and relative in folders):
+                belongs = stat.S_ISREG(mode) and (name.endswith(PARTIAL) or relative in expected)
+                if not belongs and not (stat.S_ISDIR(mode) and relative in folders):
                     _log.warning("%s: not of this merge; removed", path)
                     remove_any(path)
-            directories[:] = [name for name in directories if (place / name).is_dir()]
+            directories[:] = [name for name in directories if (directory / name).is_dir()]

@@ -1,11 +1,11 @@
-"""What a merge reads must be finite: one rule for every method, counted in the pass that reads a tensor first.
+"""Require that all inputs of a merge are finite, with one rule for all methods and no extra pass.
 
-Methods cannot be trusted to pass a NaN on: a comparison with it is false, so a vote, a threshold or a mask may drop it,
-and the output looks healthy while a parent is broken. Therefore inputs are looked at, not outputs: all that is read of
-a tensor is counted while it is in memory anyway, and when its first pass is over, a count above zero refuses the merge.
-Until then no journal says that the tensor is done, so a merge that is resumed reads it, and refuses, again.
+Methods do not reliably propagate NaN. A comparison with NaN is false, so a vote, a threshold or a mask may drop it, and
+the output looks healthy although a parent is broken. Therefore the inputs are checked, not the outputs. Non-finite
+elements are counted while a tensor is in memory anyway, and a count above zero after the first pass refuses the merge.
+No journal records the tensor as finished before that, so a resumed merge reads it again and refuses again.
 
-Rows that the result has no place for are not read, and not judged.
+Rows that the result does not have are neither read nor checked.
 """
 
 from __future__ import annotations
@@ -24,76 +24,79 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-# What is read, and then looked at, in one go: half of a core's second-level cache. Smaller reads cost more than they
-# save.
+# Bytes that are read and then inspected together: half of a core's second-level cache. Smaller reads cost more than
+# they save.
 PIECE_BYTES = 1 << 20
-# Without compiled kernels so many words are compared at a time, which stay in the cache.
+# Words that are compared at a time without compiled kernels, so that they stay in the cache.
 _TILE_WORDS = 1 << 12
 
 
-def look_through(stored: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
-    """Number of NaN and infinite elements among numbers as they are stored; and whether any is not zero.
+def inspect_numbers(stored: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
+    """Return the number of NaN and infinite elements, and whether any element is not zero.
 
-    All that is looked at is a few bits of each: the numbers are counted only where there is something to count.
+    The check inspects only a few bits of each number. It counts elements only if there is something to count.
 
     Args:
-        stored: Their bytes, aligned to 8.
-        dtype: Their format, one that is merged.
-        fused: Whether compiled kernels are used.
+        stored: Bytes of the stored numbers, aligned to 8 bytes.
+        dtype: Format of the numbers; a format that merges support.
+        fused: Whether to use compiled kernels.
     """
     exponent = EXPONENTS[dtype.code]
-    whole = len(stored) // 8 * 8
-    carried, seen = _common(stored[:whole].view(np.uint64), dtype, fused)
-    if whole < len(stored):
-        last = np.zeros(8, np.uint8)  # Zeros are finite.
-        last[: len(stored) - whole] = stored[whole:]
-        more = _common(last.view(np.uint64), dtype, fused=False)
-        carried, seen = carried | more[0], seen | more[1]
-    signs = _repeated(_sign(exponent), exponent.itemsize)
+    aligned_size = len(stored) // 8 * 8
+    carried, nonzero_bits = _combine_bits(stored[:aligned_size].view(np.uint64), dtype, fused)
+    if aligned_size < len(stored):
+        tail = np.zeros(8, np.uint8)  # Padding with zeros is safe because they are finite.
+        tail[: len(stored) - aligned_size] = stored[aligned_size:]
+        tail_bits = _combine_bits(tail.view(np.uint64), dtype, fused=False)
+        carried, nonzero_bits = carried | tail_bits[0], nonzero_bits | tail_bits[1]
+    signs = _repeat(_sign(exponent), exponent.itemsize)
     count = 0
     if carried & signs:
         count = int(np.count_nonzero((patterns(stored, dtype) & exponent) == exponent))
-    return count, bool(seen & ~signs)
+    return count, bool(nonzero_bits & ~signs)
 
 
 def count_non_finite(stored: Bytes, dtype: DType, *, fused: bool) -> int:
-    """The first of what :func:`look_through` says; 0 of integers."""
-    return look_through(stored, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
+    """Return the number of NaN and infinite elements; 0 for integers. See :func:`inspect_numbers`."""
+    return inspect_numbers(stored, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
 
 
-def _common(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:
-    """See ``kernels.inspect``, of which this is the readable reference."""
+def _combine_bits(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:
+    """Return the combined exponent carries and the combined bits of all words.
+
+    This is the readable reference of ``kernels.inspect``.
+    """
     exponent = EXPONENTS[dtype.code]
-    mask = np.uint64(_repeated(int(exponent), exponent.itemsize))
-    low = np.uint64(_repeated(int(exponent) & -int(exponent), exponent.itemsize))
+    mask = np.uint64(_repeat(int(exponent), exponent.itemsize))
+    low = np.uint64(_repeat(int(exponent) & -int(exponent), exponent.itemsize))
     if fused:
         from mergegate.merge_core.methods import kernels
 
-        carried, seen = kernels.inspect(words, mask, low)
-        return int(carried), int(seen)
-    carried = seen = 0
+        carried, nonzero_bits = kernels.inspect(words, mask, low)
+        return int(carried), int(nonzero_bits)
+    carried = nonzero_bits = 0
     for first in range(0, len(words), _TILE_WORDS):
         tile = words[first : first + _TILE_WORDS]
         carried |= int(np.bitwise_or.reduce((tile & mask) + low))
-        seen |= int(np.bitwise_or.reduce(tile))
-    return carried, seen
+        nonzero_bits |= int(np.bitwise_or.reduce(tile))
+    return carried, nonzero_bits
 
 
 def _sign(exponent: np.unsignedinteger[Any]) -> int:
     return 1 << (8 * exponent.itemsize - 1)
 
 
-def _repeated(bits: int, size: int) -> int:
-    """A pattern of ``size`` bytes, side by side in 64 bits."""
+def _repeat(bits: int, size: int) -> int:
+    """Return a pattern of ``size`` bytes, repeated to fill 64 bits."""
     return sum(bits << shift for shift in range(0, 64, 8 * size))
 
 
 def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None:
-    """Raise InvalidInput if any input of ``job``, or what is read beside it, has elements that are NaN or infinite.
+    """Raise InvalidInput if an input of ``job``, or the importance of its elements, has NaN or infinity.
 
     Args:
-        job: The tensor.
-        counts: Of each input, then of each importance, how many of the elements that are read.
+        job: Job of one tensor.
+        counts: Number of non-finite elements of each input, then of each importance. Only elements that are read count.
     """
     inputs = len(job.inputs)
     for measured, count in zip(job.importance, counts[inputs:], strict=True):
@@ -104,17 +107,17 @@ def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None
                 expected="the importance of elements as mergegate measures it",
                 remedy="run again",
             )
-    broken = [(item, int(count)) for item, count in zip(job.inputs, counts[:inputs], strict=True) if count]
-    if not broken:
+    affected = [(item, int(count)) for item, count in zip(job.inputs, counts[:inputs], strict=True) if count]
+    if not affected:
         return
-    (item, count), *others = broken
-    more = "".join(f"; in {other.model}, {number}" for other, number in others)
-    made_here = any(step_of(part.file) is not None for part in item.tensor.parts)
+    (item, count), *other_inputs = affected
+    also = "".join(f"; in {other_input.model}, {number}" for other_input, number in other_inputs)
+    is_step_result = any(step_of(part.file) is not None for part in item.tensor.parts)
     raise InvalidInput(
         f"{item.model}: {item.tensor.name}",
-        found=f"{count} of {item.tensor.numel} numbers are NaN or infinite{more}",
+        found=f"{count} of {item.tensor.numel} numbers are NaN or infinite{also}",
         expected="finite numbers in everything that is merged",
         remedy="check the range of this step's dtype, and its parameters"
-        if made_here
+        if is_step_result
         else "get the checkpoint again or save it again from a sound one; or leave it out of the recipe",
     )

@@ -1,4 +1,4 @@
-"""Judging the output while it is written: numbers that no healthy network has."""
+"""Judge the output while it is written, to find numbers that no healthy network has."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from mergegate.merge_core.errors import Finding
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A root mean square this many times above all parents', or below, is not what merging relatives gives.
-_FAR = 4.0
-# Of tensors above a size, a run of so many elements out of every period is looked at: a thousand are enough for a norm.
-# The single experts of a mixture are of the middle kind, and looking at all of them takes longer than merging them.
-_RUN = 256
-_PERIODS = ((1 << 18, 64 * _RUN), (1 << 13, 8 * _RUN))
+# Merging related models does not change the root mean square by more than this factor relative to all parents.
+_SIZE_RATIO = 4.0
+# Above a size, only a run of this many elements per period is sampled; a thousand elements are enough for a norm. The
+# experts of a mixture are medium-sized, and sampling all of their elements would take longer than merging them.
+_SAMPLE_RUN = 256
+_PERIODS = ((1 << 18, 64 * _SAMPLE_RUN), (1 << 13, 8 * _SAMPLE_RUN))
 
 
 @dataclass(frozen=True)
 class TensorHealth:
-    """What was seen of one output tensor.
+    """Statistics of one output tensor.
 
     Args:
         name: Tensor name.
         non_finite: Number of NaN and infinite elements.
         zero: Whether every element is zero.
-        rms: Root mean square of its elements, from a sample where it is large.
-        parents: The same of each input.
+        rms: Root mean square of its elements, sampled for large tensors.
+        parents: Root mean square of each input.
     """
 
     name: str
@@ -38,7 +38,7 @@ class TensorHealth:
     parents: tuple[float, ...] = ()
 
     def entry(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the statistics as plain data."""
         return {
             "tensor": self.name,
             "non_finite": self.non_finite,
@@ -49,28 +49,30 @@ class TensorHealth:
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any]) -> TensorHealth:
-        """From :meth:`entry`."""
+        """Create the statistics from the result of :meth:`entry`."""
         return TensorHealth(entry["tensor"], entry["non_finite"], entry["zero"], entry["rms"], tuple(entry["parents"]))
 
 
 def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
-    """The elements that are looked at of ``values``, which begin at index ``start`` of a tensor of ``numel``."""
-    period = next((period for above, period in _PERIODS if numel > above), 0)
+    """Return the sampled elements of ``values``, which start at index ``start`` of a tensor of ``numel`` elements."""
+    period = next((period for size, period in _PERIODS if numel > size), 0)
     if not period:
         return values
     rest = values[-start % period :]
-    return rest[: len(rest) // period * period].reshape(-1, period)[:, :_RUN]
+    return rest[: len(rest) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
 
 
 def judge_health(
     tensors: Sequence[TensorHealth], *, may_zero: bool = False, any_size: bool = False
 ) -> tuple[Finding, ...]:
-    """Findings about the tensors of a finished merge; NaN and Inf block, and zeros out of parents that have none.
+    """Return findings about the tensors of a finished merge.
+
+    NaN and infinity block. So do zeros in a tensor whose parents all have other values, unless ``may_zero``.
 
     Args:
-        tensors: What was seen.
+        tensors: Statistics of the tensors.
         may_zero: Whether the recipe itself can scale a tensor to zero.
-        any_size: Whether its numbers may be of another size than those of its parents, zero too.
+        any_size: Whether the numbers may have any magnitude, including zero, regardless of the parents.
     """
     return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero, any_size))
 
@@ -96,7 +98,7 @@ def _judge(tensor: TensorHealth, may_zero: bool, any_size: bool) -> Iterator[Fin
             expected="weights" if low > 0 else "weights, as in some of its parents",
             remedy="compare with the parents, and check weights and densities",
         )
-    elif not tensor.zero and high > 0 and (tensor.rms > _FAR * high or tensor.rms * _FAR < low):
+    elif not tensor.zero and high > 0 and (tensor.rms > _SIZE_RATIO * high or tensor.rms * _SIZE_RATIO < low):
         yield Finding(
             "warn",
             tensor.name,

@@ -1,15 +1,15 @@
-"""A merge that stays in memory: the tensors that :func:`.engine.merge_weights` would write, one after another.
+"""Merge in memory: yield the tensors that :func:`.engine.merge_weights` would write, one after another.
 
-The same plan, the same passes over the same blocks, the same checks of what is read and of what comes out; only the
-bytes go into a tensor instead of into a file, so they are the same bytes. What is left out is what files need: places
-for shards, their hashes, journals. For candidates of a search, whose network is in memory already::
+The plan, the passes over the blocks, and the checks of inputs and outputs are the same. Only the bytes go into a tensor
+instead of a file, so they are the same bytes. Everything that only files need is left out: shards, hashes and journals.
+This serves candidates of a search whose network is already in memory::
 
     for name, tensor in merge_tensors(plan_merge(recipe, checkpoints)):
         network.state_dict()[name].copy_(tensor)
 
-Inputs are read from their files block by block, so that several processes share them in the page cache, and memory is
-that of one tensor for each thread. Only the results of steps (recipes of several documents) are held whole until the
-end, in files without a name, because later documents read them like any other input.
+Inputs are read from their files block by block, so several processes share them in the page cache. Each thread needs
+memory for one tensor. Only the results of steps (recipes of several documents) are stored completely until the end.
+They are in unnamed files, because later documents read them like any other input.
 """
 
 from __future__ import annotations
@@ -54,67 +54,67 @@ def merge_tensors(
     settings: EngineSettings | None = None,
     names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Carry out ``plan`` in memory.
+    """Execute ``plan`` in memory.
 
-    While the iteration is not over (or closed), torch computes on one thread, as in every merge.
+    Until the iterator is exhausted or closed, torch computes on one thread, as in every merge.
 
     Args:
-        plan: From :func:`merge_core.plan.plan_merge`.
-        seed: Of the random masks.
-        device: Where it is computed; the tensors are on the CPU.
-        settings: How to run; has no influence on the result. ``threads`` absent: one, this one; several compute
-            as many tensors ahead.
-        names: Only these tensors, in this order; absent: all, in the order of the files.
+        plan: Plan from :func:`merge_core.plan.plan_merge`.
+        seed: Seed of the random masks.
+        device: Device that computes. The tensors are on the CPU.
+        settings: Settings of the engine. They do not influence the result. Without ``threads``, only the calling thread
+            computes; with several, as many tensors are computed ahead.
+        names: Names of the tensors to compute, in this order. Default: all, in the order of the files.
 
     Yields:
-        Name, and tensor in the format of the file, on the CPU; it is nobody else's.
+        Name and tensor, in the format of the file and on the CPU. The caller owns the tensor.
 
     Raises:
-        InvalidInput: The recipe asks for what has not been prepared; an input file is not what its header said; it
-            holds NaN or infinity; integer tensors differ; ``names`` has one that the plan does not make.
+        InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
+            or infinity, integer tensors differ, or the plan has no tensor of a name in ``names``.
         ChangedInput: An input file was changed or replaced while it was read.
-        Refused: A tensor that came out is not healthy (NaN, infinity, nothing but zeros); the plan does not balance
-            (an input tensor without a place); there is no memory for steps.
+        Refused: A result is not healthy (NaN, infinity, or only zeros), the plan does not use an input tensor, or there
+            is not enough memory for steps.
     """
     require_prepared(plan)
-    _require_sound(plan.findings)
+    _require_no_blocking(plan.findings)
     settings = settings or EngineSettings()
-    with SingleThreadedTorch() as single, ExitStack() as held:
-        made: dict[tuple[str, str], int] = {}  # (step, shard): descriptor of its result
+    with SingleThreadedTorch() as single_threaded, ExitStack() as stack:
+        descriptors: dict[tuple[str, str], int] = {}  # Results by (step, shard).
         for step in plan.steps:
-            with open_inputs(step, lambda step, name: made[step, name]) as files:
-                run = _Run(step, seed, device, settings, files, single)
-                _keep(step, run.tensors(_stored(step, None)), made, held)
-        with open_inputs(plan, lambda step, name: made[step, name]) as files:
-            run = _Run(plan, seed, device, settings, files, single)
-            for tensor, merged in run.tensors(_stored(plan, names)):
-                yield tensor.name, _shaped(tensor, merged)
+            with open_inputs(step, lambda step, name: descriptors[step, name]) as files:
+                run = _Run(step, seed, device, settings, files, single_threaded)
+                _store_step(step, run.tensors(_select_tensors(step, None)), descriptors, stack)
+        with open_inputs(plan, lambda step, name: descriptors[step, name]) as files:
+            run = _Run(plan, seed, device, settings, files, single_threaded)
+            for tensor, merged in run.tensors(_select_tensors(plan, names)):
+                yield tensor.name, _to_tensor(tensor, merged)
 
 
-def _stored(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTensor]:
-    every = {tensor.name: tensor for shard in plan.shards for tensor in shard.stored}
+def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTensor]:
+    available = {tensor.name: tensor for shard in plan.shards for tensor in shard.stored}
     if names is None:
-        return list(every.values())
-    if unknown := next((name for name in names if name not in every), None):
+        return list(available.values())
+    if unknown := next((name for name in names if name not in available), None):
         raise InvalidInput(plan.recipe.where, found=f"no tensor {unknown}", expected="names of tensors that it makes")
-    return [every[name] for name in names]
+    return [available[name] for name in names]
 
 
-def _keep(
+def _store_step(
     step: MergePlan,
     tensors: Iterator[tuple[DiskTensor, Bytes]],
-    made: dict[tuple[str, str], int],
-    held: ExitStack,
+    descriptors: dict[tuple[str, str], int],
+    stack: ExitStack,
 ) -> None:
-    """Put the result of a step where later documents read it: each tensor at its place in its shard."""
-    places: dict[str, tuple[int, int]] = {}
+    """Store the result of a step for later documents: each tensor at its offset in its shard."""
+    locations: dict[str, tuple[int, int]] = {}
     for shard in step.shards:
         fd = nameless_file("step")
-        held.callback(os.close, fd)
-        made[str(step.recipe.name), shard.name] = fd
-        places |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
+        stack.callback(os.close, fd)
+        descriptors[str(step.recipe.name), shard.name] = fd
+        locations |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
     for tensor, merged in tensors:
-        fd, offset = places[tensor.pieces[0]]
+        fd, offset = locations[tensor.pieces[0]]
         done = 0
         while done < len(merged):
             try:
@@ -123,7 +123,7 @@ def _keep(
                 raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
 
 
-def _shaped(tensor: DiskTensor, merged: Bytes) -> torch.Tensor:
+def _to_tensor(tensor: DiskTensor, merged: Bytes) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(merged).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
@@ -131,15 +131,15 @@ def _shaped(tensor: DiskTensor, merged: Bytes) -> torch.Tensor:
 
 @dataclass(eq=False)
 class _Run:
-    """One recipe document while it is carried out.
+    """The execution of one recipe document.
 
     Args:
-        plan: Its plan.
-        seed: Of the random masks.
-        device: Where to compute.
-        settings: How to run.
-        files: Descriptors of its input files.
-        single: To be used before a block is computed with torch.
+        plan: Plan of the document.
+        seed: Seed of the random masks.
+        device: Device that computes.
+        settings: Settings of the engine.
+        files: Descriptors of the input files.
+        single_threaded: Context whose :meth:`use` must be called before a block is computed with torch.
     """
 
     plan: MergePlan
@@ -147,12 +147,12 @@ class _Run:
     device: str
     settings: EngineSettings
     files: Mapping[Path, int]
-    single: SingleThreadedTorch
-    _into: dict[str, Bytes] = field(default_factory=dict)  # of each job that is computed now, where its bytes go
+    single_threaded: SingleThreadedTorch
+    _targets: dict[str, Bytes] = field(default_factory=dict)  # Target of each job in work.
 
     def __post_init__(self) -> None:
         devices = choose_devices(self.device)
-        self._where = devices.all[0]
+        self._device = devices.all[0]
         self._jobs = {job.output.name: job for job in self.plan.jobs}
         self._context = RunContext(
             method=self.plan.method,
@@ -161,71 +161,71 @@ class _Run:
             fused=uses_fused_kernels(self.plan, devices, self.settings),
             settings=self.settings,
             files=self.files,
-            torch=self.single,
+            torch=self.single_threaded,
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
-            submit=_at_once,
+            submit=_run_directly,
             write=self._write,
             pages=None,
-            finished=self._look_at,
+            finished=self._check_health,
             sampled=False,
         )
 
-    def tensors(self, wanted: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
-        """Each of ``wanted`` with its bytes, in that order."""
-        threads = min(self.settings.threads or 1, len(wanted))
+    def tensors(self, selected: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
+        """Yield each of ``selected`` with its bytes, in that order."""
+        threads = min(self.settings.threads or 1, len(selected))
         if threads < 2:
-            for tensor in wanted:
-                yield tensor, self._computed(tensor)
+            for tensor in selected:
+                yield tensor, self._compute_tensor(tensor)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
             ahead: deque[tuple[DiskTensor, Future[Bytes]]] = deque()
             try:
-                for tensor in wanted:
+                for tensor in selected:
                     if len(ahead) == threads:
                         first, future = ahead.popleft()
                         yield first, future.result()
-                    ahead.append((tensor, pool.submit(self._computed, tensor)))
+                    ahead.append((tensor, pool.submit(self._compute_tensor, tensor)))
                 while ahead:
                     first, future = ahead.popleft()
                     yield first, future.result()
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _computed(self, tensor: DiskTensor) -> Bytes:
+    def _compute_tensor(self, tensor: DiskTensor) -> Bytes:
         merged = np.empty(tensor.nbytes, np.uint8)
         begin = 0
         for name in tensor.pieces:
             job = self._jobs[name]
-            self._compute(job, merged[begin : begin + job.output.nbytes])
+            self._compute_job(job, merged[begin : begin + job.output.nbytes])
             begin += job.output.nbytes
         return merged
 
-    def _compute(self, job: TensorJob, into: Bytes) -> None:
-        self._into[job.output.name] = into
-        with own_stream(self._where):
-            TensorRun(self._context, job, self._where, 0).begin()
-        del self._into[job.output.name]
+    def _compute_job(self, job: TensorJob, target: Bytes) -> None:
+        self._targets[job.output.name] = target
+        with own_stream(self._device):
+            TensorRun(self._context, job, self._device, 0).begin()
+        del self._targets[job.output.name]
 
     def _write(self, name: str, start: int, data: memoryview, release: Callable[[], None] | None) -> None:
-        self._into[name][start : start + data.nbytes] = np.frombuffer(data, np.uint8)
+        self._targets[name][start : start + data.nbytes] = np.frombuffer(data, np.uint8)
         if release is not None:
             release()
 
-    def _look_at(self, run: TensorRun, health: TensorHealth) -> None:
+    def _check_health(self, run: TensorRun, health: TensorHealth) -> None:
         may_zero = self.plan.method.traits.may_zero
         if health.zero and not may_zero and not run.context.sampled:
-            # Whether its inputs were zero as well decides: how large they are is looked at only now.
+            # Zeros are wrong unless the inputs are zero too. Their size is measured only in this case.
             TensorRun(replace(run.context, sampled=True), run.job, run.device, run.order).begin()
             return
-        _require_sound(judge_health([health], may_zero=may_zero))
+        _require_no_blocking(judge_health([health], may_zero=may_zero))
 
 
-def _require_sound(findings: Sequence[Finding]) -> None:
+def _require_no_blocking(findings: Sequence[Finding]) -> None:
     for finding in findings:
         if finding.severity == "block":
             raise finding.refusal()
 
 
-def _at_once(_: TensorRun, work: Callable[[], None]) -> None:
-    """The blocks of a tensor come one after another; the last one begins the next pass."""
+def _run_directly(_: TensorRun, work: Callable[[], None]) -> None:
+    """Run the work in the calling thread. Blocks follow one another, and the last one starts the next pass."""
     work()

@@ -1,4 +1,4 @@
-"""The input files of a plan: each opened once, and at the end still what it was, and where it was."""
+"""Open each input file of a plan once, and check at the end that it is unchanged and was not replaced."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mergegate.merge_core.plan import MergePlan, step_of
 
 
 def require_prepared(plan: MergePlan) -> None:
-    """Raise InvalidInput unless everything that the recipe asks to be computed beforehand has been."""
+    """Raise InvalidInput unless all values that the recipe must compute in advance are available."""
     if missing := plan.recipe.unprepared():
         raise InvalidInput(plan.recipe.where, found=missing, expected="a recipe that was prepared before its plan")
 
 
 @contextmanager
 def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) -> Iterator[dict[Path, int]]:
-    """Open every input file of ``plan``; its steps are done.
+    """Open every input file of ``plan``, whose steps have been executed.
 
     Args:
-        plan: One document.
-        step_file: (name of a step, name of one of its shards): where that lies, or the descriptor of a file that has no
-            name.
+        plan: Plan of one document.
+        step_file: Function from the names of a step and of one of its shards to the path of this file, or to the
+            descriptor of an unnamed file.
 
     Yields:
-        Descriptors, by the paths that the plan has.
+        Descriptors, by the paths in the plan.
 
     Raises:
         InvalidInput: A file cannot be read.
@@ -40,22 +40,22 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
         for path in dict.fromkeys(part.file for job in plan.jobs for part in (*job.stored, *job.measured)):
             try:
                 step = step_of(path)
-                real = step_file(step, path.name) if step else path
-                if isinstance(real, int):
-                    files[path] = os.dup(real)
+                source = step_file(step, path.name) if step else path
+                if isinstance(source, int):
+                    files[path] = os.dup(source)
                     continue
-                files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
-                opened.append((real, file_identity(files[path]), files[path]))
+                files[path] = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+                opened.append((source, file_identity(files[path]), files[path]))
             except OSError as error:
                 raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
         try:
             yield files
         except MergegateError:
-            for one in opened:
-                require_unchanged(*one)  # It may be why a read ended early.
+            for entry in opened:
+                require_unchanged(*entry)  # The change may explain why a read ended early.
             raise
-        for one in opened:
-            require_unchanged(*one)
+        for entry in opened:
+            require_unchanged(*entry)
     finally:
         for fd in files.values():
             os.close(fd)

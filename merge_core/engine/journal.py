@@ -1,17 +1,17 @@
-"""What a merge has finished of a shard, line by line; and, by its lock, who works on it.
+"""Record the finished parts of each shard line by line, and mark with a lock which participant works on it.
 
-Every output shard has a journal file beside it. Whoever holds its lock works on it: so several processes, also on
-several machines that share the file system, divide a merge between them. The lock of a killed one is free at once, and
-whoever takes it resumes where the journal ends.
+Every output shard has a journal file next to it. The participant that holds its lock works on the shard. So several
+processes divide a merge between them, even on several machines that share the file system. When a participant is
+killed, its lock is free immediately, and the next holder resumes where the journal ends.
 
 A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
-and hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the
-machine, or on another one, only what was flushed is certain: the journal remembers the boot it was written in, and in
-another boot only a complete shard counts.
+and hashed. After ``kill -9``, everything that was written still exists, so both kinds of lines are valid. After a crash
+of the machine, or on another machine, only flushed data is certain. Therefore the journal records the boot it was
+written in, and in another boot only a complete shard is valid.
 
-Lines vouch for each other and for the merge: recipe, seed, inputs (path, size, times), device and layout. The first
-that does not fit ends the belief: garbage costs what it hides, and of a journal of another merge nothing is believed,
-its shard starts from the beginning.
+The lines form a chain that starts from the merge: recipe, seed, inputs (path, size, times), device and layout. Lines
+from the first mismatch on are ignored, so garbage only costs the work that it hides. In a journal of another merge no
+line matches, and the shard starts from the beginning.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.health import TensorHealth
-from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, shard_disk_errors_refused
+from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refuse_disk_errors
 from mergegate.merge_core.files import ASIDE, LineChain, has_mark, remove_any, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
-# To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
-# older engine left is not continued.
+# Increase this whenever the engine would write other bytes for the same plan, or other journal lines. A merge that an
+# older engine started is not resumed.
 ENGINE = 5
 _SUFFIX = f".journal{PARTIAL}"
 
 
 class ShardJournal:
-    """The journal of one shard, claimed by this participant.
+    """The journal of one shard that this participant has claimed.
 
     Args:
-        shard: Which shard.
-        tensors: What was seen of the tensors that are written already, by name.
+        shard: The shard.
+        tensors: Statistics of the tensors that are already written, by name.
         digest: sha256 of the shard if it is complete.
     """
 
@@ -56,49 +56,52 @@ class ShardJournal:
         self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
         self._path, self._fd, self._lock = path, fd, Lock()
         self._missing = len(shard.tensors) - len(self.tensors)
-        self._hashed: str | None = None
+        self._pending_digest: str | None = None
         if self.digest is not None:
             self.close()
 
-    def tensor(self, health: TensorHealth) -> None:
-        """All bytes of a tensor have been written."""
+    def record_tensor(self, health: TensorHealth) -> None:
+        """Record that all bytes of a tensor have been written."""
         with self._lock:
             self._append(health.entry())
             self.tensors[health.name] = health
             self._missing -= 1
             self._finish()
 
-    def hashed(self, digest: str) -> None:
-        """The shard is on the disk, and this is its sha256. With the last tensor's line it is complete, and free."""
+    def record_digest(self, digest: str) -> None:
+        """Record the sha256 of the shard, which has been flushed to the disk.
+
+        Once all tensors are recorded too, the shard is complete and the claim ends.
+        """
         with self._lock:
-            self._hashed = digest
+            self._pending_digest = digest
             self._finish()
 
     def close(self) -> None:
-        """Give the shard up, so that another participant can claim it."""
+        """Give up the claim, so that another participant can take the shard."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _finish(self) -> None:
-        if self._hashed is not None and self._missing == 0:
-            self._append({"sha256": self._hashed})
-            self.digest = self._hashed
+        if self._pending_digest is not None and self._missing == 0:
+            self._append({"sha256": self._pending_digest})
+            self.digest = self._pending_digest
             self.close()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        with shard_disk_errors_refused(self._path):
+        with refuse_disk_errors(self._path):
             _write(self._fd, self._lines.line(json.dumps(entry).encode()))
 
 
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
-    """The journal of ``shard`` in ``out``, for this participant alone; None while another one has it.
+    """Return the journal of ``shard`` in ``out`` for this participant alone; None if another one has it.
 
-    It is continued when it is of this merge and can be believed, else started again. When it says that the shard is
-    complete, the claim is given back at once.
+    A valid journal of this merge is continued; any other is started again. If the journal shows that the shard is
+    complete, the claim ends immediately.
     """
     path = out / f"{shard.name}{_SUFFIX}"
-    with shard_disk_errors_refused(path):
+    with refuse_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = try_open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, required=False)
         if fd is None:
@@ -112,7 +115,7 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
 
 
 def exists(out: Path) -> bool:
-    """Return whether ``out`` holds an unfinished merge: a journal that carries mergegate's mark."""
+    """Return whether ``out`` has an unfinished merge: a journal with mergegate's mark."""
     return has_mark(out / NAME)
 
 
@@ -122,24 +125,24 @@ def remove_journals(out: Path) -> None:
         remove_any(path)
 
 
-def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
-    """A digest of everything that decides the bytes of a merge.
+def merge_identity(plan: MergePlan, files: Mapping[Path, int], mode: str) -> str:
+    """Return a digest of everything that decides the bytes of a merge.
 
     Args:
-        plan: What is merged.
+        plan: Plan of the merge.
         files: Open file descriptor of every input file.
-        way: Seed, device and kind of kernels.
+        mode: Seed, device and kind of kernels.
     """
     inputs = {}
     for path, fd in files.items():
         status = os.fstat(fd)
-        # Not device and inode: of one shared file they differ between machines.
+        # Device and inode are omitted because they differ between machines for one shared file.
         inputs[str(path)] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     content = {
         "engine": ENGINE,
         "recipe": plan.recipe.canonical(),
         "inputs": inputs,
-        "way": way,
+        "way": mode,
         "derived": [
             [item.model, item.tensor.name, item.tensor.identity()]
             for job in plan.jobs
@@ -152,18 +155,21 @@ def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
 
 
 def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> tuple[list[dict[str, Any]], LineChain]:
-    """Entries that still hold, and the lines that go on from them; the file is cut there, or started again."""
+    """Return the entries that are still valid, and the chain that continues them.
+
+    The file is truncated after the last valid entry, or started again.
+    """
     lines = LineChain(identity)
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
-        found = list(lines.whole(file, _is_entry))
-    entries = [entry for entry, _ in found]
-    there = final_or_partial(out, shard)
+        believed = list(lines.whole(file, _is_entry))
+    entries = [entry for entry, _ in believed]
+    shard_file = final_or_partial(out, shard)
     boot = boot_id()
     same_boot = bool(boot and entries) and entries[0].get("boot") == boot
     complete = any("sha256" in entry for entry in entries)
-    if entries and "boot" in entries[0] and there is not None and (same_boot or complete):
-        os.ftruncate(fd, found[-1][1])
+    if entries and "boot" in entries[0] and shard_file is not None and (same_boot or complete):
+        os.ftruncate(fd, believed[-1][1])
         return entries[1:], lines
     os.ftruncate(fd, 0)
     lines = LineChain(identity)

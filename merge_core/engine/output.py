@@ -1,4 +1,4 @@
-"""Write what a result has besides its weights: index, tokenizer, code and other files, and ``config.json`` last."""
+"""Write the files of a result besides its weights: index, tokenizer, code and others, and ``config.json`` last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import INDEX_NAME
 from mergegate.merge_core.engine.coordination import NAME
-from mergegate.merge_core.engine.writer import PARTIAL, shard_disk_errors_refused
+from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
@@ -17,32 +17,33 @@ from mergegate.merge_core.plan import MergePlan, index_text, requires_index, ser
 
 CONFIG = "config.json"
 
-# No library reads them back: they name the directory of whoever saved the file.
+# No library reads these fields back. They name the directory of the user who saved the file.
 _ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
 
-# Results of a recipe's steps, until the last one is done.
+# Directory for the results of a recipe's steps until the last one is done.
 STEPS = f"steps{PARTIAL}"
 
 
 def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
-    """Accept ``out`` if it is empty or holds only what an unfinished merge left.
+    """Accept ``out`` if it is empty or has only the files of an unfinished merge.
 
     Args:
         out: Output directory. It exists.
         expected: Names of the files that the merge writes.
 
     Raises:
-        InvalidInput: The directory holds anything else. mergegate would delete or mix up files of the user.
+        InvalidInput: The directory has other files. mergegate would delete or mix up files of the user.
     """
-    with shard_disk_errors_refused(out):
+    with refuse_disk_errors(out):
         names = {path.name for path in out.iterdir()}
-        # Listed first: another participant may create its journal now, which makes everything here ours.
+        # List the directory before checking the mark. Another participant may create its journal in between, and then
+        # all files belong to mergegate.
         if has_mark(out / NAME):
-            ours = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
+            own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
             # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
-            ours = {NAME} if names <= {NAME} and _is_empty(out / NAME) else set()
-        foreign = sorted(names - ours)
+            own_names = {NAME} if names <= {NAME} and _is_empty(out / NAME) else set()
+        foreign = sorted(names - own_names)
         if foreign:
             raise InvalidInput(
                 str(out),
@@ -53,15 +54,15 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
 
 
 def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Write the files next to the weights, ``config.json`` last; return file name → sha256.
+    """Write the files next to the weights, ``config.json`` last, and return their sha256 by name.
 
     Args:
-        plan: What was merged.
+        plan: Plan of the merge.
         out: Output directory.
-        when_read: Called when the parents' files have been read, before anything is written.
+        when_read: Function called after the parents' files have been read and before any file is written.
 
     Raises:
-        InvalidInput: A file is not a plain file inside its checkpoint anymore.
+        InvalidInput: A file is no longer a plain file inside its checkpoint.
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):
@@ -69,27 +70,27 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     contents[CONFIG] = serialize_config(dict(plan.config))
     contents |= {name: _without_local_paths(name, content) for name, content in contents.items()}
     when_read()
-    for name, content in contents.items():  # The config is the last one.
+    for name, content in contents.items():  # The config comes last.
         _write(out / name, content)
-    with shard_disk_errors_refused(out):
+    with refuse_disk_errors(out):
         fsync(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _without_local_paths(name: str, content: bytes) -> bytes:
-    """Return a configuration without the fields in which libraries note where a model was loaded from."""
+    """Return a configuration without the fields in which libraries record the path of the loaded model."""
     if not name.endswith("config.json") or not any(field.encode() in content for field in _ORIGIN_FIELDS):
         return content
     try:
         config = parse_json_object(content, name)
-    except InvalidInput:  # a file that no library reads; it is copied as it is
+    except InvalidInput:  # No library can read this file, so it is copied unchanged.
         return content
     local = [field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))]
     return serialize_config({key: value for key, value in config.items() if key not in local}) if local else content
 
 
 def file_names(plan: MergePlan) -> set[str]:
-    """Names of all files that a merge writes."""
+    """Return the names of all files that a merge writes."""
     return {
         *(shard.name for shard in plan.shards),
         *plan.companions,
@@ -99,7 +100,7 @@ def file_names(plan: MergePlan) -> set[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with shard_disk_errors_refused(path):
+    with refuse_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + PARTIAL)
         with partial.open("wb") as file:

@@ -1,12 +1,12 @@
-"""What streams through leaves the page cache as it was found.
+"""Release input files from the page cache after they are read, so that a merge leaves the cache as it found it.
 
-Reading a file has the system put every page of it into memory that was something else's, or nobody's; where the host
-has to find that memory first, this is half of a merge's time (``docs/performance.md``). So a part of an input goes as
-soon as all that is wanted of it has been read for the last time, and its memory is used again for what is read next.
-What lay there before stays: it is somebody's.
+Reading a file makes the system cache all of its pages, in memory that was free or used for something else. If the host
+must find this memory first, that takes half of a merge's time (``docs/performance.md``). Therefore a part of an input
+is released as soon as all required data has been read for the last time, and its memory is reused for the next part.
+Pages that were cached before stay cached, because another program may need them.
 
-Where the disk is slow, that memory costs little beside it, and the next merge of the same models would wait for the
-disk again: then all stays. A small merge leaves little.
+If the disk is slow, finding memory costs little in comparison, and the next merge of the same models would wait for the
+disk again. In this case all pages stay cached. A small merge leaves little in the cache.
 """
 
 from __future__ import annotations
@@ -29,56 +29,65 @@ if TYPE_CHECKING:
 
     from mergegate.merge_core.checkpoint import StoredTensor
 
-# Parts of files that go at once: large, because a call looks after all processors; whole pages of any system.
+# Unit in which cached file data is released. It is large because a call involves all processors, and consists of whole
+# pages on any system.
 PART_BYTES = 16 << 20
-# Below this much input, nothing is worth a look.
-_WORTH_BYTES = 256 << 20
-# Bytes a second of one reader. Finding memory takes up to 1 s a GB, half of what this disk takes to fill it.
-_QUICK = 500e6
-_LOOKS, _LOOK_BYTES = 4, 1 << 20
-# Of the memory that there is, what one tensor may leave behind for its next pass.
-_FOR_NEXT_PASS = 0.25
+# Input size below which releasing pages is not worthwhile.
+_MIN_INPUT_BYTES = 256 << 20
+# Bytes per second of one reader on a fast disk. Finding memory takes up to 1 s per GB, half the time that such a disk
+# needs to fill it.
+_FAST_DISK = 500e6
+_PROBES, _PROBE_BYTES = 4, 1 << 20
+# Share of the available memory that one tensor may leave cached for its next pass.
+_NEXT_PASS_SHARE = 0.25
 
 
 def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
-    """The pages of what ``plans`` read; None where all of them stay: there is little to read, or the disk is slow."""
-    if sum(plan.bytes_read for plan in plans) < _WORTH_BYTES:
+    """Return the page manager for ``plans``; None if all pages stay cached because of little input or a slow disk."""
+    if sum(plan.bytes_read for plan in plans) < _MIN_INPUT_BYTES:
         return None
-    largest = max((tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda one: one.nbytes)
-    return InputPages(plans) if _is_quick(largest) else None
+    largest = max(
+        (tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda tensor: tensor.nbytes
+    )
+    return InputPages(plans) if _is_fast(largest) else None
 
 
 class InputPages:
-    """The pages of the files that a merge reads, which it leaves. Safe for its threads.
+    """Cached pages of the files that a merge reads, released after their last use.
+
+    Several threads may use it.
 
     Args:
-        plans: All that is read, in any order: a part that several of them want goes after the last.
+        plans: All plans that read the files, in any order. A part that several of them need is released after its last
+            use.
     """
 
     def __init__(self, plans: Sequence[MergePlan]) -> None:
         self._lock = threading.Lock()
-        self._left = _bytes_wanted(plans)
-        self._found: dict[Path, dict[int, bool]] = {path: {} for path in self._left}  # Whether a part lay there before.
-        self._for_next_pass = int(available_memory() * _FOR_NEXT_PASS)
+        self._remaining = _required_bytes(plans)
+        # Whether each part was cached before.
+        self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
+        self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
 
     def admit(self, job: TensorJob, files: Mapping[Path, int]) -> None:
-        """Note what already lies there of the inputs of ``job``; before anything of it is read."""
+        """Record which inputs of ``job`` are already cached. Call it before any of them is read."""
         for tensor in job.stored:
-            found, fd = self._found[tensor.file], files[tensor.file]
+            was_cached, fd = self._was_cached[tensor.file], files[tensor.file]
             size = os.fstat(fd).st_size
             for part in _parts(tensor.offset, tensor.nbytes):
-                if part not in found:  # Half of it: reading before and behind this part takes some of it along.
+                # A part counts if more than half of it is cached, because reads next to it also cache some of it.
+                if part not in was_cached:
                     count = min(PART_BYTES, size - part * PART_BYTES)
-                    found[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
+                    was_cached[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
 
-    def read(self, job: TensorJob, files: Mapping[Path, int], first: int = 0, last: int | None = None) -> None:
-        """The elements from ``first`` to ``last`` of each stored input are in memory, and none of them is read again.
+    def release(self, job: TensorJob, files: Mapping[Path, int], first: int = 0, last: int | None = None) -> None:
+        """Release the elements from ``first`` to ``last`` of each stored input, which will not be read again.
 
         Args:
-            job: Whose.
+            job: Job that read the elements.
             files: Open descriptor of every input file.
-            first: From 0.
-            last: The one behind them; None: to the end of each.
+            first: First element, from 0.
+            last: End of the elements (exclusive). None means the end of each input.
         """
         for tensor in job.stored:
             size = tensor.dtype.size
@@ -86,66 +95,72 @@ class InputPages:
             for part in self._finished(tensor.file, tensor.offset + first * size, end - first * size):
                 forget_cached(files[tensor.file], part * PART_BYTES, PART_BYTES)
 
-    def pass_over(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
-        """The same elements will be read again; where that is too much to lie in memory until then, they go now."""
-        if last * sum(tensor.dtype.size for tensor in job.stored) > self._for_next_pass:
+    def release_until_next_pass(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
+        """Release elements that will be read again, but only if they are too many to stay cached until then.
+
+        The arguments are as in :meth:`release`.
+        """
+        if last * sum(tensor.dtype.size for tensor in job.stored) > self._next_pass_bytes:
             for tensor in job.stored:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
-                if not any(self._found[tensor.file].get(part) for part in _parts(start, count)):
+                if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
                     forget_cached(files[tensor.file], start, count)
 
     def _finished(self, path: Path, start: int, count: int) -> list[int]:
-        """The parts of a file of which nothing is wanted any more after ``count`` bytes, and that shall go."""
+        """Return the parts of a file that can be released after ``count`` bytes have been read."""
         done = []
         with self._lock:
-            left = self._left[path]
+            remaining = self._remaining[path]
             for part in _parts(start, count):
-                left[part] -= _overlap(part, start, count)
-                if left[part] == 0 and not self._found[path].get(part):
+                remaining[part] -= _overlap(part, start, count)
+                if remaining[part] == 0 and not self._was_cached[path].get(part):
                     done.append(part)
         return done
 
 
-def _is_quick(tensor: StoredTensor) -> bool:
-    """Whether the disk that it lies on is: the best of a few reads past the cache, over its length."""
-    place, spent = mmap.mmap(-1, _LOOK_BYTES), []
+def _is_fast(tensor: StoredTensor) -> bool:
+    """Return whether the tensor's disk is fast, based on the best of a few uncached reads along the tensor."""
+    buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
     try:
         fd = open_uncached(tensor.file)
         try:
-            for look in range(_LOOKS):
-                at = (tensor.offset + look * tensor.nbytes // _LOOKS) // PART_BYTES * PART_BYTES
+            for index in range(_PROBES):
+                offset = (tensor.offset + index * tensor.nbytes // _PROBES) // PART_BYTES * PART_BYTES
                 began = time.perf_counter()
-                count = read_at(fd, memoryview(place), at)
-                spent.append((time.perf_counter() - began) / max(count, 1))
+                count = read_at(fd, memoryview(buffer), offset)
+                seconds_per_byte.append((time.perf_counter() - began) / max(count, 1))
         finally:
             os.close(fd)
     except OSError:
-        return False  # A file without a name, or one that reading will say more of.
-    return 1 / min(spent) >= _QUICK
+        return False  # An unnamed file, or one whose problem the merge will report when it reads it.
+    return 1 / min(seconds_per_byte) >= _FAST_DISK
 
 
-def _bytes_wanted(plans: Sequence[MergePlan]) -> dict[Path, NDArray[np.int64]]:
-    """Of every file, how many bytes of each part are read for an output tensor, counted for each that wants them."""
-    wanted: dict[Path, list[tuple[int, int]]] = {}
+def _required_bytes(plans: Sequence[MergePlan]) -> dict[Path, NDArray[np.int64]]:
+    """Return for every file the number of bytes of each part that the plans read.
+
+    Bytes that several output tensors need count once for each.
+    """
+    ranges_by_file: dict[Path, list[tuple[int, int]]] = {}
     for plan in plans:
         for job in plan.jobs:
             for tensor in job.stored:
-                wanted.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
-    return {path: _in_parts(np.array(ranges, np.int64)) for path, ranges in wanted.items()}
+                ranges_by_file.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
+    return {path: _in_parts(np.array(ranges, np.int64)) for path, ranges in ranges_by_file.items()}
 
 
 def _in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of each part of a file that ranges ``[ranges, (start, count)]`` cover, as often as they do."""
+    """Return the bytes of each part of a file that the ranges ``[ranges, (start, count)]`` cover, with multiplicity."""
     starts, ends = np.sort(ranges[:, 0]), np.sort(ranges.sum(1))
     edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
 
-    def beyond(places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of each edge, its distances from all sorted places before it, together."""
-        before = np.searchsorted(places, edges)
-        distances: NDArray[np.int64] = before * edges - np.concatenate(([0], np.cumsum(places)))[before]
+    def summed_distances(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each edge the sum of its distances from all sorted positions before it."""
+        before = np.searchsorted(positions, edges)
+        distances: NDArray[np.int64] = before * edges - np.concatenate(([0], np.cumsum(positions)))[before]
         return distances
 
-    covered: NDArray[np.int64] = np.diff(beyond(starts) - beyond(ends))
+    covered: NDArray[np.int64] = np.diff(summed_distances(starts) - summed_distances(ends))
     return covered
 
 
@@ -154,5 +169,5 @@ def _parts(start: int, count: int) -> range:
 
 
 def _overlap(part: int, start: int, count: int) -> int:
-    """Bytes that a part has of ``count`` bytes from ``start``."""
+    """Return the number of bytes that a part shares with ``count`` bytes from ``start``."""
     return min((part + 1) * PART_BYTES, start + count) - max(part * PART_BYTES, start)

@@ -1,4 +1,4 @@
-"""How to run a merge, without influence on its result."""
+"""Define how to run a merge, without influence on its result."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mergegate.merge_core.system import cores_of_process
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How to run, without influence on the result.
+    """Settings of the engine. They do not influence the result.
 
     Args:
-        threads: Worker threads; None: two more than there are cores, so that some can wait for the disk.
+        threads: Number of worker threads. Default: two more than there are cores, so that some can wait for the disk.
         block_elements: Elements per block.
-        tile_elements: Elements that an unfused CPU computation handles at once, so that they stay in the cache.
-        keep_output: Whether the result stays in the page cache, for whoever reads it next.
-        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU when there is enough to do.
+        tile_elements: Elements that an unfused CPU computation processes at a time, so that they stay in the cache.
+        keep_output: Whether the result stays in the page cache for the next reader.
+        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if there is enough input.
     """
 
     threads: int | None = None
@@ -37,5 +37,5 @@ class EngineSettings:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return cores_of_process()

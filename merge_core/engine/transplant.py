@@ -1,8 +1,8 @@
-"""A model with another one's tokenizer: new tables of tokens, and everything else streamed as it is.
+"""Write a model with another model's tokenizer: create new token tables, and stream everything else unchanged.
 
-Tokens that both tokenizers have keep the model's rows, byte by byte, wherever the donor's ids put them; two tokens are
-one where they stand for the same bytes. Rows of the others are made (see ``merge_core.checkpoint.vocabulary``), for
-embeddings and head apart. The tables are held in memory, one at a time; nothing else is.
+Tokens that both tokenizers have keep the model's rows byte by byte, at the donor's ids. Two tokens are the same if they
+stand for the same bytes. Rows of other tokens are computed (see ``merge_core.checkpoint.vocabulary``), separately for
+embeddings and head. One table at a time is in memory, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 from mergegate.merge_core.engine.blocks import open_elements
 from mergegate.merge_core.engine.devices import choose_devices
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights
-from mergegate.merge_core.engine.writer import shard_disk_errors_refused
+from mergegate.merge_core.engine.writer import refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain
 from mergegate.merge_core.plan import plan_transplant
@@ -36,20 +36,20 @@ from mergegate.merge_core.plan import plan_transplant
 if TYPE_CHECKING:
     import torch
 
-# New tokens whose rows are made at once: of 100,000 shared tokens the matches then take 100 MB.
-_BATCH = 256
+# New tokens whose rows are computed together. With 100,000 shared tokens, the matches then take 100 MB.
+_BATCH_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Transplant:
-    """What was made.
+    """The outcome of a transplant.
 
     Args:
-        record: Of the copy.
-        tokens: Of the donor's tokenizer that have a row.
-        shared: Of these, those that the model had.
-        errors: By table, how far the combinations are from the donor's own rows: root of the mean of
-            ``|difference|² / |row|²``; empty where rows are means.
+        record: Record of the merge that copies the model.
+        tokens: Number of the donor's tokens that have a row.
+        shared: Number of these tokens that the model has too.
+        errors: Error of the combinations relative to the donor's own rows, by table: square root of the mean of
+            ``|difference|² / |row|²``. Empty if rows are means.
     """
 
     record: MergeRecord
@@ -72,126 +72,132 @@ def transplant_tokenizer(
     """Write ``model`` with the tokenizer of ``donor`` into ``out``.
 
     Args:
-        model: Whose weights.
-        donor: Whose tokenizer; its tables say what its tokens mean.
+        model: Model that provides the weights.
+        donor: Model that provides the tokenizer. Its tables define the meaning of its tokens.
         out: New or empty directory.
-        scratch: A file for the new tables until ``out`` is finished; the caller removes it.
-        method: How rows are made of tokens that the model lacks.
-        k: Shared tokens in one combination, at most.
-        device: Where combinations are computed, as torch writes it.
-        on_progress: Told of rows that are made, and of all.
+        scratch: File for the new tables until ``out`` is finished. The caller removes it.
+        method: Method that computes rows of tokens that the model lacks.
+        k: Maximum number of shared tokens in one combination.
+        device: Device that computes combinations, in torch's notation.
+        on_progress: Function called with the number of computed rows and of all rows to compute.
 
     Raises:
-        InvalidInput: No readable tokenizer, tables that cannot be told, no token in common, numbers that are not
-            finite, a device that there is not.
+        InvalidInput: A tokenizer is missing or unreadable, the tables are ambiguous, the tokenizers have no token in
+            common, a table has NaN or infinity, or the device does not exist.
     """
     device = choose_devices(device).all[0]
-    tokenizers = (_tokenizer(model), _tokenizer(donor))
-    tables = _tables(model)
-    giving = {name: _given(donor, name, tables) for name in tables}
-    size = next(iter(giving.values())).shape[0]
+    tokenizers = (_require_tokenizer(model), _require_tokenizer(donor))
+    tables = _token_tables(model)
+    donor_tables = {name: _counterpart(donor, name, tables) for name in tables}
+    size = next(iter(donor_tables.values())).shape[0]
     rows = next(iter(tables.values())).shape[0]
-    own, others = (token_bytes(one) for one in tokenizers)
-    both = ((number, own[text]) for text, number in others.items() if text in own)
-    pairs = sorted((number, row) for number, row in both if number < size and row < rows)
+    model_ids, donor_ids = (token_bytes(definition) for definition in tokenizers)
+    shared = ((number, model_ids[text]) for text, number in donor_ids.items() if text in model_ids)
+    pairs = sorted((number, row) for number, row in shared if number < size and row < rows)
     if not pairs:
         raise InvalidInput(
             str(donor.directory),
             found=f"no token that {model.directory.name} has, too",
             expected="tokens in common: they tie the two spaces together",
         )
-    known = np.array(pairs, np.int64).T
-    missing = np.setdiff1d(np.array(sorted({n for n in others.values() if n < size}), np.int64), known[0])
+    shared_rows = np.array(pairs, np.int64).T
+    missing = np.setdiff1d(np.array(sorted({n for n in donor_ids.values() if n < size}), np.int64), shared_rows[0])
     done, total = 0, len(missing) * len(tables)
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
         done += count
         if on_progress is not None:
             on_progress(done, total)
 
     errors: dict[str, float] = {}
-    placed = _lay_out(tables, size, scratch)
-    with shard_disk_errors_refused(scratch), scratch.open("wb") as file:
-        file.write(placed[0])
+    layout = _lay_out(tables, size, scratch)
+    with refuse_disk_errors(scratch), scratch.open("wb") as file:
+        file.write(layout[0])
         for name, table in tables.items():
-            whole, error = _new_table(table, giving[name], known, missing, method, k, device, told)
+            content, error = _new_table(table, donor_tables[name], shared_rows, missing, method, k, device, report)
             if error is not None:
                 errors[name] = error
-            file.write(whole.data)
-    plan = plan_transplant(model, donor, {tensor.name: tensor for tensor in placed[1]}, tokenizers)
+            file.write(content.data)
+    plan = plan_transplant(model, donor, {tensor.name: tensor for tensor in layout[1]}, tokenizers)
     record = merge_weights(plan, out, device="cpu")
-    return Transplant(record, len(known[0]) + len(missing), len(known[0]), errors)
+    return Transplant(record, len(shared_rows[0]) + len(missing), len(shared_rows[0]), errors)
 
 
 def _new_table(
     table: AnyTensor,
-    giving: AnyTensor,
-    known: np.ndarray,
+    donor_table: AnyTensor,
+    shared_rows: np.ndarray,
     missing: np.ndarray,
     method: TransplantMethod,
     k: int,
     device: str,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> tuple[np.ndarray, float | None]:
-    """Bytes of a new table of tokens [rows of the donor, width], and the error of its combinations.
+    """Return the bytes of a new token table [donor's rows, width], and the error of its combinations.
 
     Args:
-        table: The model's [rows, width] (or [rows], a bias).
-        giving: The donor's of the same use [rows, its width].
-        known: Rows of shared tokens: in the donor, in the model [2, shared].
+        table: The model's table [rows, width], or a bias [rows].
+        donor_table: The donor's table for the same purpose [rows, its width].
+        shared_rows: Rows of shared tokens, in the donor and in the model [2, shared].
         missing: Rows of the donor whose tokens the model lacks.
     """
     import torch
 
-    mine = _read(table)
-    wide = mine.float() if table.dtype.code != "F64" else mine
-    shared = wide[torch.from_numpy(known[1])]
-    result = mine.new_zeros((giving.shape[0], *mine.shape[1:]))
-    result[:] = shared.mean(0).to(mine.dtype)  # Rows without a token, too: padding that no text asks for.
-    result[torch.from_numpy(known[0])] = mine[torch.from_numpy(known[1])]
+    model_rows = _read_tensor(table)
+    wide = model_rows.float() if table.dtype.code != "F64" else model_rows
+    shared = wide[torch.from_numpy(shared_rows[1])]
+    result = model_rows.new_zeros((donor_table.shape[0], *model_rows.shape[1:]))
+    result[:] = shared.mean(0).to(model_rows.dtype)  # This includes padding rows, which no text uses.
+    result[torch.from_numpy(shared_rows[0])] = model_rows[torch.from_numpy(shared_rows[1])]
     error = None
-    if method == "omp" and len(mine.shape) == 2 and len(missing):
-        theirs = _read(giving).float().to(device)
-        atoms, rows = theirs[torch.from_numpy(known[0]).to(device)], shared.float().to(device)
+    if method == "omp" and len(model_rows.shape) == 2 and len(missing):
+        donor_rows = _read_tensor(donor_table).float().to(device)
+        atoms, rows = donor_rows[torch.from_numpy(shared_rows[0]).to(device)], shared.float().to(device)
         squares = 0.0
-        for first in range(0, len(missing), _BATCH):
-            part = torch.from_numpy(missing[first : first + _BATCH])
-            wanted = theirs[part.to(device)]
-            chosen, weights = sparse_combinations(wanted, atoms, k)
-            result[part] = combined_rows(chosen, weights, rows).to("cpu", mine.dtype)
-            left = (combined_rows(chosen, weights, atoms) - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)
-            squares += float(left.double().square().sum())
-            told(len(part))
+        for first in range(0, len(missing), _BATCH_TOKENS):
+            part = torch.from_numpy(missing[first : first + _BATCH_TOKENS])
+            targets = donor_rows[part.to(device)]
+            chosen, weights = sparse_combinations(targets, atoms, k)
+            result[part] = combined_rows(chosen, weights, rows).to("cpu", model_rows.dtype)
+            difference = combined_rows(chosen, weights, atoms) - targets
+            errors = difference.norm(dim=1) / targets.norm(dim=1).clamp_min(1e-30)
+            squares += float(errors.double().square().sum())
+            report(len(part))
         error = float(np.sqrt(squares / len(missing)))
     else:
-        told(len(missing))
+        report(len(missing))
     stored: np.ndarray = result.contiguous().view(torch.uint8).numpy().reshape(-1)
     return stored, error
 
 
-def _tables(model: Checkpoint) -> dict[str, AnyTensor]:
-    """The model's tables of tokens, each with one row a token."""
-    found = {name: one for name, one in model.tensors.items() if is_embedding(name) or is_head(name) or _is_bias(name)}
-    embeddings = [name for name in found if is_embedding(name)]
-    sizes = {tensor.shape[0] for tensor in found.values() if tensor.shape}
-    floating = all(tensor.dtype.kind == "float" for tensor in found.values())
+def _token_tables(model: Checkpoint) -> dict[str, AnyTensor]:
+    """Return the model's token tables, each with one row per token."""
+    tables = {
+        name: tensor for name, tensor in model.tensors.items() if is_embedding(name) or is_head(name) or _is_bias(name)
+    }
+    embeddings = [name for name in tables if is_embedding(name)]
+    sizes = {tensor.shape[0] for tensor in tables.values() if tensor.shape}
+    floating = all(tensor.dtype.kind == "float" for tensor in tables.values())
     if len(embeddings) != 1 or len(sizes) != 1 or not floating:
         raise InvalidInput(
             f"{model.directory}: embeddings",
             found=f"{len(embeddings)} tables of {', '.join(map(str, sorted(sizes))) or 'no'} rows",
             expected="one table of embeddings in a floating-point format, and a head of as many rows",
         )
-    return found
+    return tables
 
 
-def _given(donor: Checkpoint, name: str, tables: dict[str, AnyTensor]) -> AnyTensor:
-    """The donor's table of the same use; of a bias that it may lack, its embeddings (only their number is asked)."""
-    own = _tables(donor)
-    embedding = next(one for other, one in own.items() if is_embedding(other))
+def _counterpart(donor: Checkpoint, name: str, tables: dict[str, AnyTensor]) -> AnyTensor:
+    """Return the donor's table for the same purpose.
+
+    For a bias, which the donor may lack, return its embeddings, because only the number of rows matters.
+    """
+    donor_tables = _token_tables(donor)
+    embedding = next(table for table_name, table in donor_tables.items() if is_embedding(table_name))
     if not is_head(name):
         return embedding
-    heads = [one for other, one in own.items() if is_head(other)]
+    heads = [table for table_name, table in donor_tables.items() if is_head(table_name)]
     return heads[0] if heads else embedding
 
 
@@ -200,18 +206,18 @@ def _is_bias(name: str) -> bool:
 
 
 def _lay_out(tables: dict[str, AnyTensor], size: int, file: Path) -> tuple[bytes, list[StoredTensor]]:
-    """Header of a file with the new tables, and where each lies in it."""
+    """Return the header of a file with the new tables, and the stored tensors at their offsets in it."""
     shapes = {name: (size, *table.shape[1:]) for name, table in tables.items()}
     nbytes = {name: table.nbytes // table.shape[0] * size for name, table in tables.items()}
-    header = render_header([(name, one.dtype.code, shapes[name], nbytes[name]) for name, one in tables.items()], {})
-    placed, offset = [], len(header)
+    header = render_header([(name, table.dtype.code, shapes[name], nbytes[name]) for name, table in tables.items()], {})
+    new_tensors, offset = [], len(header)
     for name, table in tables.items():
-        placed.append(StoredTensor(name, file, table.dtype, shapes[name], offset))
+        new_tensors.append(StoredTensor(name, file, table.dtype, shapes[name], offset))
         offset += nbytes[name]
-    return header, placed
+    return header, new_tensors
 
 
-def _read(tensor: AnyTensor) -> torch.Tensor:
+def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
     import torch
 
     content = np.empty(tensor.nbytes, np.uint8)
@@ -228,13 +234,13 @@ def _read(tensor: AnyTensor) -> torch.Tensor:
     return values
 
 
-def _tokenizer(checkpoint: Checkpoint) -> TokenizerDefinition:
-    found = read_tokenizer(checkpoint.companions)
-    if found is None:
+def _require_tokenizer(checkpoint: Checkpoint) -> TokenizerDefinition:
+    definition = read_tokenizer(checkpoint.companions)
+    if definition is None:
         raise InvalidInput(
             str(checkpoint.directory),
             found="no tokenizer.json",
             expected="a readable tokenizer, to match tokens",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
         )
-    return found
+    return definition

@@ -1,7 +1,7 @@
-"""The threads of a merge: they take the oldest work first.
+"""Run the threads of a merge, which take the oldest work first.
 
-Work is ordered by a number, here that of its tensor. So a tensor is finished before the next one is started: what its
-later passes read again is still in the page cache, and output is written nearly in order.
+Work is ordered by a number, which is that of its tensor. So a tensor is finished before the next one starts. Data that
+its later passes read again is still in the page cache, and output is written nearly in order.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from itertools import count
 
 
 class Workers:
-    """A few threads.
+    """A fixed set of threads that process prioritized work.
 
     Args:
-        number: Of threads.
-        on_failure: Called, in the thread, with what some work raised; nothing more is started after it.
+        thread_count: Number of threads.
+        on_failure: Function called in the thread with the exception that work raised. No more work starts after it.
     """
 
-    def __init__(self, number: int, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, thread_count: int, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure
         self._condition = threading.Condition()
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._counter = count()
         self._stopped = False
-        self._threads = [threading.Thread(target=self._run, name=f"merge-{n}", daemon=True) for n in range(number)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"merge-{index}", daemon=True) for index in range(thread_count)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, order: int, work: Callable[[], None]) -> None:
-        """Have ``work`` done after all that waits with a lower ``order``, or came earlier with the same."""
+        """Queue ``work`` behind all work with a lower ``order``, and behind earlier work with the same."""
         with self._condition:
             heapq.heappush(self._waiting, (order, next(self._counter), work))
             self._condition.notify()
 
     def stop(self) -> None:
-        """Begin nothing more, and wait until what has begun has ended."""
+        """Start no more work, and wait until the current work has ended."""
         with self._condition:
             self._stopped = True
             self._waiting.clear()

@@ -1,12 +1,12 @@
-"""Output files: preallocated, written in place from any thread in any order, hashed on the way, named at the end.
+"""Write output files in place from any thread in any order, hash them on the way, and name them at the end.
 
-While a merge runs, a shard is called ``<name>.partial``. Only :func:`name_shards` gives the final names, after all of
-them have been written and flushed to the disk; ``config.json``, without which nothing loads the directory, is written
-last of all by :mod:`merge_core.engine.output`. So a directory of a failed merge never looks finished.
+During a merge, a shard is named ``<name>.partial``. Only :func:`name_shards` assigns the final names, after all shards
+have been written and flushed to the disk. :mod:`merge_core.engine.output` writes ``config.json``, without which no
+library loads the directory, last of all. So the directory of a failed merge never looks finished.
 
-SHA-256 needs bytes in their order, blocks finish in any order: one thread follows the written front of each shard and
-hashes what lies behind it. A few blocks stay in memory until then; when it falls far behind, it reads again what was
-written a moment ago, from the page cache.
+SHA-256 needs bytes in order, but blocks finish in any order. Therefore one thread follows the contiguously written
+start of each shard and hashes it. A few blocks stay in memory until they are hashed. If the thread falls far behind, it
+reads recently written blocks again from the page cache.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mergegate.merge_core.system import forget_cached, read_at, reserve_space
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
-# Written blocks that wait in memory for being hashed.
+# Limit of the written blocks that wait in memory to be hashed.
 WAITING_BYTES = 32 << 20
 
 
 @dataclass(order=True)
 class _Run:
-    """Bytes that have been written: where, and the bytes themselves while they are in memory."""
+    """A written range of bytes, with the data while it is in memory."""
 
     start: int
     end: int = field(compare=False)
@@ -43,26 +43,26 @@ class _Run:
 
 
 class _OpenShard:
-    """A shard while it is written: its file, and which runs of bytes are there but not yet hashed."""
+    """A shard during writing: its file, and the ranges of bytes that are written but not yet hashed."""
 
     def __init__(self, shard: Shard, fd: int, on_complete: Callable[[str], None]) -> None:
         self.shard, self.fd, self.on_complete = shard, fd, on_complete
         self.hashed = 0
         self.written: list[_Run] = []
 
-    def next(self) -> _Run | None:
-        """The run of bytes that is to be hashed next, if it is there."""
+    def pop_next(self) -> _Run | None:
+        """Return and remove the range to hash next, if it has been written."""
         if self.written and self.written[0].start == self.hashed:
             return heapq.heappop(self.written)
         return None
 
 
 class ShardFiles:
-    """The shards that this process writes, one after the other or several at once.
+    """The shards that this process writes, one after another or several at a time.
 
     Args:
-        directory: Where they go; exists.
-        keep_pages: Whether what was written stays in the page cache when it is on the disk and hashed.
+        directory: Output directory. It exists.
+        keep_pages: Whether data stays in the page cache after it has been flushed to the disk and hashed.
     """
 
     def __init__(self, directory: Path, *, keep_pages: bool = True) -> None:
@@ -70,19 +70,20 @@ class ShardFiles:
         self._condition = threading.Condition()
         self._open: dict[str, _OpenShard] = {}
         self._queue: deque[_OpenShard] = deque()
-        self._waiting = 0  # Bytes in memory that are to be hashed.
+        self._waiting = 0  # Bytes in memory that wait to be hashed.
         self._closing: Literal["when done", "now"] | None = None
         self._failure: BaseException | None = None
         self._hasher = threading.Thread(target=self._hash_all, name="sha256", daemon=True)
         self._hasher.start()
 
     def open(self, shard: Shard, *, written: Collection[str], on_complete: Callable[[str], None]) -> None:
-        """Begin or continue a shard.
+        """Start or continue a shard.
 
         Args:
-            shard: What it holds.
-            written: Names of its tensors that an interrupted merge has written already.
-            on_complete: Called with its sha256, from another thread, once it is written, flushed and hashed.
+            shard: Layout of the shard.
+            written: Names of the tensors that an interrupted merge has already written.
+            on_complete: Function called from another thread with the shard's sha256, once it is written, flushed and
+                hashed.
 
         Raises:
             Refused: The disk is full or not writable.
@@ -98,21 +99,21 @@ class ShardFiles:
         self.write(shard.name, 0, memoryview(shard.header))
 
     def write(self, shard: str, offset: int, data: memoryview, release: Callable[[], None] | None = None) -> None:
-        """Write ``data`` at ``offset`` of a shard; each byte is written exactly once.
+        """Write ``data`` at ``offset`` of a shard. Each byte must be written exactly once.
 
         Args:
-            shard: Its name.
-            offset: In the file.
-            data: May be used until ``release`` is called.
-            release: Called, here or later and in another thread, when ``data`` is no longer needed; None: it is not
-                needed after this call.
+            shard: Name of the shard.
+            offset: Offset in the file, in bytes.
+            data: Bytes to write. They must stay valid until ``release`` is called.
+            release: Function called when ``data`` is no longer needed, now or later in another thread. None means that
+                ``data`` is not used after this call.
 
         Raises:
             Refused: The disk is full or fails.
         """
         opened = self._open[shard]
         done = 0
-        with shard_disk_errors_refused(self._directory / f"{shard}{PARTIAL}"):
+        with refuse_disk_errors(self._directory / f"{shard}{PARTIAL}"):
             while done < len(data):
                 done += os.pwrite(opened.fd, data[done:], offset + done)
         run = _Run(offset, offset + len(data))
@@ -127,7 +128,7 @@ class ShardFiles:
             release()
 
     def complete(self) -> None:
-        """Wait until every shard is on the disk and hashed, and close the files.
+        """Wait until every shard has been flushed to the disk and hashed, and close the files.
 
         Raises:
             Refused: The disk failed.
@@ -136,17 +137,17 @@ class ShardFiles:
         self.check()
 
     def check(self) -> None:
-        """Raise what has gone wrong in the thread that hashes."""
+        """Raise the exception that stopped the hashing thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def abandon(self) -> None:
-        """Stop after a failure; the partial files stay for a look at the cause, or to be resumed."""
+        """Stop after a failure. The partial files stay, so that they can be inspected or resumed."""
         self._close("now")
 
-    def _close(self, how: Literal["when done", "now"]) -> None:
+    def _close(self, mode: Literal["when done", "now"]) -> None:
         with self._condition:
-            self._closing = how
+            self._closing = mode
             self._condition.notify_all()
         self._hasher.join()
         while self._open:
@@ -154,9 +155,9 @@ class ShardFiles:
 
     def _create(self, shard: Shard) -> int:
         path = self._directory / f"{shard.name}{PARTIAL}"
-        with shard_disk_errors_refused(path):
+        with refuse_disk_errors(path):
             final = self._directory / shard.name
-            if final.exists():  # Killed between naming the files and the end: their content is as the journal says.
+            if final.exists():  # A merge was killed after naming the files. Their content matches the journal.
                 final.rename(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -170,13 +171,13 @@ class ShardFiles:
     def _hash_all(self) -> None:
         try:
             buffer = bytearray(_HASH_BYTES)
-            while (opened := self._next()) is not None:
+            while (opened := self._next_shard()) is not None:
                 if not self._hash(opened, memoryview(buffer)):
                     return
         except BaseException as failure:
             self._failure = failure
 
-    def _next(self) -> _OpenShard | None:
+    def _next_shard(self) -> _OpenShard | None:
         with self._condition:
             while self._closing != "now":
                 if self._queue:
@@ -187,11 +188,11 @@ class ShardFiles:
         return None
 
     def _hash(self, opened: _OpenShard, buffer: memoryview) -> bool:
-        """Follow a shard to its end; False when it was abandoned."""
+        """Hash a shard to its end; return False if it was abandoned."""
         digest = hashlib.sha256()
         while opened.hashed < opened.shard.size:
             with self._condition:
-                while (run := opened.next()) is None and self._closing != "now":
+                while (run := opened.pop_next()) is None and self._closing != "now":
                     self._condition.wait()
             if run is None or self._closing == "now":
                 return False
@@ -204,7 +205,7 @@ class ShardFiles:
                 self._hash_file(opened.fd, run, digest, buffer)
             with self._condition:
                 opened.hashed = run.end
-        with shard_disk_errors_refused(self._directory / f"{opened.shard.name}{PARTIAL}"):
+        with refuse_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
             os.fsync(opened.fd)
         if not self._keep_pages:
             forget_cached(opened.fd)
@@ -221,18 +222,18 @@ class ShardFiles:
 
 
 def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
-    """Give the complete files their names, those that do not have them yet."""
+    """Rename the complete files to their final names, unless they have them already."""
     for shard in shards:
         path = directory / f"{shard.name}{PARTIAL}"
-        with shard_disk_errors_refused(path):
+        with refuse_disk_errors(path):
             if path.exists():
                 path.rename(directory / shard.name)
 
 
 def final_or_partial(directory: Path, shard: Shard) -> Path | None:
-    """The file of a shard, under whichever name, if it has its size.
+    """Return the file of a shard, under its final or partial name, if it has the right size.
 
-    The final name is looked at last: another participant may give it between the two looks.
+    The final name is checked last, because another participant may rename the file between the two checks.
     """
     for path in (directory / f"{shard.name}{PARTIAL}", directory / shard.name):
         try:
@@ -244,8 +245,8 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
     return None
 
 
-class shard_disk_errors_refused:  # noqa: N801  # reads as the statement it is: `with refusing_disk_errors(path):`
-    """Turn an OSError on ``path`` into a refusal that says what to do."""
+class refuse_disk_errors:  # noqa: N801  # It is lowercase because it reads like a function: `with refuse_disk_errors(path):`.
+    """Turn an OSError on ``path`` into a refusal that explains how to fix it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

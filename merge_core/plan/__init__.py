@@ -1,6 +1,6 @@
-"""From a recipe and headers to a list of jobs, and everything that is wrong with it, before any weight is read.
+"""Plan a merge: turn a recipe and checkpoint headers into a list of jobs, and find problems before weights are read.
 
-A plan fixes names, shapes, dtypes and offsets of every output byte; the engine only carries it out.
+A plan fixes the name, shape, dtype and offset of every output byte. The engine only executes it.
 """
 
 from mergegate.merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
@@ -9,14 +9,13 @@ from mergegate.merge_core.plan.layout import OutputTensor, Shard, index_text, re
 from mergegate.merge_core.plan.plan import plan_merge, step_of
 from mergegate.merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
 from mergegate.merge_core.plan.special_ids import serialize_config
-from mergegate.merge_core.plan.tokenizers import CutPair
+from mergegate.merge_core.plan.tokenizers import TokenizerPair
 from mergegate.merge_core.plan.transplant import plan_transplant
 
 __all__ = [
     "MEAN",
     "SEVERAL",
     "ZERO",
-    "CutPair",
     "Input",
     "MergePlan",
     "OutputTensor",
@@ -24,6 +23,7 @@ __all__ = [
     "RowMap",
     "Shard",
     "TensorJob",
+    "TokenizerPair",
     "index_text",
     "plan_merge",
     "plan_transplant",

@@ -1,11 +1,16 @@
-"""Rows of embeddings and heads by token, when a recipe says which vocabulary the result has (``tokenizer``).
+"""Map the rows of embeddings and heads by token when a recipe chooses the vocabulary of the result (``tokenizer``).
 
-Output row ``r`` stands for the token that the result's tokenizer gives the id ``r``. Each model gives its own row of
-that token, wherever that is. A model that lacks the token borrows: what the recipe says for the token; else from the
-base if that has it, else from the only model that has it, else the mean over those that have it.
+Output row ``r`` belongs to the token with id ``r`` in the result's tokenizer. Each model contributes its own row of
+that token, even if the token's id in that model differs. A model that lacks the token borrows a row:
 
-Rows without a token (padding) keep their place, so the table never shrinks; where a model has none there, the row of
-the model that gives the tokenizer, and where there is none either (the table grew), the mean of the model's own rows.
+1. from the source that the recipe names for the token,
+2. from the base, if the base has the token,
+3. from the only model that has the token,
+4. otherwise, the mean over all models that have it.
+
+Rows without a token (padding) keep their position, so the table never shrinks. If a model has no such row, it uses the
+row of the model that provides the tokenizer. If that has none either because the table grew, it uses the mean of its
+own rows.
 """
 
 from __future__ import annotations
@@ -33,27 +38,27 @@ from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How the models' vocabularies become one.
+    """The way the vocabularies of several models are merged into one.
 
     Args:
-        choice: What the recipe says.
-        tokenizer: The checkpoint that gives the tokenizer's files.
-        ids: Ids of the result's tokens.
+        choice: Tokenizer settings of the recipe.
+        tokenizer: Checkpoint that provides the tokenizer's files.
+        ids: Token ids of the result, by token.
         vocabularies: Tokenizer of each model, by reference.
-        sizes: Rows of each model's table.
-        wanted: Reference of ``tokenizer``.
+        sizes: Number of rows in each model's table, by reference.
+        tokenizer_name: Reference of ``tokenizer``.
         base: Reference of the recipe's base.
         size: Number of output rows.
         content: ``tokenizer.json`` of the result.
-        model_changed: Whether the tokenizer's model has tokens or merges that it had not.
-        rewritten: Files of the tokenizer that are otherwise than in its directory; None: left out.
-        remarks: What a person should know.
+        model_changed: Whether the result's tokenizer model has tokens or merges that the original lacks.
+        rewritten: Tokenizer files whose content changes, by name. None means that the file is omitted.
+        remarks: Findings for the user.
     """
 
     choice: TokenizerChoice
@@ -61,33 +66,35 @@ class Alignment:
     ids: Mapping[str, int]
     vocabularies: Mapping[str, TokenizerDefinition]
     sizes: Mapping[str, int]
-    wanted: str
+    tokenizer_name: str
     base: str | None
     size: int
     content: Mapping[str, Any]
     model_changed: bool
     rewritten: Mapping[str, bytes | None]
     remarks: tuple[Finding, ...]
-    _made: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
 
     def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:
-        """Row maps of ``models``, which are merged with each other; empty when each has the result's rows already.
+        """Return the row maps of ``models``, which are merged with each other.
+
+        The result is empty if each model already has the rows of the result.
 
         Raises:
-            InvalidInput: A token that none of them has a row for.
+            InvalidInput: No model has a row for some token.
         """
         names = tuple(dict.fromkeys(models))
-        if names not in self._made:
-            self._made[names] = _maps(self, names)
-        return self._made[names]
+        if names not in self._cache:
+            self._cache[names] = _build_maps(self, names)
+        return self._cache[names]
 
 
 def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> Alignment | None:
-    """What becomes of the vocabularies of a recipe with ``tokenizer_source`` or ``tokenizer``; None when it has none.
+    """Return the alignment of a recipe with ``tokenizer_source`` or ``tokenizer``; None for other recipes.
 
     Raises:
-        InvalidInput: A model without readable tokenizer, a union that is to be refused, a token's source that does not
-            exist.
+        InvalidInput: A model has no readable tokenizer, the union must be refused, or the source that the recipe names
+            for a token does not exist.
     """
     choice = recipe.tokenizer
     if choice is None:
@@ -96,19 +103,19 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
         dict.fromkeys(str(s.model) for module in recipe.modules for cut in module.slices for s in cut.sources)
     )
     names = list(dict.fromkeys([*merged, donor]))
-    wanted = donor if choice.source in ("base", "union") else str(choice.source)
-    every = list(dict.fromkeys([wanted, *names]))
-    vocabularies = {name: _definition(name, checkpoints[name], choice.where) for name in every}
-    sizes = {name: _rows(checkpoints[name], name) for name in every}
-    target = vocabularies[wanted]
-    joined = _joined(choice, vocabularies, wanted, merged)
-    tokenizer = checkpoints[wanted]
+    tokenizer_name = donor if choice.source in ("base", "union") else str(choice.source)
+    needed = list(dict.fromkeys([tokenizer_name, *names]))
+    vocabularies = {name: _read_definition(name, checkpoints[name], choice.where) for name in needed}
+    sizes = {name: _row_count(checkpoints[name], name) for name in needed}
+    target = vocabularies[tokenizer_name]
+    joined = _join_tokenizers(choice, vocabularies, tokenizer_name, merged)
+    tokenizer = checkpoints[tokenizer_name]
     ids = target.ids if joined is None else joined.ids
     rewritten = rewritten_files(joined, target, tuple(tokenizer.companions)) if joined is not None else {}
     remarks = [
         Finding("info", choice.where, found=text, expected="", remedy="") for text in (joined.remarks if joined else ())
     ]
-    size = _size(choice, ids, vocabularies, sizes, merged, wanted)
+    size = _table_size(choice, ids, vocabularies, sizes, merged, tokenizer_name)
     base = str(recipe.base) if recipe.base else None
     for row in choice.tokens:
         _check_origin(row.origin, merged, vocabularies, sizes, row.token, choice.where)
@@ -118,7 +125,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
         ids=ids,
         vocabularies=vocabularies,
         sizes=sizes,
-        wanted=wanted,
+        tokenizer_name=tokenizer_name,
         base=base,
         size=size,
         content=target.content if joined is None else joined.content,
@@ -129,9 +136,9 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
 
 
 def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding | None:
-    """A tensor outside the layers that has a size of the vocabulary and is not known to follow it.
+    """Return a finding for a tensor outside the layers that has a vocabulary-sized dimension but an unknown name.
 
-    Its rows may be tokens' in an order that is no longer the result's, and no shape would say so.
+    Its rows may belong to tokens whose order changes in the result, and no shape check would notice.
     """
     size = alignment.sizes.get(model)
     if size not in tensor.shape or has_vocabulary_rows(tensor.name) or parse_layer_place(tensor.name) is not None:
@@ -148,33 +155,33 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
 def aligned_config(
     config: Mapping[str, Any], alignment: Alignment, donor: str, where: str
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Configuration of the result, whose ids are those of its tokenizer; and what is wrong with it.
+    """Return the configuration with the result's token ids, and findings about it.
 
-    Marks (begin, end, padding) are those of the model that gives the tokenizer; every other id, and a mark that this
-    model does not name, follows its token.
+    The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id follows
+    its token, as do those three if that model does not define them.
 
     Args:
-        config: Of the donor, otherwise finished.
-        alignment: Of the vocabularies.
-        donor: Reference of the model that gives the configuration.
-        where: What messages call the recipe.
+        config: Configuration of the donor, complete except for token ids.
+        alignment: Alignment of the vocabularies.
+        donor: Reference of the model that provides the configuration.
+        where: Name of the recipe in messages.
     """
-    giver = alignment.tokenizer
+    tokenizer_model = alignment.tokenizer
     findings: list[Finding] = []
-    if donor == alignment.wanted:
+    if donor == alignment.tokenizer_name:
         return with_vocabulary(config, alignment.size), findings
     before = {number: token for token, number in alignment.vocabularies[donor].ids.items()}
-    moved, lost = follow_tokens(config, before, alignment.ids)
-    for key in _MARKS:
-        if key in giver.config:
-            moved[key] = giver.config[key]
-    for key in lost:
-        if key in _MARKS and key in giver.config:
+    moved, unmatched_keys = follow_tokens(config, before, alignment.ids)
+    for key in _SPECIAL_KEYS:
+        if key in tokenizer_model.config:
+            moved[key] = tokenizer_model.config[key]
+    for key in unmatched_keys:
+        if key in _SPECIAL_KEYS and key in tokenizer_model.config:
             continue
-        last = key.rpartition(".")[2]
+        field_name = key.rpartition(".")[2]
         findings.append(
             Finding(
-                "warn" if last in _MARKS else "block",
+                "warn" if field_name in _SPECIAL_KEYS else "block",
                 f"{donor}: config.json: {key}",
                 found="a token that the result's tokenizer lacks",
                 expected="tokens of the result",
@@ -185,126 +192,142 @@ def aligned_config(
 
 
 def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str) -> dict[str, bytes | None]:
-    """``generation_config.json`` of a donor, where the model that gives the tokenizer has none: its ids moved along."""
-    if donor_name == alignment.wanted or GENERATION in alignment.tokenizer.companions:
+    """Return the donor's ``generation_config.json`` with the result's token ids.
+
+    The result is empty if the model that provides the tokenizer has this file or is the donor.
+    """
+    if donor_name == alignment.tokenizer_name or GENERATION in alignment.tokenizer.companions:
         return {}
     if GENERATION not in donor.companions:
         return {}
     before = {number: token for token, number in alignment.vocabularies[donor_name].ids.items()}
     moved, _ = follow_tokens(donor.companions.json(GENERATION) or {}, before, alignment.ids)
-    for key in _MARKS:
+    for key in _SPECIAL_KEYS:
         if key in alignment.tokenizer.config:
             moved[key] = alignment.tokenizer.config[key]
     return {GENERATION: serialize_config(moved)}
 
 
-def _joined(
-    choice: TokenizerChoice, vocabularies: Mapping[str, TokenizerDefinition], wanted: str, merged: Sequence[str]
+def _join_tokenizers(
+    choice: TokenizerChoice, vocabularies: Mapping[str, TokenizerDefinition], tokenizer_name: str, merged: Sequence[str]
 ) -> JoinedTokenizer | None:
-    """The tokenizer that has to be made, if one has to."""
-    target = vocabularies[wanted]
-    others = {name: vocabularies[name] for name in merged if name != wanted} if choice.source == "union" else {}
-    more = {}
+    """Return the tokenizer that must be built, or None if an existing one suffices."""
+    target = vocabularies[tokenizer_name]
+    other_tokenizers = (
+        {name: vocabularies[name] for name in merged if name != tokenizer_name} if choice.source == "union" else {}
+    )
+    extra_tokens = {}
     for row in choice.tokens:
         if row.token not in target.ids:
-            kinds = [one.added[row.token] for one in vocabularies.values() if row.token in one.added]
-            more[row.token] = kinds[0] if kinds else _NEW_TOKEN
-    joined = join_tokenizers(target, others, choice.strangers, choice.where, more)
+            kinds = [
+                definition.added[row.token] for definition in vocabularies.values() if row.token in definition.added
+            ]
+            extra_tokens[row.token] = kinds[0] if kinds else _NEW_TOKEN
+    joined = join_tokenizers(target, other_tokenizers, choice.strangers, choice.where, extra_tokens)
     if not (joined.new_added or joined.model_changed):
         return None
     if not target.has_pipeline:
         raise InvalidInput(
             choice.where,
-            found=f"{wanted} has no tokenizer.json, so a tokenizer with more tokens cannot be written",
+            found=f"{tokenizer_name} has no tokenizer.json, so a tokenizer with more tokens cannot be written",
             expected="a tokenizer file that also says how text is split",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
         )
     return joined
 
 
-def _size(
+def _table_size(
     choice: TokenizerChoice,
     ids: Mapping[str, int],
     vocabularies: Mapping[str, TokenizerDefinition],
     sizes: Mapping[str, int],
     merged: Sequence[str],
-    wanted: str,
+    tokenizer_name: str,
 ) -> int:
-    """Rows of the result: never fewer than the tokenizer's model has, and one for each token that somebody has.
+    """Return the number of rows of the result.
 
-    An id past the table of every model that knows it (tokenizers have such) needs none.
+    It is at least that of the model that provides the tokenizer, and covers each token that has a row in some model. An
+    id past the table of every model that knows it needs no row; some tokenizers have such ids.
     """
-    said = {row.token for row in choice.tokens if row.origin is not None}
-    size = sizes[wanted]
-    beyond = [(token, number) for token, number in ids.items() if number >= size]
-    for token, number in beyond:
-        owned = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged)
-        if owned or token in said:
+    rows_with_origin = {row.token for row in choice.tokens if row.origin is not None}
+    size = sizes[tokenizer_name]
+    beyond_table = [(token, number) for token, number in ids.items() if number >= size]
+    for token, number in beyond_table:
+        has_row = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged)
+        if has_row or token in rows_with_origin:
             size = max(size, number + 1)
     multiple = choice.pad_to_multiple_of or 1
     return -(-size // multiple) * multiple
 
 
-def _maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:
+def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:
     choice, sizes, size = alignment.choice, alignment.sizes, alignment.size
     plain = not any(row.origin for row in choice.tokens)
-    known = [alignment.vocabularies[name].ids for name in names]
-    if plain and all(ids == alignment.ids for ids in known) and all(sizes[name] == size for name in names):
+    vocabularies = [alignment.vocabularies[name].ids for name in names]
+    if plain and all(ids == alignment.ids for ids in vocabularies) and all(sizes[name] == size for name in names):
         return {}
     listed = sorted((number, token) for token, number in alignment.ids.items() if number < size)
-    places = np.fromiter((number for number, _ in listed), np.int64, len(listed))
-    rows = np.array([[ids.get(token, -1) for _, token in listed] for ids in known], np.int64).reshape(len(names), -1)
+    positions = np.fromiter((number for number, _ in listed), np.int64, len(listed))
+    rows = np.array([[ids.get(token, -1) for _, token in listed] for ids in vocabularies], np.int64).reshape(
+        len(names), -1
+    )
     rows[rows >= np.array([sizes[name] for name in names])[:, None]] = -1
     named = {row.token for row in choice.tokens}
-    said = {row.token for row in choice.tokens if row.origin is not None}
-    within = sizes[alignment.wanted]
-    homeless = [
-        listed[at][1]
-        for at in np.flatnonzero(~(rows >= 0).any(0)).tolist()
-        if (listed[at][0] < within or listed[at][1] in named) and listed[at][1] not in said
+    with_origin = {row.token for row in choice.tokens if row.origin is not None}
+    table_size = sizes[alignment.tokenizer_name]
+    orphans = [
+        listed[column][1]
+        for column in np.flatnonzero(~(rows >= 0).any(0)).tolist()
+        if (listed[column][0] < table_size or listed[column][1] in named) and listed[column][1] not in with_origin
     ]
-    homeless += [token for token in named if token not in said and alignment.ids[token] >= size]
-    if homeless:
+    orphans += [token for token in named if token not in with_origin and alignment.ids[token] >= size]
+    if orphans:
         raise InvalidInput(
             choice.where,
-            found=f"{len(homeless)} tokens of {alignment.wanted} that no merged model has, such as {homeless[0]!r}",
+            found=f"{len(orphans)} tokens of {alignment.tokenizer_name} that no merged model has, "
+            f"such as {orphans[0]!r}",
             expected="a tokenizer whose tokens the models know",
             remedy="choose the tokenizer of one of the merged models, or give these tokens a source",
         )
     preferred = names.index(alignment.base) if alignment.base in names else None
     maps = {}
-    for own, name in enumerate(names):
+    for own_index, name in enumerate(names):
         lender, row = np.full(size, MEAN, np.int32), np.zeros(size, np.int64)
-        _pad(lender, row, alignment, names, own, places)
-        lender[places], row[places], shared = map_rows(own, rows, preferred)
+        _fill_padding(lender, row, alignment, names, own_index, positions)
+        lender[positions], row[positions], shared = map_rows(own_index, rows, preferred)
         for token in choice.tokens:
-            place = alignment.ids[token.token]
-            if token.origin is not None and (token.force or lender[place] != own):
-                lender[place], row[place] = _origin_of(token.origin, token.token, names, alignment)
-        maps[name] = RowMap(names, own, lender, row, tuple(shared))
+            position = alignment.ids[token.token]
+            if token.origin is not None and (token.force or lender[position] != own_index):
+                lender[position], row[position] = _lender_of(token.origin, token.token, names, alignment)
+        maps[name] = RowMap(names, own_index, lender, row, tuple(shared))
     return maps
 
 
-def _pad(
+def _fill_padding(
     lender: NDArray[np.int32],
     row: NDArray[np.int64],
     alignment: Alignment,
     names: tuple[str, ...],
-    own: int,
-    places: NDArray[np.int64],
+    own_index: int,
+    positions: NDArray[np.int64],
 ) -> None:
-    """Rows without a token: the model's own at that place, if it has no token there either; else the tokenizer's."""
+    """Fill the rows without a token.
+
+    A model uses its own row at that position if no token has it there, and otherwise that of the tokenizer's model.
+    """
     free = np.ones(len(lender), bool)
-    free[places] = False
-    givers = [own] if alignment.wanted not in names else [names.index(alignment.wanted), own]
-    for number in givers:  # The last one wins: the model itself.
-        name = names[number]
+    free[positions] = False
+    givers = (
+        [own_index] if alignment.tokenizer_name not in names else [names.index(alignment.tokenizer_name), own_index]
+    )
+    for index in givers:  # The last entry wins: the model itself.
+        name = names[index]
         usable = np.zeros(len(lender), bool)
         usable[: alignment.sizes[name]] = True
         used = np.fromiter(alignment.vocabularies[name].ids.values(), np.int64)
         usable[used[used < len(lender)]] = False
         spare = np.flatnonzero(free & usable)
-        lender[spare], row[spare] = number, spare
+        lender[spare], row[spare] = index, spare
 
 
 def _check_origin(
@@ -317,16 +340,22 @@ def _check_origin(
 ) -> None:
     if origin is None or origin.model is None:
         return
-    name, place = str(origin.model), f"{where}: tokens.{token}"
+    name, token_location = str(origin.model), f"{where}: tokens.{token}"
     if name not in merged:
         raise InvalidInput(
-            place, found=f"{name}, which is not merged", expected=f"one of {', '.join(merged)}", remedy="correct it"
+            token_location,
+            found=f"{name}, which is not merged",
+            expected=f"one of {', '.join(merged)}",
+            remedy="correct it",
         )
     row = _origin_row(origin, token, vocabularies[name])
     if not 0 <= row < sizes[name]:
-        found = f"token_id {origin.token_id}" if origin.token_id is not None else f"{origin.token or token!r}"
+        problem = f"token_id {origin.token_id}" if origin.token_id is not None else f"{origin.token or token!r}"
         raise InvalidInput(
-            place, found=f"{found}, for which {name} has no row", expected="a token of that model", remedy="correct it"
+            token_location,
+            found=f"{problem}, for which {name} has no row",
+            expected="a token of that model",
+            remedy="correct it",
         )
 
 
@@ -334,7 +363,7 @@ def _origin_row(origin: RowOrigin, token: str, vocabulary: TokenizerDefinition) 
     return origin.token_id if origin.token_id is not None else vocabulary.ids.get(origin.token or token, -1)
 
 
-def _origin_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment: Alignment) -> tuple[int, int]:
+def _lender_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment: Alignment) -> tuple[int, int]:
     if origin.model is None:
         return ZERO, 0
     name = str(origin.model)
@@ -347,9 +376,9 @@ def _origin_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment:
     return names.index(name), _origin_row(origin, token, alignment.vocabularies[name])
 
 
-def _definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefinition:
+def _read_definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefinition:
     definition = read_tokenizer(checkpoint.companions)
-    # Lines of vocab.txt are not the ids of every tokenizer that has such a file.
+    # Not every tokenizer with a vocab.txt uses its line numbers as ids.
     if definition is None or definition.where.endswith("vocab.txt"):
         raise InvalidInput(
             where,
@@ -360,7 +389,7 @@ def _definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefin
     return definition
 
 
-def _rows(checkpoint: Checkpoint, name: str) -> int:
+def _row_count(checkpoint: Checkpoint, name: str) -> int:
     sizes = {
         tensor.shape[0] for tensor in checkpoint.tensors.values() if has_vocabulary_rows(tensor.name) and tensor.shape
     }

@@ -1,8 +1,8 @@
-"""The files that a merge carries next to its weights, and findings about those of its parents that it does not carry.
+"""Choose the files that a merge carries next to its weights, and report the parents' files that it drops or changes.
 
-The donor gives processors and code. The model that gives the tokenizer gives tokenizer, chat templates and generation
-settings. Modules of sentence-transformers come from a parent that has them, if all such parents agree. Any other small
-file travels if it is the same in every parent.
+The donor provides processors and code. The model that provides the tokenizer also provides chat templates and
+generation settings. The modules of sentence-transformers come from a parent that has them, if all such parents agree.
+Any other small file is carried if it is the same in every parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mergegate.merge_core.plan.special_ids import GENERATION
 from mergegate.merge_core.recipe import Recipe
 
 _BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
-# Keys of JSON files that say who wrote the file and when.
+# Keys of JSON files that record who wrote the file and when.
 _INCIDENTAL = ("transformers_version", "_from_model_config", "_name_or_path", "name_or_path", "__version__")
 _LABELS: Mapping[Kind, str] = {
     "tokenizer": "tokenizer files",
@@ -38,53 +38,53 @@ _LABELS: Mapping[Kind, str] = {
     "module": "sentence-transformers files",
     "other": "other files",
 }
-# What decides the result is compared elsewhere: vocabularies, and tokens that end a text.
+# Other modules compare the parts that matter: vocabularies, and tokens that end a text.
 _MINOR = frozenset[Kind](("tokenizer", "generation settings"))
-_SHOWN = 4  # files of a parent, and parents, that one finding lists
+_SHOWN = 4  # Number of files per parent, and of parents, that one finding lists.
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge carries as they are.
+    """Return the files that a merge carries unchanged.
 
     Args:
-        donor: The checkpoint that gives the configuration.
-        tokenizer: The checkpoint that gives the tokenizer.
-        parents: Every merged model by reference, the donor among them.
+        donor: Checkpoint that provides the configuration.
+        tokenizer: Checkpoint that provides the tokenizer.
+        parents: All merged models by reference, including the donor.
     """
-    found = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
-    found |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
+    sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
+    sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:
-        found |= reference.companions.only(lambda name: companion_kind(name) == "module").sources
+        sources |= reference.companions.only(lambda name: companion_kind(name) == "module").sources
     for name, source in donor.companions.sources.items():
-        contents = [_content(parent.companions, name) for parent in parents.values()] if name not in found else []
+        contents = [_content(parent.companions, name) for parent in parents.values()] if name not in sources else []
         if companion_kind(name) in ("other", "module") and len(set(contents)) == 1 and None not in contents:
-            found[name] = source
-    return Companions(dict(sorted(found.items())))
+            sources[name] = source
+    return Companions(dict(sorted(sources.items())))
 
 
 def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> str:
     """Return the reference of the model whose tokenizer the result gets if the recipe does not choose one.
 
-    A result that is an adapter gets that of the first adapter with a tokenizer of its own.
+    If the result is an adapter, this is the first adapter with a tokenizer of its own.
     """
     if recipe.output is None:
         return str(recipe.donor)
     names = [str(source.model) for source in recipe.sources if str(source.model) in checkpoints]
-    own = (name for name in names if _has_own_text(checkpoints[name]))
-    return next(own, names[0] if names else str(recipe.donor))
+    with_own_text = (name for name in names if _has_own_text(checkpoints[name]))
+    return next(with_own_text, names[0] if names else str(recipe.donor))
 
 
 def _has_own_text(checkpoint: Checkpoint) -> bool:
-    """Return whether tokenizer or chat templates are not those of the model's directory, but of an adapter's."""
+    """Return whether the tokenizer or chat templates come from an adapter, not from the model's directory."""
     files = checkpoint.companions.only(lambda name: companion_kind(name) in ("tokenizer", "chat template"))
     return any(source != checkpoint.directory for source in files.sources.values())
 
 
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield a finding for each kind of file that parents have and the merge does not carry with the same content.
+    """Yield a finding for each kind of file that parents have but the merge drops or carries with other content.
 
-    What tokenizers, chat templates and modules mean is compared elsewhere. See :func:`gather_companions` for the
-    arguments.
+    Tokenizers, chat templates and modules are compared by their meaning elsewhere. :func:`gather_companions` describes
+    the arguments.
     """
     carried = gather_companions(donor, tokenizer, parents)
     yield from _module_findings(donor, parents)
@@ -98,9 +98,9 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
             if kind == "module" and MODULES_FILE in parent.companions:
                 continue
             if kind == "tokenizer" and not (is_binary_vocabulary(name) and has_vocabulary(carried.sources)):
-                continue  # Other forms say the same again; that no tokenizer is left is another finding.
+                continue  # Other formats repeat the same vocabulary. A missing tokenizer is a finding of its own.
             if kind == "generation settings" and _content(parent.companions, name) == "{}":
-                continue  # Token ids alone.
+                continue  # The file has only token ids.
             if name not in carried:
                 missing.setdefault(kind, {}).setdefault(reference, []).append(name)
             elif kind != "tokenizer" and _content(parent.companions, name) != _content(carried, name):
@@ -125,27 +125,33 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
 
 
 def _module_reference(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint that gives the modules of sentence-transformers: the donor if it has any."""
-    return next((one for one in (donor, *parents.values()) if MODULES_FILE in one.companions), None)
+    """Return the checkpoint that provides the sentence-transformers modules: the donor if it has any."""
+    return next(
+        (checkpoint for checkpoint in (donor, *parents.values()) if MODULES_FILE in checkpoint.companions), None
+    )
 
 
 def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield what keeps the result of embedding models from being one."""
+    """Yield the reasons why a merge of embedding models would not be an embedding model."""
     if (reference := _module_reference(donor, parents)) is None:
         return
     first = next((name for name, parent in parents.items() if parent is reference), str(reference.directory))
-    mine = _modules(reference)
+    reference_modules = _modules(reference)
     for name, parent in parents.items():
         if parent is reference or MODULES_FILE not in parent.companions:
             continue
-        theirs = _modules(parent)
-        odd = sorted(file for file in mine.keys() | theirs.keys() if mine.get(file) != theirs.get(file))
-        blocks = any(file == MODULES_FILE or "/" in file for file in odd)
-        if odd:
+        modules = _modules(parent)
+        differing = sorted(
+            file
+            for file in reference_modules.keys() | modules.keys()
+            if reference_modules.get(file) != modules.get(file)
+        )
+        blocks = any(file == MODULES_FILE or "/" in file for file in differing)
+        if differing:
             yield Finding(
                 "block" if blocks else "warn",
-                f"{name}: {odd[0]}",
-                found=f"sentence-transformers modules differ from those of {first}: {_names(odd)}",
+                f"{name}: {differing[0]}",
+                found=f"sentence-transformers modules differ from those of {first}: {_names(differing)}",
                 expected="the same modules in every model, so that the result can have them",
                 remedy="merge embedding models with the same pooling and the same further layers"
                 if blocks
@@ -163,13 +169,13 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the content of each file that belongs to modules of sentence-transformers."""
+    """Return the content of each file that belongs to the sentence-transformers modules, by name."""
     files = checkpoint.companions
     return {name: _content(files, name) for name in files if companion_kind(name) == "module"}
 
 
 def _module_paths(checkpoint: Checkpoint) -> list[str]:
-    """Return the directories that ``modules.json`` names.
+    """Return the directories that ``modules.json`` lists.
 
     Raises:
         InvalidInput: The file is not a list of modules.
@@ -177,14 +183,14 @@ def _module_paths(checkpoint: Checkpoint) -> list[str]:
     files = checkpoint.companions
     where = files.where(MODULES_FILE)
     listed = parse_json(files.read(MODULES_FILE, _BOUNDS.size), where)
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise InvalidInput(where, found=f"{listed!r:.60}", expected="a list of sentence-transformers modules")
-    paths = [one.get("path") for one in listed]
+    paths = [module.get("path") for module in listed]
     return [path for path in paths if isinstance(path, str) and path]
 
 
 def _content(files: Companions, name: str) -> bytes | str | None:
-    """Return what a file says: bytes, or the value of a JSON file in one spelling; None if it is not there."""
+    """Return the content of a file in comparable form: bytes, or normalized JSON; None if the file is missing."""
     if name not in files:
         return None
     content = files.read(name)
@@ -195,18 +201,24 @@ def _content(files: Companions, name: str) -> bytes | str | None:
     except InvalidInput:
         return content
     if isinstance(value, dict):
-        ids = "_token_id" if name == GENERATION else ()  # which are compared as tokens
+        ids = "_token_id" if name == GENERATION else ()  # Token ids are compared as tokens elsewhere.
         value = {key: item for key, item in value.items() if key not in _INCIDENTAL and not key.endswith(ids)}
     return json.dumps(value, sort_keys=True)
 
 
 def _listing(files: Mapping[str, list[str]]) -> str:
-    """List files of several models: ``a.json, b.json; model-c: a.json``. The first model is named elsewhere."""
-    parts = [f"{name}: {_names(own)}" if number else _names(own) for number, (name, own) in enumerate(files.items())]
-    more = f"; and of {len(parts) - _SHOWN} more models" if len(parts) > _SHOWN else ""
-    return "; ".join(parts[:_SHOWN]) + more
+    """List the files of several models, for example ``a.json, b.json; model-c: a.json``.
+
+    The first model is not named because the finding names it.
+    """
+    parts = [
+        f"{name}: {_names(own_files)}" if index else _names(own_files)
+        for index, (name, own_files) in enumerate(files.items())
+    ]
+    suffix = f"; and of {len(parts) - _SHOWN} more models" if len(parts) > _SHOWN else ""
+    return "; ".join(parts[:_SHOWN]) + suffix
 
 
 def _names(files: list[str]) -> str:
-    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-    return ", ".join(map(shown, files[:_SHOWN])) + more
+    suffix = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(map(shown, files[:_SHOWN])) + suffix

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong with a merge before a weight is read, all at once, worst first::
+"""Check a merge before any weight is read, and list all problems, most severe first::
 
 planned = plan_with_findings(recipe, checkpoints)
 if not planned.blocking:
@@ -17,15 +17,21 @@ from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.finding_groups import SIZES, compare_sizes, different_size, different_vocabulary, stated
+from mergegate.merge_core.plan.finding_groups import (
+    SIZES,
+    compare_sizes,
+    config_value,
+    different_size,
+    different_vocabulary,
+)
 from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
-from mergegate.merge_core.plan.tokenizers import CutPair, compare_to_donor
+from mergegate.merge_core.plan.tokenizers import TokenizerPair, compare_to_donor
 from mergegate.merge_core.recipe import Recipe
 
-# By which a profile accepts that a template differs.
-_TEMPLATE = "chat_template"
-# Classes of transformers that do what the tokenizer.json says.
+# Key with which a profile accepts a different chat template.
+_TEMPLATE_KEY = "chat_template"
+# transformers classes that follow tokenizer.json and add no rules of their own.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
 _HEADS = {True: "an output head of its own", False: "no output head: the embedding is the head"}
@@ -33,52 +39,52 @@ _HEADS = {True: "an output head of its own", False: "no output head: the embeddi
 
 @dataclass(frozen=True)
 class PlannedMerge:
-    """A plan together with everything that is wrong with it.
+    """A plan and all problems with it.
 
     Args:
-        findings: Worst first; ``block`` means that the merge is impossible or would silently be wrong.
-        plan: None when the checkpoints cannot be merged as asked. There can be a plan although a finding blocks:
-            models with different vocabularies can be merged, but not into anything useful.
-        cut_pairs: Pairs of tokenizers that may cut texts in different ways, with the finding that says so: how many
-            texts, only a tokenizer can tell.
+        findings: Findings, most severe first. ``block`` means that the merge is impossible or would be silently wrong.
+        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks: models with
+            different vocabularies can be merged, but the result is useless.
+        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it. How
+            many texts differ can only be measured by running the tokenizers.
     """
 
     findings: tuple[Finding, ...]
     plan: MergePlan | None
-    cut_pairs: tuple[CutPair, ...] = ()
+    tokenizer_pairs: tuple[TokenizerPair, ...] = ()
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
-        """The findings that forbid the merge."""
+        """Findings that forbid the merge."""
         return tuple(finding for finding in self.findings if finding.severity == "block")
 
 
 def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
-    """The findings of :func:`plan_with_findings`."""
+    """Return the findings of :func:`plan_with_findings`."""
     return plan_with_findings(recipe, checkpoints).findings
 
 
 def plan_with_findings(
     recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: Collection[str] = ()
 ) -> PlannedMerge:
-    """Plan the merge of ``recipe`` and check it, from headers, configs and tokenizer files.
+    """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
     Args:
-        recipe: From :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. One that is missing is a
-            finding that blocks.
-        accepted: Differences between tokenizers that somebody has looked at and accepts, by their keys: ``merges``,
-            ``pre_tokenizer``, ``chat_template``, ...
+        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
+        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. A missing one is a blocking
+            finding.
+        accepted: Keys of the tokenizer differences that a reviewer has accepted: ``merges``, ``pre_tokenizer``,
+            ``chat_template``, ...
     """
     with cached_tokenizers():
-        return _planned(recipe, checkpoints, frozenset(accepted))
+        return _plan_and_check(recipe, checkpoints, frozenset(accepted))
 
 
-def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
+def _plan_and_check(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
     sizes: list[Finding] = []
-    measurable: list[CutPair] = []
-    known, plan = single_experts(checkpoints), None
+    measurable: list[TokenizerPair] = []
+    tables, plan = single_experts(checkpoints), None
     try:
         assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
@@ -86,33 +92,35 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
     else:
         findings += problems
         for step in assembled.steps:
-            known[str(step.recipe.name)] = planned_checkpoint(step)
+            tables[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
-            findings += unused_tensors(part, known, {one.where for one in problems if one.severity == "block"})
-            findings += _compare_templates(part, known, accepted)
-            if part.recipe.output is None:  # An adapter is written without the files of a model.
-                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, known))
+            findings += unused_tensors(
+                part, tables, {finding.where for finding in problems if finding.severity == "block"}
+            )
+            findings += _compare_templates(part, tables, accepted)
+            if part.recipe.output is None:  # An adapter has none of a model's files.
+                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, tables))
         if not any(problem.severity == "block" for problem in problems):
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
-        own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
+        models = {str(ref): tables[str(ref)] for ref in document.own_references() if str(ref) in tables}
         donor, aligned = str(document.donor), document.tokenizer is not None
-        if donor not in own:
+        if donor not in models:
             continue
-        for name, checkpoint in own.items():
+        for name, checkpoint in models.items():
             findings += self_consistency(name, checkpoint)
             if name != donor:
-                if document.mixture is None:  # Of its experts a mixture takes one part only, which it compares itself.
-                    findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
-                    sizes += compare_sizes(donor, own[donor], name, checkpoint)
+                if document.mixture is None:  # A mixture uses one part of each expert and compares it itself.
+                    findings += _compare_configs(donor, models[donor], name, checkpoint, aligned=aligned)
+                    sizes += compare_sizes(donor, models[donor], name, checkpoint)
                 if document.dtype is None and document.out_dtype is None:
-                    findings += _compare_formats(donor, own[donor], name, checkpoint)
+                    findings += _compare_formats(donor, models[donor], name, checkpoint)
                 if not aligned:
-                    findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
-        compared = compare_to_donor(document, own, accepted)
+                    findings += _compare_tokenizer_classes(donor, models[donor], name, checkpoint)
+        compared = compare_to_donor(document, models, accepted)
         findings += compared.findings
         measurable += compared.pairs
-    # First the cause, then what comes of it. A model whose layers are cut to fit is no problem.
+    # List the cause before its effects. Sizes that block nothing do not count: slices may have cut the layers to fit.
     troubled = {finding.cause for finding in findings if finding.severity == "block"}
     causes = [size for size in sizes if size.cause in troubled]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
@@ -132,22 +140,22 @@ def _compare_configs(
         )
         return
     yield from _compare_settings(donor, first, name, other)
-    mine, theirs = (stated(checkpoint, _END) for checkpoint in (first, other))
-    if not aligned and mine != theirs and mine is not None and theirs is not None:
+    first_end, other_end = (config_value(checkpoint, _END) for checkpoint in (first, other))
+    if not aligned and first_end != other_end and first_end is not None and other_end is not None:
         yield Finding(
             "warn",
             f"{name}: config.json: {_END}",
-            found=f"{theirs}",
-            expected=f"{mine}, as in {donor}, whose config the result gets",
+            found=f"{other_end}",
+            expected=f"{first_end}, as in {donor}, whose config the result gets",
             remedy="set eos_token_id to the token that ends a text, in each model and in the result",
         )
-    mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
-    if mine_vocab != their_vocab and not aligned:
+    first_size, other_size = vocabulary_size(first.config), vocabulary_size(other.config)
+    if first_size != other_size and not aligned:
         yield Finding(
             "block",
             f"{name}: config.json: vocab_size",
-            found=f"{their_vocab}",
-            expected=f"{mine_vocab}, as in {donor}",
+            found=f"{other_size}",
+            expected=f"{first_size}, as in {donor}",
             remedy="set tokenizer_source, or resize one model's embeddings",
             cause=different_vocabulary(name),
         )
@@ -163,26 +171,30 @@ def _compare_configs(
 
 
 def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Yield the settings with which the two models compute different functions of the same weights."""
-    without_effect: list[str] = []
-    for mine, theirs in differing_settings(first.config, other.config):
-        if not mine.is_read or "derived" in (mine.source, theirs.source):
-            without_effect.append(theirs.key)
+    """Yield the settings that make the two models compute different functions of the same weights."""
+    ignored_keys: list[str] = []
+    for first_setting, other_setting in differing_settings(first.config, other.config):
+        if not first_setting.is_read or "derived" in (first_setting.source, other_setting.source):
+            ignored_keys.append(other_setting.key)
             continue
-        key = theirs.key.rpartition(".")[2]
-        spelling = f" ({mine.key})" if mine.key != theirs.key and mine.source == "stated" else ""
+        key = other_setting.key.rpartition(".")[2]
+        spelling = (
+            f" ({first_setting.key})"
+            if first_setting.key != other_setting.key and first_setting.source == "stated"
+            else ""
+        )
         yield Finding(
             "warn",
-            f"{name}: config.json: {theirs.key}",
-            found=f"{theirs}",
-            expected=f"{mine}{spelling}, as in {donor}, whose config the result gets",
+            f"{name}: config.json: {other_setting.key}",
+            found=f"{other_setting}",
+            expected=f"{first_setting}{spelling}, as in {donor}, whose config the result gets",
             remedy="make sure that the models compute the same function of their weights",
             cause=different_size(name) if key in SIZES else "",
         )
-    if without_effect:
+    if ignored_keys:
         yield Finding(
             "info",
-            f"{name}: config.json: {', '.join(without_effect)}",
+            f"{name}: config.json: {', '.join(ignored_keys)}",
             found=f"not as in {donor}",
             expected="no effect: transformers reads no such key for this model_type, or derives it",
             remedy="nothing to do, unless other software that reads them runs the result",
@@ -190,37 +202,42 @@ def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoin
 
 
 def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Formats of the weights; where they differ the result gets the wider one, tensor by tensor."""
-    mine, theirs = _format(first), _format(other)
-    if mine and theirs and mine != theirs:
+    """Yield a finding if the two models store weights in different formats.
+
+    The result then gets the wider format, tensor by tensor.
+    """
+    first_format, other_format = _format(first), _format(other)
+    if first_format and other_format and first_format != other_format:
         yield Finding(
             "warn",
             f"{name}: dtype",
-            found=f"{theirs} weights",
-            expected=f"{mine}, as in {donor}",
+            found=f"{other_format} weights",
+            expected=f"{first_format}, as in {donor}",
             remedy="say dtype in the recipe: without it the result is written in the wider format",
         )
 
 
 def _format(checkpoint: Checkpoint) -> str:
-    """Name of the floating-point format that holds most of a checkpoint's bytes."""
-    held: Counter[str] = Counter()
+    """Return the name of the floating-point format that most bytes of a checkpoint have."""
+    bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind == "float":
-            held[tensor.dtype.torch_name] += tensor.nbytes
-    return held.most_common(1)[0][0] if held else ""
+            bytes_by_dtype[tensor.dtype.torch_name] += tensor.nbytes
+    return bytes_by_dtype.most_common(1)[0][0] if bytes_by_dtype else ""
 
 
 def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Classes that cut text by different rules; those that read a ``tokenizer.json`` as it is have no rules of their
-    own."""
-    mine, theirs = _tokenizer_class(first.companions), _tokenizer_class(other.companions)
-    if mine and theirs and mine != theirs:
+    """Yield a finding if the two tokenizer classes split text by different rules.
+
+    Classes that follow ``tokenizer.json`` have no rules of their own.
+    """
+    first_class, other_class = _tokenizer_class(first.companions), _tokenizer_class(other.companions)
+    if first_class and other_class and first_class != other_class:
         yield Finding(
             "warn",
             f"{name}: tokenizer_config.json: tokenizer_class",
-            found=theirs,
-            expected=f"{mine}, as in {donor}, whose tokenizer the result gets",
+            found=other_class,
+            expected=f"{first_class}, as in {donor}, whose tokenizer the result gets",
             remedy="make sure that both cut text in the same way: equal ids do not say so",
         )
 
@@ -228,46 +245,48 @@ def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: 
 def _tokenizer_class(files: Companions) -> str:
     try:
         settings = files.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
-    except InvalidInput:  # Said of the tokenizer.
+    except InvalidInput:  # The tokenizer comparison reports it.
         return ""
-    plain = str(settings.get("tokenizer_class") or "").removesuffix("Fast")  # one class in two implementations
+    plain = str(settings.get("tokenizer_class") or "").removesuffix(
+        "Fast"
+    )  # The fast and slow classes follow the same rules.
     return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
 
 
 def _compare_templates(
-    plan: MergePlan, known: Mapping[str, Checkpoint], accepted: Collection[str]
+    plan: MergePlan, tables: Mapping[str, Checkpoint], accepted: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each model with chat templates that the result does not get.
 
-    Templates are compared by name. Where the recipe says which default template the result gets, only other names
-    can be lost.
+    Templates are compared by name.
+    If the recipe chooses the default template, only templates with other names can be lost.
     """
     is_chosen = plan.recipe.chat_template is not None
     result = plan.chat_templates
     if plan.recipe.output is not None:
-        result = known[tokenizer_donor(plan.recipe, known)].chat_templates
+        result = tables[tokenizer_donor(plan.recipe, tables)].chat_templates
     for name in dict.fromkeys(item.model for job in plan.jobs for item in job.inputs):
-        own = known[name].chat_templates if name in known else {}
-        lost = [
+        templates = tables[name].chat_templates if name in tables else {}
+        lost_titles = [
             title
-            for title, template in sorted(own.items())
+            for title, template in sorted(templates.items())
             if result.get(title) != template and not (is_chosen and title == DEFAULT)
         ]
-        if not lost:
+        if not lost_titles:
             continue
-        if lost == [DEFAULT]:
-            found = "another than the result gets" if DEFAULT in result else "the result gets none"
+        if lost_titles == [DEFAULT]:
+            difference = "another than the result gets" if DEFAULT in result else "the result gets none"
         else:
-            changed = [shown(title) for title in lost if title in result]
-            absent = [shown(title) for title in lost if title not in result]
+            changed = [shown(title) for title in lost_titles if title in result]
+            absent = [shown(title) for title in lost_titles if title not in result]
             parts = [f"another {', '.join(changed)} than the result gets"] if changed else []
             parts += [f"the result gets no {', '.join(absent)}"] if absent else []
-            found = "; ".join(parts)
+            difference = "; ".join(parts)
         yield Finding(
-            "info" if _TEMPLATE in accepted else "warn",
+            "info" if _TEMPLATE_KEY in accepted else "warn",
             f"{name}: chat template",
-            found=found,
+            found=difference,
             expected="the templates that the model was trained with",
             remedy="set chat_template in the recipe: auto, a known name, or the template itself; or accept it in "
-            f"the profile: checks.tokenizer.accepted: [{_TEMPLATE}]",
+            f"the profile: checks.tokenizer.accepted: [{_TEMPLATE_KEY}]",
         )

@@ -1,4 +1,4 @@
-"""Consistency: every tensor of every model is used, and configs agree with their tensors."""
+"""Check that every tensor of every model is used, and that configs agree with their tensors."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.plan.finding_groups import different_head, different_size
 from mergegate.merge_core.plan.jobs import MergePlan
 
-# What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
+# Tensor names of packed weights in GPTQ, AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8.
 _PACKED = re.compile(
     r"^(?:qweight|qzeros|g_idx|absmax|nested_absmax|quant_map|nested_quant_map|SCB|weight_packed|weight_shape"
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
     r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
 _DEQUANTIZE = "dequantise it, or merge the unquantised models; then quantise the result"
-# Ends of class names of models that cannot compute without an output head.
+# Suffixes of the class names of models that need an output head.
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
-# Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
+# Byte tensors with several dimensions are packed weights: a network's own integers (positions, counters) have 64 bits
+# or one dimension.
 _BYTES = ("U8", "I8")
 
 
 def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What a checkpoint's config says that its tensors do not."""
+    """Yield the contradictions between a checkpoint's config and its tensors."""
     config = checkpoint.config
-    yield from _quantised(name, checkpoint)
+    yield from _quantized_findings(name, checkpoint)
     yield from (replace(finding, where=f"{name}: {finding.where}") for finding in checkpoint.findings)
-    named, depths = layer_count(config), stacks(checkpoint.tensors)
+    stated_depth, depths = layer_count(config), stacks(checkpoint.tensors)
     main = {main_depth(checkpoint, stack) for stack in depths}
-    if named is not None and depths and named not in main:
+    if stated_depth is not None and depths and stated_depth not in main:
         yield Finding(
             "block",
             f"{name}: config.json: num_hidden_layers",
-            found=f"{named}",
+            found=f"{stated_depth}",
             expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
             remedy="repair the config, or download the checkpoint again",
         )
-    yield from _missing_head(name, checkpoint)
+    yield from _missing_head_findings(name, checkpoint)
     size = vocabulary_size(config)
     for tensor in checkpoint.tensors.values():
         if is_head(tensor.name) and size is not None and tensor.shape and tensor.shape[0] != size:
@@ -69,10 +70,11 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _missing_head(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for a causal language model that is flagged as untied and stores no head.
+def _missing_head_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for a causal language model that declares an untied head and stores none.
 
-    A head under a name that is not known here has one row per token, as the embedding has; such a model passes.
+    A model passes if it has another tensor outside the layers with one row per token, because this may be a head with
+    an unknown name.
     """
     if ties_embeddings(checkpoint.config) is not False or not checkpoint.architecture.endswith(_WITH_HEAD):
         return
@@ -92,14 +94,15 @@ def _missing_head(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     )
 
 
-def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for a model whose weights are packed, or that is loaded as if they were.
+def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for a model whose weights are packed, or that declares a quantization it does not have.
 
-    A ``quantization_config`` over full weights is left over from an earlier load. It is refused too, because every
-    loader obeys it: the parent that is evaluated would not be the one that is merged.
+    A ``quantization_config`` next to full weights is left over from an earlier load. It is refused too, because every
+    loader obeys it: evaluation would load a model that differs from the merged parent.
     """
     packed = next(
-        (disk_name(one) for one in checkpoint.tensors.values() if _is_packed(one.name) or _is_bytes(one)), None
+        (disk_name(tensor) for tensor in checkpoint.tensors.values() if _is_packed(tensor.name) or _is_bytes(tensor)),
+        None,
     )
     parts = {"": checkpoint.config, **{f"{key}.": checkpoint.config.get(key) or {} for key in TEXT_PARTS}}
     for key, part in parts.items():
@@ -107,8 +110,8 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         if not settings:
             continue
         method = settings.get("quant_method", "unknown")
-        # The layers of BitNet quantize full weights while they compute: there the key belongs to the model.
-        plain = packed is None and all(one.dtype.kind != "packed" for one in checkpoint.tensors.values())
+        # BitNet layers quantize full weights during computation, so there the key belongs to the model.
+        plain = packed is None and all(tensor.dtype.kind != "packed" for tensor in checkpoint.tensors.values())
         is_leftover = plain and method != "bitnet"
         path = checkpoint.directory / "config.json"
         yield Finding(
@@ -136,48 +139,55 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_packed(name: str) -> bool:
-    return _is_packed_word(name.rpartition(".")[2]) or ".quant_state." in name
+    return _is_packed_suffix(name.rpartition(".")[2]) or ".quant_state." in name
 
 
-# A handful of last words in a table of 50,000 names.
+# Cached because a table of 50,000 names has only a handful of suffixes.
 @lru_cache(maxsize=1024)
-def _is_packed_word(word: str) -> bool:
-    return bool(_PACKED.search(word))
+def _is_packed_suffix(suffix: str) -> bool:
+    return bool(_PACKED.search(suffix))
 
 
 def _is_bytes(tensor: AnyTensor) -> bool:
     return tensor.dtype.code in _BYTES and len(tensor.shape) > 1
 
 
-def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:
-    """Tensors of the inputs that the result of ``plan`` has no place for.
+def unused_tensors(
+    plan: MergePlan, checkpoints: Mapping[str, Checkpoint], finding_locations: set[str]
+) -> Iterator[Finding]:
+    """Yield a finding for each input tensor that the result of ``plan`` does not use.
 
     Args:
-        plan: What is merged.
-        checkpoints: Its inputs by reference.
-        known: Places of findings that have been made; models named there are left out.
+        plan: Plan of the merge.
+        checkpoints: Inputs of the plan, by reference.
+        finding_locations: Locations of existing findings. Models that they name are skipped.
     """
     if plan.recipe.mixture is not None:
-        return  # Each model gives a part of itself, see plan_mixture.
+        return  # Each model contributes one part; plan_mixture checks it.
     used: dict[str, set[str]] = {}
     for job in plan.jobs:
         for item in job.inputs:
             used.setdefault(item.model, set()).add(item.tensor.name)
-    said = {where.partition(": ")[2] for where in known}  # of another model: it lacks the tensor
-    cut = any(source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources)
+    # Tensors that another model lacks.
+    reported_names = {location.partition(": ")[2] for location in finding_locations}
+    is_sliced = any(
+        source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources
+    )
     produced = {job.output.name for job in plan.jobs}
     for model, names in used.items():
-        if any(finding.startswith(f"{model}: ") for finding in known):
-            continue  # What is wrong with this model has been said.
+        if any(entry.startswith(f"{model}: ") for entry in finding_locations):
+            continue  # A finding already reports this model.
         view = rename_to_layout(plan.donor, checkpoints[model])
-        left = [name for name, tensor in view.tensors.items() if tensor.name not in names and name not in said]
-        if cut:
-            # Said of the plan: a warning of its own.
+        unused = [
+            name for name, tensor in view.tensors.items() if tensor.name not in names and name not in reported_names
+        ]
+        if is_sliced:
+            # The plan has a separate warning for prediction layers.
             predictions = prediction_tensors(view)
-            left = [name for name in left if name not in predictions]
-            left = [name for name in left if parse_layer_place(name) is None and name not in produced]
+            unused = [name for name in unused if name not in predictions]
+            unused = [name for name in unused if parse_layer_place(name) is None and name not in produced]
         other_head = class_difference(plan.donor, view) == "head"
-        for name in left:
+        for name in unused:
             if other_head and is_of_head(name) and (is_head(name) or not is_optional(name)):
                 yield Finding(
                     "warn",

@@ -1,6 +1,7 @@
-"""Filters of a recipe that name what no tensor of the plan is called: fused experts have single names in a merge.
+"""Find recipe filters that match no tensor of the plan because a merge addresses fused experts one by one.
 
-A filter that matched a fused tensor's name would otherwise silently match nothing, and its value be that of nothing.
+Without this check, a filter for the name of a fused tensor would silently match nothing, and its value would never
+apply.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from mergegate.merge_core.recipe import Condition, Parameters, Recipe
 
 
 def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]:
-    """Filters that match names on disk, and none of the names that the merge knows."""
+    """Yield a finding for each filter that matches only names on disk, not the names that the merge uses."""
     filters = filtered_conditions(recipe)
     if not filters:
         return
     tensors = [item.tensor for job in jobs for item in job.inputs]
-    known = {tensor.name for tensor in tensors} | {job.output.name for job in jobs}
-    elsewhere = {disk_name(tensor): tensor.name for tensor in reversed(tensors) if disk_name(tensor) not in known}
-    if not elsewhere:
+    names = {tensor.name for tensor in tensors} | {job.output.name for job in jobs}
+    fused = {disk_name(tensor): tensor.name for tensor in reversed(tensors) if disk_name(tensor) not in names}
+    if not fused:
         return
     for condition in filters:
-        if any(condition.matches(name) for name in known):
+        if any(condition.matches(name) for name in names):
             continue
-        meant = next((name for disk, name in elsewhere.items() if condition.matches(disk)), None)
-        if meant is not None:
+        example = next((name for disk, name in fused.items() if condition.matches(disk)), None)
+        if example is not None:
             yield Finding(
                 "block",
                 condition.where,
                 found=f"filter {condition.filter!r}, which is in the name of fused tensors only",
-                expected=f"the names of single experts, such as {meant}",
+                expected=f"the names of single experts, such as {example}",
                 remedy="name the projection as it is called there: experts are merged one by one",
             )
 
 
 def filtered_conditions(recipe: Recipe) -> tuple[Condition, ...]:
-    """What one document says of some tensors only."""
+    """Return the conditions of one recipe document that apply to some tensors only."""
     return tuple(
         condition
         for parameters in _scopes(recipe)

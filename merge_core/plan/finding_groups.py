@@ -1,6 +1,7 @@
-"""Causes that many findings have: models of different sizes differ in every tensor, and a person wants to hear it once.
+"""Name the causes that findings share, so that a report can group them.
 
-A finding names its cause (``Finding.cause``); ``merge_core.errors.group_findings`` puts together those of one.
+Models of different sizes differ in every tensor, and a user wants to read that once. A finding names its cause
+(``Finding.cause``); ``merge_core.errors.group_findings`` groups findings by cause.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from mergegate.merge_core.architecture import class_difference, layer_count, tex
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import Finding
 
-# Keys of config.json that decide the shapes of tensors, and what they are called; the older names, too.
+# Labels of the config.json keys that decide tensor shapes, including older key names.
 SIZES: Mapping[str, str] = {
     "hidden_size": "hidden size",
     "n_embd": "hidden size",
@@ -30,31 +31,35 @@ _COUNTED = ("layers", "heads", "key-value heads", "experts")
 
 
 def different_size(model: str) -> str:
-    """The cause of what comes of a model's layers and widths, or of its architecture."""
+    """Return the cause of findings about the depth, width or architecture of a model."""
     return f"{model}: size"
 
 
 def different_head(model: str) -> str:
-    """Return the cause of findings about a model whose class has another head than the result, or none."""
+    """Return the cause of findings about a model whose class has a different head than the result, or none."""
     return f"{model}: head"
 
 
 def different_vocabulary(model: str) -> str:
-    """The cause of what comes of a model's number of tokens."""
+    """Return the cause of findings about the vocabulary size of a model."""
     return f"{model}: vocabulary"
 
 
 def compare_sizes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """One finding that says all sizes in which ``other`` differs from ``first``; none where their configurations agree,
-    or are of different architectures."""
+    """Yield one finding that lists all sizes in which ``other`` differs from ``first``.
+
+    Yield none if the configurations agree or belong to different architectures.
+    """
     if class_difference(first, other) == "network":
         return
     pairs = [("layers", layer_count(other.config), layer_count(first.config))]
-    pairs += [(called, stated(other, key), stated(first, key)) for key, called in SIZES.items()]
+    pairs += [(label, config_value(other, key), config_value(first, key)) for key, label in SIZES.items()]
     differing = [
-        f"{theirs} {called} against {mine}" if called in _COUNTED else f"{called} {theirs} against {mine}"
-        for called, theirs, mine in pairs
-        if theirs != mine and theirs is not None and mine is not None
+        f"{other_value} {label} against {first_value}"
+        if label in _COUNTED
+        else f"{label} {other_value} against {first_value}"
+        for label, other_value, first_value in pairs
+        if other_value != first_value and other_value is not None and first_value is not None
     ]
     if differing:
         yield Finding(
@@ -67,7 +72,7 @@ def compare_sizes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -
         )
 
 
-def stated(checkpoint: Checkpoint, key: str) -> Any:
-    """What a configuration, or its text part, says under ``key``."""
+def config_value(checkpoint: Checkpoint, key: str) -> Any:
+    """Return the value of ``key`` in the configuration, or in its text part."""
     value = checkpoint.config.get(key)
     return text_part(checkpoint.config).config.get(key) if value is None else value

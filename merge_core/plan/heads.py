@@ -1,9 +1,9 @@
-"""Output heads of a merge whose models store one, tie it to the embedding, or differ in that: independent of order.
+"""Decide which output head the result has if some models store one and others tie it to the embedding.
 
-If any merged model has an output head of its own, the result has one: the merge of the heads, with the embedding as the
-head of each model that ties it. That is the same function as merging the models after untying them. The result is tied
-only if all models are. Whether a stored head is one of its own was decided from its bytes when the model was opened
-(:mod:`merge_core.checkpoint.heads`).
+If any merged model has an output head of its own, the result has one. It is the merge of all heads, where the embedding
+serves as the head of each model that ties it. This equals untying the models first and then merging them, and does not
+depend on their order. The result is tied only if all models are. Opening a checkpoint decides from the stored bytes
+whether its head is its own (:mod:`merge_core.checkpoint.heads`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from mergegate.merge_core.recipe import Recipe
 
 
 def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
-    """Return ``donor`` with the head and the flag that the result needs.
+    """Return ``donor`` with the head and the tie flag that the result needs.
 
-    If a merged model has a head of its own and the donor has none, the donor's embedding becomes its head under the
-    head's name, as tying means. If no model has one, and another model says that it is tied where the donor says
-    nothing, the result says it too. Models that name their embeddings differently are reported elsewhere.
+    If a merged model has a head of its own and the donor has none, the donor's embedding becomes its head, under the
+    name that the head has in the other model. If no model has a head of its own, and another model is flagged as tied
+    while the donor has no flag, the result is flagged as tied. Models that name their embeddings differently are
+    reported elsewhere.
     """
     if has_own_head(donor):
         return donor
@@ -40,7 +41,7 @@ def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Check
 
 
 def tied_to(checkpoint: Checkpoint, head: str) -> AnyTensor | None:
-    """The table that a tied ``head`` is; None where it cannot be told."""
+    """Return the table that a tied ``head`` shares; None if it is ambiguous."""
     if head in checkpoint.tensors:
         return checkpoint.tensors[head]
     embeddings = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
@@ -48,7 +49,7 @@ def tied_to(checkpoint: Checkpoint, head: str) -> AnyTensor | None:
 
 
 def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Models whose own head would have no place in the result, because nothing can stand for the donor's."""
+    """Yield a finding for each model whose own head the result cannot have, because the donor has no counterpart."""
     if has_own_head(donor):
         return
     for name in _untied_models(recipe, donor, checkpoints):
@@ -62,7 +63,10 @@ def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Chec
 
 
 def _untied_models(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """Yield the merged models that have a head of their own, in the order of the recipe; none for a base network."""
+    """Yield the merged models that have a head of their own, in the order of the recipe.
+
+    Yield none if the donor is a base network.
+    """
     merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
     if not is_base_class(donor.class_name):
         yield from (name for name in dict.fromkeys(merged) if has_own_head(checkpoints[name]))

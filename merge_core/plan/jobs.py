@@ -1,4 +1,4 @@
-"""The plan as a value: jobs, one an output tensor, and what else the engine must know to carry them out."""
+"""Define the plan as a value: one job per output tensor, and everything else the engine needs to execute them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.recipe import Recipe
 
 
-# These, and OutputTensor, with slots: of a very large model there are 50,000 jobs.
+# These classes and OutputTensor use slots because a very large model has 50,000 jobs.
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are; what it
-    is multiplied with, or how much each element matters, where that is asked for and was, or will be, measured."""
+    """One input of a job.
+
+    Args:
+        model: Reference of the model that it comes from.
+        tensor: The tensor.
+        rows: Origin of each row. None means that the rows are used as they are.
+        moments: Statistics of the activations that the tensor is multiplied with, measured or still expected.
+        importance: Importance of each element, measured or still expected.
+    """
 
     model: str
     tensor: AnyTensor
@@ -40,16 +47,16 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """One output tensor.
+    """The computation of one output tensor.
 
     Args:
         output: Name, format and shape.
-        inputs: What it is made of; the base first when ``has_base``.
+        inputs: Input tensors, the base first if ``has_base``.
         has_base: Whether the first input is the base.
         shared: Values of the method's shared parameters.
         per_input: Values of its other parameters, one mapping per input.
-        mode: ``merge``: by the method; ``copy``: the only input, as it is; ``equal``: all inputs must be the same
-            (integers), the first is copied.
+        mode: ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the
+            same (integers) and copies the first.
     """
 
     output: OutputTensor
@@ -60,52 +67,54 @@ class TensorJob:
     mode: Literal["merge", "copy", "equal"]
 
     def written_as(self, dtype: DType) -> TensorJob:
-        """The job with a result in that format."""
+        """Return the job with the output in format ``dtype``."""
         if dtype == self.output.dtype:
             return self
         return replace(self, output=replace(self.output, dtype=dtype))
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that are read for it, block by block."""
+        """Stored tensors that the job reads block by block."""
         tensors = (*(item.tensor for item in self.inputs), *self.measured_importance)
         return tuple(part for tensor in tensors for part in tensor.parts)
 
     @property
     def importance(self) -> tuple[AnyTensor | ExpectedImportance, ...]:
-        """How much each element of each model that is not the base matters, of the output's shape; empty unless that
-        is known of all."""
+        """Importance of each element of each model except the base, in the output's shape.
+
+        Empty unless it is available for all of these models.
+        """
         if self.mode != "merge":
             return ()
-        found = [item.importance for item in self.inputs[1 if self.has_base else 0 :]]
-        known = tuple(one for one in found if one is not None)
-        return known if len(known) == len(found) else ()
+        all_importance = [item.importance for item in self.inputs[1 if self.has_base else 0 :]]
+        available = tuple(value for value in all_importance if value is not None)
+        return available if len(available) == len(all_importance) else ()
 
     @property
     def measured_importance(self) -> tuple[AnyTensor, ...]:
-        """The same, once it has been measured."""
-        return tuple(one for one in self.importance if not isinstance(one, ExpectedImportance))
+        """Values of :attr:`importance` that have been measured."""
+        return tuple(value for value in self.importance if not isinstance(value, ExpectedImportance))
 
     @property
     def measured(self) -> tuple[StoredTensor, ...]:
-        """Where what was measured of its inputs lies."""
+        """Stored activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
     def nbytes_in(self) -> int:
-        """Bytes of all inputs, and of what is read beside them."""
-        return sum(item.tensor.nbytes for item in self.inputs) + sum(one.nbytes for one in self.importance)
+        """Bytes of all inputs and of their importance."""
+        return sum(item.tensor.nbytes for item in self.inputs) + sum(value.nbytes for value in self.importance)
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
-        """Format that is computed in: float64 when an input is."""
+        """Format of the computation: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
     def task(self, seeds: tuple[tuple[int, int], ...] = ()) -> TensorTask:
-        """The job as the method sees it.
+        """Return the job in the form that the method takes.
 
         Args:
-            seeds: One key per input for the random masks; absent: for estimates, which hang on no chance.
+            seeds: One key per input for the random masks. Omit it for estimates, which do not depend on the masks.
         """
         return TensorTask(
             name=self.output.name,
@@ -127,19 +136,19 @@ class MergePlan:
     """Everything that a merge will do, fixed before it starts.
 
     Args:
-        recipe: What was asked.
-        donor: Checkpoint that gives config, tokenizer and layout.
-        jobs: One per output tensor, in the order of the output bytes.
+        recipe: Recipe of the merge.
+        donor: Checkpoint that provides config, tokenizer and layout.
+        jobs: One job per output tensor, in the order of the output bytes.
         shards: Output files.
         config: Content of the output's ``config.json``.
         bytes_read: Bytes of all inputs, each counted once.
         bytes_written: Bytes of all shards.
-        tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
+        tokenizer: Checkpoint that provides the tokenizer files. It is the donor unless the recipe chooses another.
         companions: Files that are written next to the weights and ``config.json``.
-        chat_templates: Chat templates of the result by name, which are among ``companions``.
-        steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
-        findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
-            in the record of the merge.
+        chat_templates: Chat templates of the result by name; ``companions`` includes them.
+        steps: Merges to execute first, in this order. Their results are inputs of this plan or of later steps.
+        findings: Inconsistencies, such as unused input tensors and configs that disagree with tensors. The record of
+            the merge includes them.
     """
 
     recipe: Recipe
@@ -157,7 +166,7 @@ class MergePlan:
 
     @property
     def method(self) -> Method:
-        """The merge method."""
+        """Merge method."""
         return self.recipe.method
 
     @property

@@ -1,9 +1,9 @@
-"""Where every output byte will lie, decided before the first input byte is read.
+"""Decide the position of every output byte before the first input byte is read.
 
-The result keeps the donor's division into files when it has the donor's tensors; otherwise tensors are packed in their
-order into files no larger than the donor's largest. What is one tensor in the donor's files is one in the result's,
-also where several jobs compute it (one an expert, see ``merge_core.architecture.experts``): each fills a part of its
-bytes.
+If the result has the donor's tensors, it keeps the donor's division into files. Otherwise tensors are packed in order
+into files no larger than the donor's largest. A tensor that is one in the donor's files is one in the result's files,
+even if several jobs compute it (one per expert, see ``merge_core.architecture.experts``). Each job then fills a part of
+its bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, to_disk_tensors
 from mergegate.merge_core.checkpoint import SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
 
-# Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
+# Default shard size of Hugging Face, used if the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor(SizedTensor):
-    """Name, format and shape of a tensor that will be written: alone, or as a part of one of a file."""
+    """Name, format and shape of a tensor to write: a whole tensor of a file, or a part of one."""
 
     name: str
     dtype: DType
@@ -34,11 +34,11 @@ class Shard:
 
     Args:
         name: File name.
-        header: Its first bytes: length prefix and JSON header.
-        tensors: Names of what is computed for it, in the order of their bytes.
-        offsets: Where each begins, from the start of the file.
-        size: Bytes of the whole file.
-        stored: Its tensors as its header has them, in the same order, each of one or several of ``tensors``.
+        header: First bytes of the file: length prefix and JSON header.
+        tensors: Names of the computed tensors, in the order of their bytes.
+        offsets: Offset of each tensor from the start of the file, in bytes.
+        size: Size of the whole file, in bytes.
+        stored: Tensors as listed in the header, in the same order. Each consists of one or several of ``tensors``.
     """
 
     name: str
@@ -49,22 +49,22 @@ class Shard:
     stored: tuple[DiskTensor, ...]
 
     def dtypes(self) -> dict[str, DType]:
-        """Format of each of ``tensors``."""
+        """Return the format of each of ``tensors``."""
         return {piece: tensor.dtype for tensor in self.stored for piece in tensor.pieces}
 
 
 def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
-    """Shards for ``tensors``, each in the order of the donor's bytes (new tensors in the order given).
+    """Return the shards for ``tensors``, in the order of the donor's bytes. New tensors keep the order of ``tensors``.
 
     Args:
-        tensors: What is computed.
-        donor: Whose layout the result gets; its experts one by one
-        (:func:`merge_core.architecture.experts.split_experts`).
+        tensors: Computed tensors.
+        donor: Checkpoint whose layout the result gets, with its experts split
+            (:func:`merge_core.architecture.experts.split_experts`).
     """
     stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
-    groups = _groups_of_donor(stored, donor)
+    groups = _donor_groups(stored, donor)
     if groups is None:
-        groups = _packed(stored, _shard_limit(donor))
+        groups = _pack(stored, _shard_limit(donor))
     if len(groups) == 1:
         names = [SINGLE_NAME]
     elif all(name.endswith(".safetensors") for name in groups):
@@ -75,12 +75,12 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
 
 
 def requires_index(shards: Sequence[Shard]) -> bool:
-    """Whether a reader cannot do without :data:`merge_core.checkpoint.INDEX_NAME`: a single file needs none."""
+    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME`; a single file needs none."""
     return len(shards) > 1
 
 
 def index_text(shards: Sequence[Shard]) -> str:
-    """Content of the index."""
+    """Return the content of the index file."""
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
     total = sum(shard.size - len(shard.header) for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -100,18 +100,18 @@ def _shard(name: str, tensors: Sequence[DiskTensor]) -> Shard:
     return Shard(name, header, tuple(pieces), tuple(offsets), position, tuple(tensors))
 
 
-def _groups_of_donor(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]] | None:
-    own = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
-    order = {name: position for position, name in enumerate(own)}
-    if any(not own.get(tensor.name) for tensor in tensors):
+def _donor_groups(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]] | None:
+    parts_by_name = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
+    order = {name: position for position, name in enumerate(parts_by_name)}
+    if any(not parts_by_name.get(tensor.name) for tensor in tensors):
         return None
     groups: dict[str, list[DiskTensor]] = {}
     for tensor in sorted(tensors, key=lambda tensor: order[tensor.name]):
-        groups.setdefault(own[tensor.name][0].file.name, []).append(tensor)
+        groups.setdefault(parts_by_name[tensor.name][0].file.name, []).append(tensor)
     return groups
 
 
-def _packed(tensors: Sequence[DiskTensor], limit: int) -> dict[str, list[DiskTensor]]:
+def _pack(tensors: Sequence[DiskTensor], limit: int) -> dict[str, list[DiskTensor]]:
     groups: list[list[DiskTensor]] = []
     filled = limit + 1
     for tensor in tensors:

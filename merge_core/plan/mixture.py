@@ -1,7 +1,8 @@
-"""The plan of a mixture of experts: every output tensor is one tensor of one dense model, or a row set of a router.
+"""Plan a mixture of experts: each output tensor is a tensor of one dense model, or a set of router rows.
 
-Attention, norms, embeddings and head are the base's; experts are the feed-forward layers of their models, with noise
-and scale. Everything that a model holds of the part that is asked of it is used, or the plan says that it has no place.
+Attention, norms, embeddings and head come from the base. Experts are the feed-forward layers of their models, with
+noise and scale. The mixture uses every tensor of the part that a model contributes, or the plan reports that the
+mixture cannot have the tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from mergegate.merge_core.recipe import Expert, GateRows, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
 _STACK = "model.layers"
-# Rows of length one whose cosine is above are nearly one row.
-_ALIKE = 0.999
-_MOST_NEAR = 5
+# Cosine of two unit rows above which they count as nearly the same row.
+_NEAR_DUPLICATE = 0.999
+_MAX_NEAR_PAIRS = 5
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -45,10 +46,10 @@ class MixturePlan:
 def plan_mixture(
     recipe: Recipe, mixture: Mixture, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
 ) -> MixturePlan:
-    """Jobs and configuration of the mixture that ``recipe`` asks for.
+    """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``.
 
     Raises:
-        InvalidInput: No family of mixtures fits the models.
+        InvalidInput: No mixture architecture fits the models.
     """
     reference = str(recipe.base)
     base = checkpoints[reference]
@@ -61,17 +62,17 @@ def plan_mixture(
         where=recipe.where,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
-    gates, wanted = mixture.gates, (config["num_hidden_layers"], len(mixture.everybody), config["hidden_size"])
-    if gates is not None and (gates.layers, gates.rows, gates.width) != wanted:
+    gates, expected_shape = mixture.gates, (config["num_hidden_layers"], len(mixture.everybody), config["hidden_size"])
+    if gates is not None and (gates.layers, gates.rows, gates.width) != expected_shape:
         raise InvalidInput(
             f"{recipe.where}: router rows",
             found=f"[layers, rows, width] = {[gates.layers, gates.rows, gates.width]}",
-            expected=f"{list(wanted)}, as config.json of {reference} and the recipe say",
+            expected=f"{list(expected_shape)}, as config.json of {reference} and the recipe say",
         )
-    problems += _misfits(reference, base, mixture, family, checkpoints)
+    problems += _mismatches(reference, base, mixture, family, checkpoints)
     builder = _Builder(recipe, mixture, family, checkpoints, base, config["num_hidden_layers"], config["hidden_size"])
     jobs = list(builder.jobs(problems))
-    return MixturePlan(jobs, with_dtype(config, _bulk(jobs)))
+    return MixturePlan(jobs, with_dtype(config, _bulk_dtype(jobs)))
 
 
 @dataclass(frozen=True)
@@ -85,80 +86,83 @@ class _Builder:
     width: int
 
     def jobs(self, problems: list[Finding]) -> Iterator[TensorJob]:
-        """All jobs; those of no further layer after one with which something is wrong."""
-        reference, before = str(self.recipe.base), len(problems)
+        """Yield all jobs, and stop after the first layer with a problem."""
+        reference, problem_count = str(self.recipe.base), len(problems)
         for name, tensor in self.base.tensors.items():
-            kept = ties_embeddings(self.base.config) is not True if is_head(name) else not is_optional(name)
-            if parse_layer_place(name) is None and kept:
-                yield self._copied(name, reference, tensor)
+            is_copied = ties_embeddings(self.base.config) is not True if is_head(name) else not is_optional(name)
+            if parse_layer_place(name) is None and is_copied:
+                yield self._copy_job(name, reference, tensor)
         for layer in range(self.layers):
             for part in self.family.carried:
                 name = f"{_STACK}.{layer}.{part}"
-                if (own := find_tensor(self.base, name)) is not None:
-                    yield self._copied(name, reference, own)
+                if (base_tensor := find_tensor(self.base, name)) is not None:
+                    yield self._copy_job(name, reference, base_tensor)
                 elif not (part.endswith(".bias") or "_norm." in part):
                     problems.append(_missing(reference, name))
-            yield from self._biases(layer)
-            yield from self._feed_forward(layer, problems)
-            if len(problems) > before:  # A config may name any number of layers.
+            yield from self._bias_jobs(layer)
+            yield from self._feed_forward_jobs(layer, problems)
+            if len(problems) > problem_count:  # A config may claim any number of layers.
                 return
 
-    def _copied(self, name: str, reference: str, tensor: AnyTensor) -> TensorJob:
+    def _copy_job(self, name: str, reference: str, tensor: AnyTensor) -> TensorJob:
         dtype = self.recipe.out_dtype or self.recipe.dtype or tensor.dtype
         return _job(name, dtype if tensor.dtype.kind == "float" else tensor.dtype, reference, tensor)
 
-    def _biases(self, layer: int) -> Iterator[TensorJob]:
-        """Zeros, where the family has biases and the base has none."""
+    def _bias_jobs(self, layer: int) -> Iterator[TensorJob]:
+        """Yield zero biases if the family has biases and the base has none."""
         if not self.family.biased:
             return
         for part in ("q_proj", "k_proj", "v_proj"):
             name = f"{_STACK}.{layer}.self_attn.{part}"
             weight = self.base.tensors.get(f"{name}.weight")
             if weight is not None and f"{name}.bias" not in self.base.tensors:
-                yield self._given(f"{name}.bias", weight.shape[:1], self._format([weight]))
+                yield self._constant_job(f"{name}.bias", weight.shape[:1], self._format([weight]))
 
-    def _feed_forward(self, layer: int, problems: list[Finding]) -> Iterator[TensorJob]:
+    def _feed_forward_jobs(self, layer: int, problems: list[Finding]) -> Iterator[TensorJob]:
         module = f"{_STACK}.{layer}.{self.family.module}"
         tensors = [self._dense(expert, layer, problems) for expert in self.mixture.everybody]
-        if any(len(one) < len(_DENSE) for one in tensors):
+        if any(len(projections) < len(_DENSE) for projections in tensors):
             return
-        sizes, said = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
-        if sizes != said:
+        sizes, config_sizes = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
+        if sizes != config_sizes:
             problems.append(
                 Finding(
                     "block",
                     f"{self.recipe.base}: config.json: intermediate_size, hidden_size",
-                    found=f"{list(said)}",
+                    found=f"{list(config_sizes)}",
                     expected=f"{list(sizes)}, as {tensors[0][0].name} of {self.mixture.experts[0].model} has",
                     remedy="make the mixture of models of one size, or repair the config",
                 )
             )
             return
-        dtype = self._format([tensor for one in tensors for tensor in one])
+        dtype = self._format([tensor for projections in tensors for tensor in projections])
         if dtype is None:
             return
         count = len(self.mixture.experts)
-        for number, (expert, own) in enumerate(zip(self.mixture.everybody, tensors, strict=True)):
+        for number, (expert, expert_tensors) in enumerate(zip(self.mixture.everybody, tensors, strict=True)):
             shared = number >= count
-            place = f"{module}.{self.family.shared}" if shared else f"{module}.experts.{number}"
+            prefix = f"{module}.{self.family.shared}" if shared else f"{module}.experts.{number}"
             names = _DENSE if shared else self.family.projections
-            for dense, name, tensor in zip(_DENSE, names, own, strict=True):
+            for dense, name, tensor in zip(_DENSE, names, expert_tensors, strict=True):
                 residual = self.family.residual if expert.residual_scale is None else expert.residual_scale
                 scale = residual if dense == "down_proj" else 1.0
-                yield _job(f"{place}.{name}.weight", dtype, str(expert.model), tensor, scale, expert.noise_scale)
-        yield self._router(f"{module}.gate.weight", layer, 0, count, dtype)
+                yield _job(f"{prefix}.{name}.weight", dtype, str(expert.model), tensor, scale, expert.noise_scale)
+        yield self._router_job(f"{module}.gate.weight", layer, 0, count, dtype)
         if self.family.correction_bias:
-            yield self._given(f"{module}.gate.e_score_correction_bias", (count,), None)
+            yield self._constant_job(f"{module}.gate.e_score_correction_bias", (count,), None)
         if self.family.shared_gate:
             name = f"{module}.{self.family.shared}_gate.weight"
             if any(expert.positive for expert in self.mixture.shared):
-                yield self._router(name, layer, count, 1, dtype)
+                yield self._router_job(name, layer, count, 1, dtype)
             else:
-                yield self._given(name, (1, self.width), dtype)
+                yield self._constant_job(name, (1, self.width), dtype)
 
     def _dense(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
-        """Gate, up and down projection of a layer; fewer where something is wrong with them."""
-        found = []
+        """Return the gate, up and down projections of a layer.
+
+        Omit those with a problem, and add it to ``problems``.
+        """
+        projections = []
         for part in _DENSE:
             name = f"{_STACK}.{layer}.mlp.{part}.weight"
             tensor = self.checkpoints[str(expert.model)].tensors.get(name)
@@ -186,33 +190,33 @@ class _Builder:
                     )
                 )
             else:
-                found.append(tensor)
-        return found
+                projections.append(tensor)
+        return projections
 
     def _format(self, tensors: Sequence[AnyTensor]) -> DType | None:
-        wanted = self.recipe.out_dtype or self.recipe.dtype
+        chosen_dtype = self.recipe.out_dtype or self.recipe.dtype
         floats = {tensor.dtype for tensor in tensors if tensor.dtype.kind == "float"}
-        return wanted or (promote(floats) if floats else None)
+        return chosen_dtype or (promote(floats) if floats else None)
 
-    def _router(self, name: str, layer: int, first: int, count: int, dtype: DType) -> TensorJob:
-        """Rows from prompts, or drawn."""
+    def _router_job(self, name: str, layer: int, first: int, count: int, dtype: DType) -> TensorJob:
+        """Return the job of router rows, computed from prompts or drawn at random."""
         shape, gates = (count, self.width), self.mixture.gates
         if not self.mixture.asks_prompts:
-            # Drawn by the engine, as noise is: of zeros with noise remains the noise.
+            # The engine draws the rows as noise: zeros plus noise are the noise.
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
-            return _job(name, dtype, _GIVEN, constant_tensor(name, shape), 1.0, noise, draw)
-        if gates is None:  # A plan tells sizes before; the engine asks whether they are known.
-            return _job(name, dtype, _GIVEN, constant_tensor(name, shape))
-        return _job(name, dtype, _GIVEN, constant_tensor(name, shape, gates.of(layer, first, count)))
+            return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape), 1.0, noise, draw)
+        if gates is None:  # A plan needs only sizes; the engine checks that the rows are available.
+            return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape))
+        return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape, gates.of(layer, first, count)))
 
-    def _given(self, name: str, shape: tuple[int, ...], dtype: DType | None) -> TensorJob:
+    def _constant_job(self, name: str, shape: tuple[int, ...], dtype: DType | None) -> TensorJob:
         tensor = constant_tensor(name, shape)
-        return _job(name, dtype or tensor.dtype, _GIVEN, tensor)
+        return _job(name, dtype or tensor.dtype, _RECIPE_ORIGIN, tensor)
 
 
-# What messages call the origin of tensors that no model has.
-_GIVEN = "the recipe"
+# Origin, in messages, of tensors that come from no model.
+_RECIPE_ORIGIN = "the recipe"
 
 
 def _job(
@@ -224,18 +228,18 @@ def _job(
     noise: float = 0.0,
     draw: str = "normal",
 ) -> TensorJob:
-    plain = scale == 1.0 and noise == 0.0
+    is_plain = scale == 1.0 and noise == 0.0
     return TensorJob(
         output=OutputTensor(name, dtype, tensor.shape),
         inputs=(Input(reference, tensor),),
         has_base=False,
         shared={},
         per_input=({"scale": scale, "noise": noise, "draw": draw},),
-        mode="equal" if dtype.kind == "exact" else "copy" if plain else "merge",
+        mode="equal" if dtype.kind == "exact" else "copy" if is_plain else "merge",
     )
 
 
-def _bulk(jobs: Sequence[TensorJob]) -> DType | None:
+def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
     sizes: dict[DType, int] = {}
     for job in jobs:
         if job.output.dtype.kind == "float":
@@ -253,70 +257,73 @@ def _missing(reference: str, name: str) -> Finding:
     )
 
 
-def _misfits(
+def _mismatches(
     reference: str, base: Checkpoint, mixture: Mixture, family: OutputFamily, checkpoints: Mapping[str, Checkpoint]
 ) -> Iterator[Finding]:
-    """What a model has and the mixture has no place for, and models that do not compute alike."""
+    """Yield tensors that the mixture cannot have, and models that compute differently from the base."""
     for name in base.tensors:
         at = parse_layer_place(name)
         feed_forward = at is not None and at.part.startswith("mlp.")
         if at is None or is_optional(name) or feed_forward or (at.stack == _STACK and at.part in family.carried):
             continue
-        yield _no_place(reference, name, family)
+        yield _unused_tensor(reference, name, family)
     for model in dict.fromkeys(str(expert.model) for expert in mixture.everybody):
         checkpoint = checkpoints[model]
         for name in checkpoint.tensors:
             at = parse_layer_place(name)
             if at is not None and at.part.startswith("mlp.") and not _FEED_FORWARD.match(at.part):
-                yield _no_place(model, name, family)
+                yield _unused_tensor(model, name, family)
                 break
         for key, default in (("hidden_act", "silu"), ("model_type", None), ("num_hidden_layers", None)):
-            mine, theirs = base.config.get(key, default), checkpoint.config.get(key, default)
-            same = theirs in family.sources if key == "model_type" else mine == theirs
+            base_value, value = base.config.get(key, default), checkpoint.config.get(key, default)
+            same = value in family.sources if key == "model_type" else base_value == value
             if not same:
                 yield Finding(
                     "block",
                     f"{model}: config.json: {key}",
-                    found=f"{theirs!r}",
+                    found=f"{value!r}",
                     expected=f"one of {', '.join(family.sources)}"
                     if key == "model_type"
-                    else f"{mine!r}, as in {reference}",
+                    else f"{base_value!r}, as in {reference}",
                     remedy="make the mixture of models of one family and depth",
                 )
-    yield from _same_twice(mixture)
+    yield from _duplicate_experts(mixture)
     if mixture.gates is not None:
-        yield from _near_rows(mixture, mixture.gates)
+        yield from _near_duplicate_rows(mixture, mixture.gates)
 
 
-def _near_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]:
-    """Layers where two experts have nearly one row: a token then goes to both of them, or to neither."""
+def _near_duplicate_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]:
+    """Yield pairs of experts whose router rows are nearly the same in some layers.
+
+    A token then goes to both experts or to neither.
+    """
     import numpy as np
 
     count = len(mixture.experts)
-    near: dict[tuple[int, int], list[int]] = {}
+    layers_by_pair: dict[tuple[int, int], list[int]] = {}
     for layer in range(gates.layers):
         rows = np.frombuffer(gates.of(layer, 0, count), "<f4").reshape(count, gates.width).astype(np.float64)
         cosines = np.triu(rows @ rows.T, 1)
-        for one, other in zip(*np.nonzero(cosines > _ALIKE), strict=True):
-            near.setdefault((int(one), int(other)), []).append(layer)
-    for (one, other), layers in list(near.items())[:_MOST_NEAR]:
-        if mixture.experts[one].positive == mixture.experts[other].positive:
-            continue  # That is said already.
+        for first, second in zip(*np.nonzero(cosines > _NEAR_DUPLICATE), strict=True):
+            layers_by_pair.setdefault((int(first), int(second)), []).append(layer)
+    for (first, second), layers in list(layers_by_pair.items())[:_MAX_NEAR_PAIRS]:
+        if mixture.experts[first].positive == mixture.experts[second].positive:
+            continue  # _duplicate_experts reports it.
         yield Finding(
             "warn",
-            mixture.experts[other].where,
-            found=f"in {len(layers)} of {gates.layers} layers nearly the router row of experts[{one}]",
+            mixture.experts[second].where,
+            found=f"in {len(layers)} of {gates.layers} layers nearly the router row of experts[{first}]",
             expected="prompts that the base tells apart, in every layer by their last tokens",
             remedy="let prompts end differently, or set gate_mode: hidden_avg",
         )
 
 
-def _same_twice(mixture: Mixture) -> Iterator[Finding]:
-    """Experts that no router can tell apart, or that are one."""
-    seen: dict[tuple[Any, ...], Expert] = {}
+def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
+    """Yield experts that no router can tell apart because they have the same prompts."""
+    first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts:
-        asked = (expert.positive, expert.negative) if mixture.asks_prompts else (expert.where, expert.model)
-        first = seen.setdefault(asked, expert)
+        key = (expert.positive, expert.negative) if mixture.asks_prompts else (expert.where, expert.model)
+        first = first_by_key.setdefault(key, expert)
         if first is expert or not mixture.asks_prompts:
             continue
         yield Finding(
@@ -328,7 +335,7 @@ def _same_twice(mixture: Mixture) -> Iterator[Finding]:
         )
 
 
-def _no_place(reference: str, name: str, family: OutputFamily) -> Finding:
+def _unused_tensor(reference: str, name: str, family: OutputFamily) -> Finding:
     return Finding(
         "block",
         f"{reference}: {name}",

@@ -1,7 +1,7 @@
-"""From a recipe and headers to a list of jobs: which tensors go into which, with which values, to which place.
+"""Turn a recipe and checkpoint headers into a list of jobs: inputs, parameter values and offset of each output tensor.
 
-Pure: nothing is read here. :func:`assemble` collects every problem on the way, for
-:func:`~merge_core.plan.compatibility.plan_with_findings`; :func:`plan_merge` raises the first one that blocks.
+Planning is pure and reads no files. :func:`assemble` collects all problems for
+:func:`~merge_core.plan.compatibility.plan_with_findings`; :func:`plan_merge` raises the first blocking problem.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from mergegate.merge_core.plan.turn_ends import with_turn_ends
 from mergegate.merge_core.plan.values import ValueTable
 from mergegate.merge_core.recipe import Recipe, Source
 
-# Prefix of the placeholder directory of a step's result, until it is written.
-_STEP = "step:"
+# Prefix of the placeholder directory that a step's result has until it is written.
+_STEP_PREFIX = "step:"
 
 
 def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
     """Plan the merge of ``recipe``.
 
     Args:
-        recipe: From :func:`merge_core.recipe.load_recipe`.
+        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
         checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe.
 
     Raises:
-        InvalidInput: The checkpoints cannot be merged as asked: shapes, missing tensors or layers, quantised
-            weights, missing parameter values.
+        InvalidInput: The checkpoints cannot be merged as the recipe requires: different shapes, missing tensors or
+            layers, quantized weights, or missing parameter values.
     """
     plan, problems = assemble(recipe, checkpoints)
     blocking = [problem for problem in problems if problem.severity == "block"]
@@ -81,47 +81,53 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
 
 
 def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
-    """``plan`` with what was odd while it was made and what does not balance in it, for the record of the merge."""
-    odd = (problem for problem in problems if problem.severity == "warn")
-    return replace(plan, findings=(*odd, *_imbalances(plan, checkpoints)))
+    """Return ``plan`` with the warnings in ``problems`` and its own inconsistencies.
+
+    The record of the merge includes these findings.
+    """
+    warnings = (problem for problem in problems if problem.severity == "warn")
+    return replace(plan, findings=(*warnings, *_inconsistencies(plan, checkpoints)))
 
 
-def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    known = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+def _inconsistencies(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    tables = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     for part in (*plan.steps, plan):
-        findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]
+        findings = [*unused_tensors(part, tables, set()), *self_consistency("the result", planned_checkpoint(part))]
         for ref in part.recipe.own_references():
-            findings += self_consistency(str(ref), known[str(ref)])
+            findings += self_consistency(str(ref), tables[str(ref)])
         yield from (finding for finding in findings if finding.severity != "info")
 
 
 def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-    """The tables that a merge is planned from: fused experts one by one, so that the layout on disk decides nothing."""
+    """Return the tensor tables that a merge is planned from.
+
+    Fused experts are split, so that the plan does not depend on the layout on disk.
+    """
     return {name: split_experts(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
 def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
-    """The plan as far as it can be made, and everything that is wrong with it.
+    """Return the plan, as complete as possible, and all problems with it.
 
     Raises:
-        InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
-            without value.
+        InvalidInput: The plan would be meaningless, because a reference has no checkpoint or a required parameter has
+            no value.
     """
-    known, steps = single_experts(checkpoints), []
+    tables, steps = single_experts(checkpoints), []
     problems: list[Finding] = []
     for step in recipe.steps:
-        plan = _assemble_one(step, known, problems)
-        known[str(step.name)] = planned_checkpoint(plan)
+        plan = _assemble_one(step, tables, problems)
+        tables[str(step.name)] = planned_checkpoint(plan)
         steps.append(plan)
-    return replace(_assemble_one(recipe, known, problems), steps=tuple(steps)), problems
+    return replace(_assemble_one(recipe, tables, problems), steps=tuple(steps)), problems
 
 
 def planned_checkpoint(plan: MergePlan) -> Checkpoint:
-    """The result of a step as the input of another, before it exists: its layout is already known.
+    """Return the result of a step as an input of another step, before it exists.
 
-    Its files lie in the placeholder directory ``step:<name>``; see :func:`step_of`.
+    Its layout is already known. Its files are in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
-    directory = Path(f"{_STEP}{plan.recipe.name}")
+    directory = Path(f"{_STEP_PREFIX}{plan.recipe.name}")
     tensors: dict[str, AnyTensor] = {}
     for shard in plan.shards:
         file, begins = directory / shard.name, dict(zip(shard.tensors, shard.offsets, strict=True))
@@ -134,9 +140,9 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
 
 
 def step_of(file: Path) -> str | None:
-    """Name of the step that will write ``file``; None for a file that exists already."""
+    """Return the name of the step that will write ``file``; None if the file exists already."""
     first = file.parts[0]
-    return first.removeprefix(_STEP) if first.startswith(_STEP) else None
+    return first.removeprefix(_STEP_PREFIX) if first.startswith(_STEP_PREFIX) else None
 
 
 def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]) -> MergePlan:
@@ -147,8 +153,8 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     donor = checkpoints[name]
     if recipe.mixture is not None:
         mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
-        return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, {}, checkpoints)
-    checkpoints = {other: rename_to_layout(donor, checkpoint) for other, checkpoint in checkpoints.items()}
+        return _build_plan(recipe, donor, donor, mixture.jobs, mixture.config, {}, checkpoints)
+    checkpoints = {model: rename_to_layout(donor, checkpoint) for model, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor = with_head(recipe, donor, checkpoints)
     problems += lost_heads(recipe, donor, checkpoints)
@@ -164,14 +170,14 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     config = _with_class(with_dtype(structure, _bulk_dtype(jobs)), donor, checkpoints.values())
     tokenizer, rewritten = checkpoints[name], dict[str, bytes | None]()
     if alignment is not None:
-        config, lost = aligned_config(config, alignment, name, recipe.where)
-        problems += [*lost, *alignment.remarks]
+        config, id_findings = aligned_config(config, alignment, name, recipe.where)
+        problems += [*id_findings, *alignment.remarks]
         tokenizer = alignment.tokenizer
         rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
-    return _laid_out(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints, alignment)
+    return _build_plan(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints, alignment)
 
 
-def _laid_out(
+def _build_plan(
     recipe: Recipe,
     donor: Checkpoint,
     tokenizer: Checkpoint,
@@ -181,19 +187,19 @@ def _laid_out(
     checkpoints: Mapping[str, Checkpoint],
     alignment: Alignment | None = None,
 ) -> MergePlan:
-    """The plan of ``jobs``, each with its place in the output files."""
+    """Return the plan of ``jobs``, with a position in the output files for each."""
     shards = lay_out([job.output for job in jobs], donor)
-    by_name = {job.output.name: job for job in jobs}
+    jobs_by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
-    ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
+    ordered = tuple(jobs_by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
     parents = parents_of(recipe, ordered, checkpoints)
     companions = gather_companions(checkpoints[str(recipe.donor)], tokenizer, parents).changed(rewritten)
     templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
-        named = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
-        known = [parent.chat_templates for parent in named.values()]
-        templates = chosen_templates(recipe.chat_template, known, f"{recipe.where}: chat_template")
-        companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, named, alignment)
+        models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
+        model_templates = [parent.chat_templates for parent in models.values()]
+        templates = chosen_templates(recipe.chat_template, model_templates, f"{recipe.where}: chat_template")
+        companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, models, alignment)
         companions = with_chat_templates(companions, templates)
     return MergePlan(
         recipe=recipe,
@@ -215,7 +221,7 @@ def parents_of(
     """Return the models whose weights or configuration the result of ``jobs`` gets, by reference."""
     states = set(recipe.states)
     names = dict.fromkeys([str(recipe.donor), *(item.model for job in jobs for item in job.inputs)])
-    # What an optimizer keeps is not a model, and router rows that a recipe declares come from none.
+    # Optimizer states are not models, and router rows that a recipe declares come from no model.
     return {name: checkpoints[name] for name in names if name in checkpoints and name not in states}
 
 
@@ -229,12 +235,12 @@ def _job(
     problems: list[Finding],
 ) -> TensorJob | None:
     method, cut = values.method, spec.cut
-    found: list[tuple[Source, AnyTensor]] = []
+    inputs: list[tuple[Source, AnyTensor]] = []
     headless: list[str] = []
     for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
-            found.append((source, tensor))
+            inputs.append((source, tensor))
         elif is_of_head(name) and class_difference(donor, checkpoints[str(source.model)]) == "head":
             headless.append(str(source.model))
         elif not is_optional(name) or is_head(name):
@@ -249,23 +255,25 @@ def _job(
                 )
             )
             return None
-    if headless and found:
-        found = [next((item for item in found if item[0].model == recipe.donor), found[0])]
+    if headless and inputs:
+        inputs = [next((item for item in inputs if item[0].model == recipe.donor), inputs[0])]
         problems.append(
             Finding(
                 "warn",
                 f"{headless[0]}: {spec.name}",
                 found="missing: its class has another head, or none",
                 expected="one class for all models",
-                remedy=f"nothing to do: the result gets the tensor of {found[0][0].model} unchanged",
+                remedy=f"nothing to do: the result gets the tensor of {inputs[0][0].model} unchanged",
                 cause=different_head(headless[0]),
             )
         )
     if method.base != "ordinary" and cut.base is not None:
-        found.sort(key=lambda item: item[0].model != cut.base)  # Stable: the base first, the others in their order.
-    if not found:
+        inputs.sort(
+            key=lambda item: item[0].model != cut.base
+        )  # The sort is stable: the base first, then the others in recipe order.
+    if not inputs:
         return None
-    has_base = method.base in ("required", "optional") and found[0][0].model == cut.base
+    has_base = method.base in ("required", "optional") and inputs[0][0].model == cut.base
     if method.base == "required" and not has_base and not headless:
         problems.append(
             Finding(
@@ -277,23 +285,23 @@ def _job(
             )
         )
         return None
-    tensors = [tensor for _, tensor in found]
-    dtype = _output_dtype(recipe, spec.name, found, problems)
+    tensors = [tensor for _, tensor in inputs]
+    dtype = _output_dtype(recipe, spec.name, inputs, problems)
     maps: Mapping[str, RowMap] = {}
     if alignment is not None and has_vocabulary_rows(spec.name):
-        maps = alignment.maps([str(source.model) for source, _ in found])
-    elif alignment is not None and alignment.maps([str(source.model) for source, _ in found]):
-        odd = (unknown_rows(str(source.model), tensor, alignment) for source, tensor in found)
-        if (unknown := next(filter(None, odd), None)) is not None:
+        maps = alignment.maps([str(source.model) for source, _ in inputs])
+    elif alignment is not None and alignment.maps([str(source.model) for source, _ in inputs]):
+        unknown_findings = (unknown_rows(str(source.model), tensor, alignment) for source, tensor in inputs)
+        if (unknown := next(filter(None, unknown_findings), None)) is not None:
             problems.append(unknown)
             return None
-    if dtype is None or (not maps and not _same_shape(spec.name, found, problems)):
+    if dtype is None or (not maps and not _same_shape(spec.name, inputs, problems)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
-    low, _ = method.models
-    alone = bool(headless) or (len(found) == 1 and method.alone == "copy" and low > 1)
-    own = values.of(spec, found, has_base=has_base, checked=not alone)
-    mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
+    min_models, _ = method.models
+    is_copied = bool(headless) or (len(inputs) == 1 and method.alone == "copy" and min_models > 1)
+    tensor_values = values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
+    mode: Literal["merge", "copy", "equal"] = "copy" if is_copied else "merge"
     return TensorJob(
         output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(
@@ -304,20 +312,20 @@ def _job(
                 _moments(recipe, str(source.model), tensor),
                 _importance(recipe, str(source.model), tensor) if not maps and dtype.kind == "float" else None,
             )
-            for source, tensor in found
+            for source, tensor in inputs
         ),
         has_base=has_base,
-        shared=own.shared,
-        per_input=own.per_input,
+        shared=tensor_values.shared,
+        per_input=tensor_values.per_input,
         mode="equal" if dtype.kind == "exact" else mode,
     )
 
 
 def _moments(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | ExpectedMoments | None:
-    """What was, or will be, measured of the inputs of a model's matrix."""
+    """Return the measured or expected activation statistics of a matrix of a model."""
     if recipe.measured is not None:
-        known = recipe.measured.get(model)
-        return known.moments.get(tensor.name) if known else None
+        statistics = recipe.measured.get(model)
+        return statistics.moments.get(tensor.name) if statistics else None
     if recipe.method.traits.reads_text != "moments" or len(tensor.shape) != 2 or not is_projection(tensor.name):
         return None
     width = input_width(tensor.name, tensor.shape)
@@ -325,27 +333,30 @@ def _moments(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | E
 
 
 def _importance(recipe: Recipe, model: str, tensor: AnyTensor) -> AnyTensor | ExpectedImportance | None:
-    """How much each element of a tensor was, or will be, found to matter; of rows that others lend, nothing is."""
+    """Return the measured or expected importance of each element of a tensor.
+
+    There is none for a tensor with rows that other models lend.
+    """
     if recipe.measured is not None:
-        known = recipe.measured.get(model)
-        found = known.importance.get(tensor.name) if known else None
-        return found if found is not None and found.shape == tensor.shape else None
+        statistics = recipe.measured.get(model)
+        importance = statistics.importance.get(tensor.name) if statistics else None
+        return importance if importance is not None and importance.shape == tensor.shape else None
     if recipe.method.traits.reads_text != "importance":
         return None
     return ExpectedImportance(tensor.shape)
 
 
 def _output_dtype(
-    recipe: Recipe, name: str, found: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]
+    recipe: Recipe, name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]
 ) -> DType | None:
-    first = found[0][1].dtype
-    if first.kind == "float" and all(tensor.dtype is first for _, tensor in found):
+    first = inputs[0][1].dtype
+    if first.kind == "float" and all(tensor.dtype is first for _, tensor in inputs):
         return recipe.out_dtype or recipe.dtype or first
-    dtypes = {tensor.dtype for _, tensor in found}
+    dtypes = {tensor.dtype for _, tensor in inputs}
     kinds = {dtype.kind for dtype in dtypes}
     if kinds == {"float"}:
         return recipe.out_dtype or recipe.dtype or promote(dtypes)
-    source, tensor = next(item for item in found if item[1].dtype.kind != "float")
+    source, tensor = next(item for item in inputs if item[1].dtype.kind != "float")
     if "packed" in kinds:
         problems.append(
             Finding(
@@ -358,12 +369,12 @@ def _output_dtype(
         )
         return None
     if len(dtypes) > 1:
-        others = ", ".join(sorted(dtype.code for dtype in dtypes - {tensor.dtype}))
+        other_codes = ", ".join(sorted(dtype.code for dtype in dtypes - {tensor.dtype}))
         problems.append(
             Finding(
                 "block",
                 f"{source.model}: {name}",
-                found=f"{tensor.dtype.code} here, {others} elsewhere",
+                found=f"{tensor.dtype.code} here, {other_codes} elsewhere",
                 expected="one format: integers are copied, not merged",
                 remedy="merge models of one kind",
             )
@@ -372,10 +383,10 @@ def _output_dtype(
     return tensor.dtype
 
 
-def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]) -> bool:
-    first_source, first = found[0]
+def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]) -> bool:
+    first_source, first = inputs[0]
     same = True
-    for source, tensor in found[1:]:
+    for source, tensor in inputs[1:]:
         if tensor.shape == first.shape:
             continue
         same = False
@@ -399,21 +410,28 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
     return same
 
 
-def _with_class(config: Mapping[str, Any], donor: Checkpoint, others: Iterable[Checkpoint]) -> Mapping[str, Any]:
-    """Return the config with the class of a model that has the same tensors outside the layers, if it names none."""
+def _with_class(config: Mapping[str, Any], donor: Checkpoint, checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any]:
+    """Return the config with a model class.
+
+    If the donor declares none, the class comes from a model that has the same tensors outside the layers.
+    """
 
     def outside(checkpoint: Checkpoint) -> set[str]:
         names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
         return {name for name in names if is_head(name) or not is_optional(name)}
 
-    for other in others if not donor.class_name else ():
-        if other.class_name and class_difference(donor, other) == "head" and outside(other) == outside(donor):
-            return {**config, "architectures": [other.class_name]}
+    for candidate in checkpoints if not donor.class_name else ():
+        if (
+            candidate.class_name
+            and class_difference(donor, candidate) == "head"
+            and outside(candidate) == outside(donor)
+        ):
+            return {**config, "architectures": [candidate.class_name]}
     return config
 
 
 def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
-    """The format that holds most of the weights: what the config should name."""
+    """Return the format of most weights, which the config should declare."""
     sizes: Counter[str] = Counter()
     for job in jobs:
         if job.output.dtype.kind == "float":
@@ -424,13 +442,13 @@ def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
 def _structure(
     recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
 ) -> Mapping[str, Any]:
-    """The donor's config, with the layers that slices leave."""
+    """Return the donor's config, with the layers that remain after slicing."""
     sliced = config_of_slices(recipe, donor, checkpoints)
     if sliced is not None:
         problems += sliced[1]
         return sliced[0]
-    giver = recipe.donor
+    donor_name = recipe.donor
     for ref in recipe.own_references():
-        if ref != giver:
-            problems += differing_kinds(str(giver), donor, str(ref), checkpoints[str(ref)])
+        if ref != donor_name:
+            problems += differing_kinds(str(donor_name), donor, str(ref), checkpoints[str(ref)])
     return donor.config

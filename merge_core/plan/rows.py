@@ -1,8 +1,8 @@
-"""Where each row of an output table of tokens comes from, in one model: arrays, not one object a row.
+"""Map each row of an output token table to the row that a model contributes, as arrays instead of one object per row.
 
-Neighbours in the output are mostly neighbours in a file. So the map is kept as *runs*: stretches of output rows that
-are consecutive rows of one model, or all zeros, or all the mean. A union of siblings has a handful of them, whatever
-the size of its vocabulary.
+Neighboring rows of the output are mostly neighbors in a file too. :attr:`RowMap.starts` therefore divides the map into
+*runs*: stretches of output rows that are consecutive rows of one model, all zeros, or all the mean. A union of sibling
+vocabularies has only a handful of runs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# In the place of a lender's number.
-SEVERAL = -1  # the mean of the rows of several models; ``row`` is then the place in ``shared``
+# Special values of a lender.
+SEVERAL = -1  # Mean of the rows of several models; ``row`` is then an index into ``shared``.
 ZERO = -2
-MEAN = -3  # the mean of all rows of the model's own table
+MEAN = -3  # Mean of all rows of the model's own table.
 
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """Where a model's rows for the output come from.
+    """The origin of a model's rows in the output.
 
     Args:
-        models: Those that lend rows, by reference; the model itself is one of them.
-        own: The model's own place among them.
-        lender: For each output row a place in ``models``, or one of the above [n].
-        row: The lender's row [n].
-        shared: For rows that are the mean of several, those (place in ``models``, row).
+        models: References of the models that lend rows, including the model itself.
+        own: Index of the model itself in ``models``.
+        lender: Index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n].
+        row: Row in the lender's table [n].
+        shared: Rows to average, for each row that is the mean of several: (index in ``models``, row).
     """
 
     models: tuple[str, ...]
@@ -48,18 +48,18 @@ class RowMap:
             and np.array_equal(self.row, other.row)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
+    __hash__ = None  # type: ignore[assignment]  # Arrays are not hashable.
 
     def __len__(self) -> int:
         return len(self.lender)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """First output row of each run, and the number of rows at the end."""
+        """First output row of each run, followed by the total number of rows."""
         same = self.lender[1:] == self.lender[:-1]
         follows = self.row[1:] == self.row[:-1] + 1
-        alike = (self.lender[1:] == ZERO) | (self.lender[1:] == MEAN)
-        breaks = np.flatnonzero(~(same & (follows | alike))) + 1
+        is_constant = (self.lender[1:] == ZERO) | (self.lender[1:] == MEAN)
+        breaks = np.flatnonzero(~(same & (follows | is_constant))) + 1
         return np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
 
     @cached_property
@@ -69,33 +69,33 @@ class RowMap:
         return frozenset(single | {self.models[number] for rows in self.shared for number, _ in rows})
 
     def keeps(self, row: int) -> bool:
-        """Whether the model's own ``row`` is in the output as its own."""
+        """Return whether the output uses the model's own ``row`` for the model itself."""
         return bool(np.any((self.lender == self.own) & (self.row == row)))
 
 
 def map_rows(
     own: int, ids: NDArray[np.int64], preferred: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[tuple[int, int], ...]]]:
-    """Lender, row and shared rows of the tokens of a vocabulary, by the rule for tokens that a model lacks.
+    """Return the lender, row and shared rows of each token of a vocabulary.
 
-    Its own row; else that of the ``preferred`` model if it has one; else of the only one that has; else the mean over
-    those that have.
+    A model uses its own row. If it has none, it uses that of the ``preferred`` model, then that of the only model that
+    has one, then the mean over all models that have one.
 
     Args:
-        own: The model that the rows are for, by its place among the models.
-        ids: Row of each token in each model [models, tokens]; -1: it has none.
-        preferred: The base's place.
+        own: Index of the model that the rows are for.
+        ids: Row of each token in each model, or -1 for none [models, tokens].
+        preferred: Index of the base, if there is one.
 
     Returns:
-        As in :class:`RowMap`; tokens that nobody has are ``MEAN``.
+        Lender, row and shared rows as in :class:`RowMap`. The lender of a token without any row is ``MEAN``.
     """
     has = ids >= 0
     count = has.sum(0)
     tokens = ids.shape[1]
     lender = np.full(tokens, MEAN, np.int32)
     row = np.zeros(tokens, np.int64)
-    one = count == 1
-    lender[one] = has[:, one].argmax(0)
+    has_single = count == 1
+    lender[has_single] = has[:, has_single].argmax(0)
     several = count > 1
     lender[several] = SEVERAL
     for number in (preferred, own):

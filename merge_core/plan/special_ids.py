@@ -1,7 +1,7 @@
-"""Ids of tokens that stand in configurations, when the tokenizer of the result is another than the configuration's.
+"""Translate the token ids in configurations to those of the result's tokenizer.
 
-An id is a row, and rows have moved: each id is read as the token that it was, and written as the id that this token has
-now. One rule for ``config.json``, its parts, and ``generation_config.json``.
+An id is a row number, and rows move. Each id is read as a token of the old tokenizer and written as the id of this
+token in the new one. The same rule applies to ``config.json``, its parts and ``generation_config.json``.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ _PAIRS = "forced_decoder_ids"  # [position, id]
 def follow_tokens(
     config: Mapping[str, Any], before: Mapping[int, str], after: Mapping[str, int]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``config`` with the ids that its tokens have now, and the keys whose tokens there are not any more.
+    """Return ``config`` with the new ids of its tokens, and the keys whose tokens no longer exist.
 
-    A key whose token is gone says nothing (null, or a shorter list): the id would be that of another token.
+    A key whose token is gone becomes null, or its list becomes shorter, because the old id would mean another token.
 
     Args:
-        config: Of a model or of generation.
-        before: Tokens by the ids that it speaks of.
-        after: Ids by token in the result.
+        config: Configuration of a model or of generation.
+        before: Tokens by their ids in ``config``.
+        after: Ids in the result, by token.
     """
-    lost: list[str] = []
+    lost_keys: list[str] = []
 
-    def moved(value: Any, key: str) -> Any:
+    def move(value: Any, key: str) -> Any:
         if type(value) is int:
-            if value < 0:  # "none", in some configurations.
+            if value < 0:  # Some configurations use negative ids for "none".
                 return value
             if (token := before.get(value)) is not None and token in after:
                 return after[token]
-            lost.append(key)
+            lost_keys.append(key)
             return None
         if isinstance(value, list):
-            inner = [moved(item, key) for item in value]
+            inner = [move(item, key) for item in value]
             return [item for item in inner if item is not None and item != []]
         return value
 
-    def part(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def move_part(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result: dict[str, Any] = {}
         for key, value in content.items():
             if _IDS.search(key):
-                new = moved(value, prefix + key)
-                found[key] = None if isinstance(value, list) and value and not new else new
+                new = move(value, prefix + key)
+                result[key] = None if isinstance(value, list) and value and not new else new
             elif key == _PAIRS and isinstance(value, list):
-                pairs = [(pair[0], moved(pair[1], prefix + key)) for pair in value if _is_pair(pair)]
-                found[key] = [[place, number] for place, number in pairs if number is not None] or None
+                pairs = [(pair[0], move(pair[1], prefix + key)) for pair in value if _is_pair(pair)]
+                result[key] = [[position, number] for position, number in pairs if number is not None] or None
             elif isinstance(value, Mapping) and key.endswith("_config"):
-                found[key] = part(value, f"{prefix}{key}.")
+                result[key] = move_part(value, f"{prefix}{key}.")
             else:
-                found[key] = copy.deepcopy(value)
-        return found
+                result[key] = copy.deepcopy(value)
+        return result
 
-    return part(config, ""), tuple(dict.fromkeys(lost))
+    return move_part(config, ""), tuple(dict.fromkeys(lost_keys))
 
 
 def serialize_config(config: Mapping[str, Any]) -> bytes:
-    """A configuration as its file holds it."""
+    """Return the file content of a configuration."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -1,8 +1,8 @@
-"""Slices, checked against their parents: what config.json must say, and that layers of one kind have the same tensors.
+"""Check slices against their parents: the content of config.json, and that layers of one kind have the same tensors.
 
-That the kinds which the configuration tells apart explain the tensors is the proof that its family was described
-rightly: where two layers of one kind have different tensors, something decides that nobody has described, and it would
-decide anew in another place.
+The kinds of layers that a configuration distinguishes must explain the tensors. This shows that the description of the
+family is right. If two layers of one kind have different tensors, something undescribed decides the difference, and it
+could decide differently after the layers are renumbered.
 """
 
 from __future__ import annotations
@@ -31,31 +31,30 @@ from mergegate.merge_core.recipe import Module, Recipe
 def config_of_slices(
     recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> tuple[dict[str, Any], list[Finding]] | None:
-    """The result's config where layers are cut, and what is to be said of it; None for whole models.
+    """Return the config of a result with cut layers, and findings about it; None for whole models.
 
     Raises:
-        InvalidInput: A layer that does not exist; layers that would mean something else in their new places, or of
-            which nobody knows what they mean.
+        InvalidInput: A layer does not exist, or its meaning would change or is unknown at its new position.
     """
     module = sliced_module(recipe, donor)
     if module is None:
         return None
     where = f"{recipe.where}: slices"
     stack = main_stack(donor, where)
-    layers = list(_layers(module, stack, checkpoints))
-    kept = keeps_predictions(module, stack, checkpoints)
-    left_out = [] if kept else _left_out(module, checkpoints)
-    config = stacked_config(donor.config, layers, where, dropped=bool(left_out))
+    layers = list(_layer_origins(module, stack, checkpoints))
+    has_predictions = keeps_predictions(module, stack, checkpoints)
+    warnings = [] if has_predictions else _left_out_predictions(module, checkpoints)
+    config = stacked_config(donor.config, layers, where, dropped=bool(warnings))
     if not keeps_layer_positions(layers):
-        for model in dict.fromkeys(one.model for origins in layers for one in origins):
+        for model in dict.fromkeys(origin.model for origins in layers for origin in origins):
             _check_kinds(model, checkpoints[model], stack)
-    return config, left_out
+    return config, warnings
 
 
 def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint) -> Iterator[Finding]:
-    """Layers of whole models with one number that compute different things."""
-    mine, theirs = text_part(first.config), text_part(other.config)
-    if mine.family is None or mine.family != theirs.family or mine.family.refused is not None:
+    """Yield a finding if layers of two whole models with the same number compute different things."""
+    first_part, other_part = text_part(first.config), text_part(other.config)
+    if first_part.family is None or first_part.family != other_part.family or first_part.family.refused is not None:
         return
     try:
         stack = main_stack(first, donor)
@@ -63,15 +62,15 @@ def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint
         if main_depth(other, stack) != depth:
             return
         for index in range(depth):
-            ours = layer_kinds(mine, index, depth, f"{donor}: config.json")
-            for name, value in layer_kinds(theirs, index, depth, f"{model}: config.json").items():
-                if ours[name] != value:
-                    keys = next(kind.keys for kind in mine.family.kinds if kind.name == name)
+            first_kinds = layer_kinds(first_part, index, depth, f"{donor}: config.json")
+            for name, value in layer_kinds(other_part, index, depth, f"{model}: config.json").items():
+                if first_kinds[name] != value:
+                    keys = next(kind.keys for kind in first_part.family.kinds if kind.name == name)
                     yield Finding(
                         "warn",
                         f"{model}: config.json: {', '.join(keys)}",
                         found=f"{name} of layer {index} is {value}",
-                        expected=f"{ours[name]}, as in {donor}, whose config the result gets",
+                        expected=f"{first_kinds[name]}, as in {donor}, whose config the result gets",
                         remedy="make sure that the models compute the same function of their weights",
                     )
                     return
@@ -79,7 +78,9 @@ def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint
         yield Finding("warn", error.where, error.found, error.expected, error.remedy)
 
 
-def _layers(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[LayerOrigin, ...]]:
+def _layer_origins(
+    module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]
+) -> Iterator[tuple[LayerOrigin, ...]]:
     models = {str(source.model) for cut in module.slices for source in cut.sources}
     depths = {model: main_depth(checkpoints[model], stack) for model in models}
     for cut in module.slices:
@@ -99,13 +100,13 @@ def _layers(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -
             )
 
 
-def _left_out(module: Module, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
+def _left_out_predictions(module: Module, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
     models = dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources)
-    found = []
+    findings = []
     for model in models:
         predictions = sorted(prediction_tensors(checkpoints[model]))
         if predictions:
-            found.append(
+            findings.append(
                 Finding(
                     "warn",
                     f"{model}: {predictions[0]}",
@@ -114,31 +115,33 @@ def _left_out(module: Module, checkpoints: Mapping[str, Checkpoint]) -> list[Fin
                     remedy="nothing to do, unless a server is to draft tokens with them: then merge whole models",
                 )
             )
-    return found
+    return findings
 
 
 def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
-    """That layers of one kind have the same tensors.
+    """Check that layers of one kind have the same tensors.
 
     Raises:
-        InvalidInput: They have not.
+        InvalidInput: They have different tensors.
     """
     part, depth = text_part(checkpoint.config), main_depth(checkpoint, stack)
-    has: list[dict[str, tuple[int, ...]]] = [{} for _ in range(depth)]
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(depth)]
     for name, tensor in checkpoint.tensors.items():
         at = parse_layer_place(name)
         if at is not None and at.stack == stack and at.index < depth and not is_optional(name):
-            has[at.index][at.part] = tensor.shape
-    seen: dict[str, int] = {}
-    for index, tensors in enumerate(has):
+            shapes[at.index][at.part] = tensor.shape
+    first_index: dict[str, int] = {}
+    for index, tensors in enumerate(shapes):
         kinds = layer_kinds(part, index, depth, f"{model}: config.json")
-        same = seen.setdefault(repr(kinds), index)
-        if has[same] != tensors:
-            named = min(dict(has[same].items() ^ tensors.items()))
-            said = ", ".join(f"{name} {value}" for name, value in kinds.items()) or "of the one kind that is described"
+        same = first_index.setdefault(repr(kinds), index)
+        if shapes[same] != tensors:
+            differing_part = min(dict(shapes[same].items() ^ tensors.items()))
+            description = (
+                ", ".join(f"{name} {value}" for name, value in kinds.items()) or "of the one kind that is described"
+            )
             raise InvalidInput(
-                f"{model}: {stack}.{index}.{named}",
-                found=f"not what layer {same} has, although both are {said}",
+                f"{model}: {stack}.{index}.{differing_part}",
+                found=f"not what layer {same} has, although both are {description}",
                 expected="the same tensors in all layers of a kind",
                 remedy="merge whole models ('models'): what tells these layers apart is not in what is known of them",
             )

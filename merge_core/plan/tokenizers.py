@@ -1,8 +1,8 @@
-"""What is wrong with merging models whose tokenizers differ.
+"""Compare the tokenizers of the merged models and report the differences.
 
-Without ``tokenizer`` in the recipe every model must have the donor's: what gives the same text other ids blocks, and
-what does not is said. With it, rows follow their tokens; then what still differs is how text is cut into tokens, which
-the recipe has decided, so it is said and blocks nothing.
+If the recipe has no ``tokenizer``, every model must have the donor's tokenizer. A difference that changes the ids of a
+text blocks the merge; other differences are warnings. If the recipe has ``tokenizer``, rows follow their tokens, and
+only the way text is split into tokens can still differ. That is the recipe's decision, so it never blocks.
 """
 
 from __future__ import annotations
@@ -31,135 +31,156 @@ from mergegate.merge_core.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class CutPair:
-    """Two tokenizers that may cut texts in different ways.
+class TokenizerPair:
+    """Two tokenizers that may split text differently.
 
     Args:
-        finding: Which says so; the share of a sample text is to be added to it.
-        texts_of: The tokenizer that the texts were cut by before, as the content of ``tokenizer.json``.
-        now: The one that cuts them in the result.
-        whose: What it is the share of, for people.
+        finding: Finding that reports the difference. The measured share of a sample text is added to it.
+        original: Tokenizer of the model before the merge, as the content of ``tokenizer.json``.
+        result: Tokenizer of the result, as the content of ``tokenizer.json``.
+        model: Reference of the model, for messages.
     """
 
     finding: Finding
-    texts_of: Mapping[str, Any]
-    now: Mapping[str, Any]
-    whose: str
+    original: Mapping[str, Any]
+    result: Mapping[str, Any]
+    model: str
 
 
 @dataclass(frozen=True)
 class ComparedTokenizers:
-    """What is said of the tokenizers of one document of a recipe."""
+    """Findings about the tokenizers of one recipe document, and the pairs that differ."""
 
     findings: tuple[Finding, ...]
-    pairs: tuple[CutPair, ...]
+    pairs: tuple[TokenizerPair, ...]
 
 
-def compare_to_donor(recipe: Recipe, own: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:
-    """Compare every model's tokenizer with the one that the result gets.
+def compare_to_donor(
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]
+) -> ComparedTokenizers:
+    """Compare every model's tokenizer with that of the result.
 
     Args:
-        recipe: One document.
-        own: Its checkpoints, by reference.
-        accepted: Keys of differences that block nothing.
+        recipe: One recipe document.
+        checkpoints: Checkpoints of the document, by reference.
+        accepted: Keys of accepted differences, which do not block.
     """
-    donor = tokenizer_donor(recipe, own)
-    if recipe.output is not None:  # An adapter speaks of the rows of its base, which has the tokens of all adapters.
+    donor = tokenizer_donor(recipe, checkpoints)
+    if recipe.output is not None:  # An adapter refers to the rows of its base, which has the tokens of all adapters.
         merged = {str(source.model) for source in recipe.sources}
-        own, accepted = {name: own[name] for name in own if name in merged}, accepted | {"vocabulary"}
+        checkpoints, accepted = (
+            {name: checkpoints[name] for name in checkpoints if name in merged},
+            accepted | {"vocabulary"},
+        )
     try:
         if recipe.tokenizer is not None:
-            return _aligned(recipe, own, donor, accepted)
-        return _alike(donor, own, accepted)
+            return _compare_aligned(recipe, checkpoints, donor, accepted)
+        return _compare_files(donor, checkpoints, accepted)
     except InvalidInput as error:
         return ComparedTokenizers((finding_of(error),), ())
 
 
-def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:
-    definitions = {name: read_tokenizer(checkpoint.companions) for name, checkpoint in own.items()}
-    vocabularies = {name: read_vocabulary(checkpoint.companions) for name, checkpoint in own.items()}
+def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:
+    definitions = {name: read_tokenizer(checkpoint.companions) for name, checkpoint in checkpoints.items()}
+    vocabularies = {name: read_vocabulary(checkpoint.companions) for name, checkpoint in checkpoints.items()}
     reference = vocabularies[donor]
     findings: list[Finding] = []
-    pairs: list[CutPair] = []
+    pairs: list[TokenizerPair] = []
     if reference is None:
-        others = [name for name, vocabulary in vocabularies.items() if vocabulary is not None]
-        if others:
+        with_tokenizer = [name for name, vocabulary in vocabularies.items() if vocabulary is not None]
+        if with_tokenizer:
             findings.append(
                 Finding(
                     "block",
                     donor,
                     found="no tokenizer",
-                    expected=f"one: the result gets its tokenizer from {donor}, and {others[0]} has one",
-                    remedy=f"copy the tokenizer files of {others[0]} into {donor}, or name another base_model",
+                    expected=f"one: the result gets its tokenizer from {donor}, and {with_tokenizer[0]} has one",
+                    remedy=f"copy the tokenizer files of {with_tokenizer[0]} into {donor}, or name another base_model",
                 )
             )
         return ComparedTokenizers(tuple(findings), ())
     first = definitions[donor]
     if first is not None:
-        findings += _misnumbered(donor, first)
+        findings += _misnumbered_findings(donor, first)
     for name, vocabulary in vocabularies.items():
         if name == donor:
             continue
-        said = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted))
+        model_findings = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted))
         other = definitions[name]
         if first is None or other is None:
             if vocabulary is not None:
-                settings = [read_settings(own[one].companions) for one in (donor, name)]
-                said += [_said(one, donor, name, accepted, decided=False) for one in settings_differences(*settings)]
-            findings += said
+                settings = [read_settings(checkpoints[key].companions) for key in (donor, name)]
+                model_findings += [
+                    _difference_finding(difference, donor, name, accepted, decided=False)
+                    for difference in settings_differences(*settings)
+                ]
+            findings += model_findings
             continue
-        said += _misnumbered(name, other)
+        model_findings += _misnumbered_findings(name, other)
         for difference in compare_tokenizers(first, other):
-            said.append(_said(difference, donor, name, accepted, decided=False))
-        findings += said
-        cut = [one for one in said if one.severity == "block" or any(f": {key}" in one.where for key in accepted)]
-        if cut and first.has_pipeline and other.has_pipeline:  # Else the library knows no more than the files say.
-            pairs.append(CutPair(cut[0], other.content, first.content, name))
+            model_findings.append(_difference_finding(difference, donor, name, accepted, decided=False))
+        findings += model_findings
+        relevant = [
+            finding
+            for finding in model_findings
+            if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted)
+        ]
+        if relevant and first.has_pipeline and other.has_pipeline:  # Without pipelines, the library cannot tell more.
+            pairs.append(TokenizerPair(relevant[0], other.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
 
-def _aligned(recipe: Recipe, own: Mapping[str, Checkpoint], donor: str, accepted: frozenset[str]) -> ComparedTokenizers:
+def _compare_aligned(
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str, accepted: frozenset[str]
+) -> ComparedTokenizers:
     try:
-        alignment = align(recipe, own, donor)
-    except InvalidInput:  # Said where the plan is made.
+        alignment = align(recipe, checkpoints, donor)
+    except InvalidInput:  # Planning reports it.
         return ComparedTokenizers((), ())
     assert alignment is not None
     content = alignment.content
-    target = alignment.vocabularies[alignment.wanted]
+    target = alignment.vocabularies[alignment.tokenizer_name]
     findings: list[Finding] = []
-    pairs: list[CutPair] = []
-    for name in own:
+    pairs: list[TokenizerPair] = []
+    for name in checkpoints:
         if name not in alignment.vocabularies:
             continue
         other = alignment.vocabularies[name]
-        findings += _misnumbered(name, other)
-        if name != alignment.wanted:
-            said = [
-                _said(one, alignment.wanted, name, accepted, decided=True) for one in compare_tokenizers(target, other)
+        findings += _misnumbered_findings(name, other)
+        if name != alignment.tokenizer_name:
+            model_findings = [
+                _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
+                for difference in compare_tokenizers(target, other)
             ]
-            ways = [one for one, two in zip(said, compare_tokenizers(target, other), strict=True) if two.changes_ids]
-            findings += said
-            if ways and target.has_pipeline and other.has_pipeline:
-                pairs.append(CutPair(ways[0], other.content, content, name))
+            relevant = [
+                finding
+                for finding, difference in zip(model_findings, compare_tokenizers(target, other), strict=True)
+                if difference.changes_ids
+            ]
+            findings += model_findings
+            if relevant and target.has_pipeline and other.has_pipeline:
+                pairs.append(TokenizerPair(relevant[0], other.content, content, name))
         elif alignment.model_changed:
-            own_said = Finding(
+            change = Finding(
                 "warn",
                 f"{name}: tokenizer.json",
                 found=f"{len(alignment.ids) - len(other.ids)} tokens more in the result, {alignment.choice.strangers}",
                 expected="the tokenizer that the model was trained with",
                 remedy="see how many texts are cut in another way; strangers: specials changes none",
             )
-            findings.append(own_said)
+            findings.append(change)
             if other.has_pipeline:
-                pairs.append(CutPair(own_said, other.content, content, name))
+                pairs.append(TokenizerPair(change, other.content, content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
 
-def _said(difference: SpellingDifference, donor: str, name: str, accepted: frozenset[str], *, decided: bool) -> Finding:
+def _difference_finding(
+    difference: SpellingDifference, donor: str, name: str, accepted: frozenset[str], *, decided: bool
+) -> Finding:
     changes = difference.changes_ids and not decided
     severity = "info" if difference.key in accepted else "block" if changes else "warn"
     return Finding(
-        severity,  # type: ignore[arg-type]  # one of the three
+        severity,  # type: ignore[arg-type]  # It is one of the three severities.
         f"{name}: {difference.file}: {difference.key}",
         found=difference.found,
         expected=f"{difference.expected}, as in {donor}, whose tokenizer the result gets",
@@ -172,7 +193,7 @@ def _said(difference: SpellingDifference, donor: str, name: str, accepted: froze
     )
 
 
-def _misnumbered(name: str, definition: TokenizerDefinition) -> Iterator[Finding]:
+def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterator[Finding]:
     if definition.misnumbered:
         token = definition.misnumbered[0]
         yield Finding(
@@ -220,7 +241,8 @@ def _vocabulary_findings(
             return
         if not shared:
             files, first_files = (
-                ", ".join(sorted(one.digests)) or "tokenizer.json or vocab.json" for one in (other, reference)
+                ", ".join(sorted(vocabulary.digests)) or "tokenizer.json or vocab.json"
+                for vocabulary in (other, reference)
             )
             yield Finding(
                 "warn",
@@ -236,13 +258,13 @@ def _vocabulary_findings(
         yield Finding(
             "block",
             f"{name}: {file}",
-            found=f"{len(moved)} tokens with another id than in {donor}: {_some(moved)}",
+            found=f"{len(moved)} tokens with another id than in {donor}: {_examples(moved)}",
             expected="one meaning for every row of the embeddings",
             remedy="say tokenizer_source in the recipe, so that rows follow their tokens: otherwise the result is "
             "silently garbled",
         )
     elif missing or extra:
-        listed = _some(extra or missing)
+        listed = _examples(extra or missing)
         yield Finding(
             "info" if "vocabulary" in accepted else "block",
             f"{name}: {file}",
@@ -253,6 +275,6 @@ def _vocabulary_findings(
         )
 
 
-def _some(tokens: list[str]) -> str:
+def _examples(tokens: list[str]) -> str:
     shown = ", ".join(repr(token) for token in tokens[:3])
     return shown + (", ..." if len(tokens) > 3 else "")

@@ -1,4 +1,4 @@
-"""The plan of a model with another one's tokenizer: its weights as they are, its tables of tokens from elsewhere."""
+"""Plan a model with another model's tokenizer: its weights stay, and its token tables are replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergegate.merge_core.plan.plan import plan_merge
 from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
 from mergegate.merge_core.recipe import load_recipe
 
-_MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def plan_transplant(
@@ -24,38 +24,38 @@ def plan_transplant(
     tables: Mapping[str, StoredTensor],
     tokenizers: tuple[TokenizerDefinition, TokenizerDefinition],
 ) -> MergePlan:
-    """The plan of ``model`` with the tokenizer of ``donor``.
+    """Return the plan of ``model`` with the tokenizer of ``donor``.
 
     Args:
-        model: Whose weights and configuration it is.
-        donor: Whose tokenizer.
-        tables: The new tables of tokens, by name; all of one number of rows.
-        tokenizers: That of the model, and that of the donor.
+        model: Model that provides weights and configuration.
+        donor: Model that provides the tokenizer.
+        tables: New token tables by name, all with the same number of rows.
+        tokenizers: Tokenizer of the model and tokenizer of the donor.
 
     Raises:
-        InvalidInput: A model that cannot be planned.
+        InvalidInput: The model cannot be planned.
     """
     size = next(iter(tables.values())).shape[0]
     before = {number: token for token, number in tokenizers[0].ids.items()}
     after = tokenizers[1].ids
 
-    def followed(content: Mapping[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
+    def translate(content: Mapping[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
         moved, _ = follow_tokens(content, before, after)
-        return {**moved, **{key: marks[key] for key in _MARKS if key in marks}}
+        return {**moved, **{key: marks[key] for key in _SPECIAL_KEYS if key in marks}}
 
     view = replace(
         model,
         tensors={**model.tensors, **tables},
-        config=with_vocabulary(followed(model.config, donor.config), size),
+        config=with_vocabulary(translate(model.config, donor.config), size),
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
     companions = companions.changed(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     for checkpoint in (model, donor):
         if (content := checkpoint.companions.json(GENERATION)) is not None:
-            own = donor.companions.json(GENERATION)
-            marks = donor.config if own is None else own
-            new = {**content, **marks} if checkpoint is donor else followed(content, marks)
-            companions = companions.changed({GENERATION: serialize_config(new)})
+            donor_settings = donor.companions.json(GENERATION)
+            marks = donor.config if donor_settings is None else donor_settings
+            merged_settings = {**content, **marks} if checkpoint is donor else translate(content, marks)
+            companions = companions.changed({GENERATION: serialize_config(merged_settings)})
             break
     return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

@@ -1,8 +1,8 @@
-"""Which tokens end an answer, when the recipe says in which chat template it is asked.
+"""Set the tokens that end an answer when the recipe chooses a chat template.
 
-A template and the tokens that end a turn in it belong together: a merge that got a fine-tune's template and its base's
-``generation_config.json`` would answer, and then go on talking to itself. So the ends that come with the template are
-added to those that the result has.
+A template and the tokens that end a turn in it belong together. A merge with a fine-tune's template and its base's
+``generation_config.json`` would answer and then continue talking to itself. Therefore the ends that belong to the
+template are added to the result's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END = "eos_token_id"
 def with_turn_ends(
     companions: Companions,
     tokenizer: Checkpoint,
-    wanted: str,
+    choice: str,
     templates: ChatTemplates,
     parents: Mapping[str, Checkpoint],
     alignment: Alignment | None,
@@ -30,55 +30,55 @@ def with_turn_ends(
 
     Args:
         companions: Files of the result.
-        tokenizer: The checkpoint that gives the tokenizer's files.
-        wanted: The recipe's ``chat_template``: a known name, ``auto``, or a text.
-        templates: The chat templates that it stands for, by name.
-        parents: Checkpoints of the recipe by reference.
-        alignment: How their vocabularies become one; None: they are one.
+        tokenizer: Checkpoint that provides the tokenizer's files.
+        choice: The recipe's ``chat_template``: a known name, ``auto``, or the text of a template.
+        templates: Chat templates that ``choice`` stands for, by name.
+        parents: Checkpoints of the recipe, by reference.
+        alignment: Alignment of the vocabularies. None means that all models have the same vocabulary.
     """
-    own = companions.json(GENERATION) or {}
-    ends = _numbers(own.get(_END) if own.get(_END) is not None else tokenizer.config.get(_END))
-    # Settings of another donor speak of the result's ids already.
+    generation = companions.json(GENERATION) or {}
+    ends = _token_ids(generation.get(_END) if generation.get(_END) is not None else tokenizer.config.get(_END))
+    # The generation settings of another donor already use the result's ids.
     if alignment is not None and (GENERATION not in companions or GENERATION in tokenizer.companions):
-        ends = _moved(ends, alignment.wanted, alignment)
-    more = [
-        *_known_end(wanted, tokenizer, alignment),
+        ends = _translate_ends(ends, alignment.tokenizer_name, alignment)
+    extra_ends = [
+        *_known_end(choice, tokenizer, alignment),
         *(
             end
             for name, parent in parents.items()
             if parent.chat_template is not None and parent.chat_template == templates.get(DEFAULT)
-            for end in _moved(_ends_of(parent), name, alignment)
+            for end in _translate_ends(_ends_of(parent), name, alignment)
         ),
     ]
-    if not ends or set(more) <= set(ends):  # Without any there is nothing to add to.
+    if not ends or set(extra_ends) <= set(ends):  # Without existing ends there is nothing to extend.
         return companions
-    content = {**own, _END: list(dict.fromkeys((*ends, *more)))}
+    content = {**generation, _END: list(dict.fromkeys((*ends, *extra_ends)))}
     return companions.changed({GENERATION: serialize_config(content)})
 
 
 def _ends_of(parent: Checkpoint) -> Sequence[int]:
-    found = _numbers((parent.companions.json(GENERATION) or {}).get(_END))
-    return found or _numbers(parent.config.get(_END))
+    ends = _token_ids((parent.companions.json(GENERATION) or {}).get(_END))
+    return ends or _token_ids(parent.config.get(_END))
 
 
-def _moved(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:
-    """Each end as the id that its token has in the result."""
+def _translate_ends(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:
+    """Return the ids that the end tokens have in the result."""
     if alignment is None or name is None:
         return list(ends)
     before = {number: token for token, number in alignment.vocabularies[name].ids.items()}
     moved, _ = follow_tokens({_END: list(ends)}, before, alignment.ids)
-    return _numbers(moved[_END])
+    return _token_ids(moved[_END])
 
 
-def _known_end(wanted: str, tokenizer: Checkpoint, alignment: Alignment | None) -> Iterator[int]:
-    """The token that ends a turn in a format known by name, where the vocabulary has it."""
-    if wanted not in TURN_ENDS:
+def _known_end(choice: str, tokenizer: Checkpoint, alignment: Alignment | None) -> Iterator[int]:
+    """Yield the token that ends a turn in a chat format known by name, if the vocabulary has it."""
+    if choice not in TURN_ENDS:
         return
     vocabulary = read_vocabulary(tokenizer.companions) if alignment is None else None
     ids = alignment.ids if alignment is not None else vocabulary.ids if vocabulary is not None else {}
-    if TURN_ENDS[wanted] in ids:
-        yield ids[TURN_ENDS[wanted]]
+    if TURN_ENDS[choice] in ids:
+        yield ids[TURN_ENDS[choice]]
 
 
-def _numbers(value: Any) -> list[int]:
-    return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int and one >= 0]
+def _token_ids(value: Any) -> list[int]:
+    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0]

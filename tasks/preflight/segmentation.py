@@ -28,17 +28,19 @@ def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
 
     Costs nothing where no tokenizers differ.
     """
-    pairs = planned.cut_pairs[:_MOST_PAIRS]
+    pairs = planned.tokenizer_pairs[:_MOST_PAIRS]
     if not pairs:
         return planned.findings
     said = {}
-    for pair, shares in zip(pairs, _measured([(_text(pair.texts_of), _text(pair.now)) for pair in pairs]), strict=True):
+    for pair, shares in zip(
+        pairs, _measured([(_text(pair.original), _text(pair.result)) for pair in pairs]), strict=True
+    ):
         if isinstance(shares, str):
             share = f"how much of a text that changes is not known: {shares}"
         else:
             tokens, lines = shares
             share = (
-                f"{tokens:.1%} of the tokens of {pair.whose} in a sample text are cut otherwise, {lines:.0%} of lines"
+                f"{tokens:.1%} of the tokens of {pair.model} in a sample text are cut otherwise, {lines:.0%} of lines"
             )
         said[pair.finding] = replace(pair.finding, found=f"{pair.finding.found}; {share}")
     return worst_first(said.get(finding, finding) for finding in planned.findings)

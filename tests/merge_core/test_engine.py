@@ -51,7 +51,7 @@ def test_blocks_that_stay_for_the_next_pass_are_not_read_again_and_change_no_byt
     read, read_into, seen = list[int](), blocks.read_into, []
     monkeypatch.setattr(blocks, "read_into", lambda fd, into, *at: (read.append(len(into)), read_into(fd, into, *at)))
     for kept in (0, 1 << 20, 1 << 30):
-        monkeypatch.setattr(execution, "KEPT_BYTES", kept)
+        monkeypatch.setattr(execution, "RETAINED_BYTES", kept)
         read.clear()
         record = merge_text(recipe_of(method), wide, f"out{kept}", block_elements=32768)
         seen.append((record.files, sum(read)))

@@ -181,7 +181,7 @@ def test_the_count_is_that_of_isfinite(chosen: str, values: list[float], padding
     tensor = torch.tensor(values + [1.0] * padding).to(getattr(torch, chosen))
     stored = tensor.view(torch.uint8).numpy()
     expected = int((~torch.isfinite(tensor)).sum()), bool((tensor != 0).any())
-    assert finite.look_through(stored, STORED[chosen], fused=fused) == expected
+    assert finite.inspect_numbers(stored, STORED[chosen], fused=fused) == expected
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -124,7 +124,7 @@ def test_one_tokenizer_in_two_forms_is_not_said_to_cut_text_otherwise(pair: Path
     assert library_ids(pair / "a") == library_ids(pair / "b")
     recipe = load_recipe(LINEAR)
     planned = plan_with_findings(recipe, {name: open_checkpoint(pair / name) for name in "ab"})
-    assert planned.cut_pairs == ()
+    assert planned.tokenizer_pairs == ()
     (found,) = planned.findings
     assert found.severity == "warn"
     assert "not compared, because vocab.json does not say it" in found.found

@@ -79,8 +79,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(pages, "forget_cached", seen.forget)
     monkeypatch.setattr(pages, "cached_bytes", seen.cached)
     monkeypatch.setattr(pages, "PART_BYTES", PART)
-    monkeypatch.setattr(pages, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(pages, "_is_quick", lambda _: True)
+    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
+    monkeypatch.setattr(pages, "_is_fast", lambda _: True)
     return seen
 
 
@@ -119,7 +119,7 @@ def test_what_lay_there_before_stays(wide: Path, watched: Watched) -> None:
 def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_FOR_NEXT_PASS", 0)
+    monkeypatch.setattr(pages, "_NEXT_PASS_SHARE", 0)
     monkeypatch.setattr(pages, "forget_cached", lambda fd, *_: watched.gone.append((watched.name(fd), 0)))
     whole = merge_text(recipe_of("linear"), wide, "whole", block_elements=16384)
     once = len(watched.gone)
@@ -132,18 +132,18 @@ def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
 def test_a_small_merge_or_a_slow_disk_leaves_all_for_the_next_one(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_is_quick", lambda _: False)
+    monkeypatch.setattr(pages, "_is_fast", lambda _: False)
     merge_text(recipe_of("ties"), wide, "slow")
-    monkeypatch.setattr(pages, "_is_quick", lambda _: True)
-    monkeypatch.setattr(pages, "_WORTH_BYTES", 1 << 30)
+    monkeypatch.setattr(pages, "_is_fast", lambda _: True)
+    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 1 << 30)
     merge_text(recipe_of("ties"), wide, "small")
     assert watched.gone == []
 
 
 def test_the_system_does_it(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real cache: where the file system lets go of anything at all."""
-    monkeypatch.setattr(pages, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(pages, "_QUICK", 0)
+    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
+    monkeypatch.setattr(pages, "_FAST_DISK", 0)
     files = {name: wide / name / "model.safetensors" for name in ("base", "a", "b", "c")}
 
     def cached(path: Path, *, evict: bool = False) -> int:

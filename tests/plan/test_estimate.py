@@ -130,7 +130,7 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
 def test_a_method_without_declared_costs_has_assumed_ones() -> None:
     foreign = replace(merge_methods()["linear"], name="foreign", costs=None)
     task = TensorTask("w", (4, 4), "float32", False, {"normalize": True}, ({"weight": 1.0},) * 2, ((0, 0),) * 2)
-    assert work_of(foreign, task) == Work(1, 8.0, known=False)
+    assert work_of(foreign, task) == Work(1, 8.0, is_measured=False)
 
 
 def test_a_70_b_merge_reads_all_weights_and_writes_one_model(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, w
 @pytest.mark.parametrize("rate", [1e6, 1e8, 1e11])
 def test_a_fast_disk_is_asked_for_more_and_no_disk_for_longer(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FakeDisk(rate, monkeypatch)
-    measured, total = probe._growing(disk.step, (1 << 18, 1 << 26), seconds=0.1)
+    measured, total = probe._best_rate(disk.step, (1 << 18, 1 << 26), seconds=0.1)
     assert measured == pytest.approx(rate)
     assert total == sum(disk.sizes)
     assert disk.now <= max(0.1, (1 << 18) / rate)  # One smallest step is the least there is.
@@ -72,7 +72,7 @@ def test_a_hiccup_does_not_decide_the_rate(monkeypatch: pytest.MonkeyPatch) -> N
         disk.step(size)
         disk.now += 0.05 if len(disk.sizes) == 3 else 0.0
 
-    assert probe._growing(step, (1 << 18, 1 << 22), seconds=1.0)[0] == pytest.approx(1e9)
+    assert probe._best_rate(step, (1 << 18, 1 << 22), seconds=1.0)[0] == pytest.approx(1e9)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

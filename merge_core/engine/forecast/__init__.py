@@ -1,4 +1,4 @@
-"""What a plan will take on this machine, before it starts: bytes, memory, disk and time."""
+"""Forecast the bytes, memory, disk space and time that a plan will need on this machine."""
 
 from mergegate.merge_core.engine.forecast.forecast import (
     Duration,

@@ -1,9 +1,9 @@
-"""A short look at what this machine can do: its disk, its memory, its cores. Bounded in time; leaves nothing behind.
+"""Measure the speed of this machine's disk, memory and cores, in limited time and without leaving files.
 
-Every measurement grows its step as long as the next one fits into its share of the time, so a slow disk is asked for
-little and a fast one for enough. Real input files are read past the page cache where the system allows it, so neither a
-warm cache flatters the disk nor does the probe push anything out of it. What is written is unlinked before the first
-byte.
+Every measurement increases its step as long as the next one fits into its share of the time, so a slow disk transfers
+little and a fast one enough. Real input files are read past the page cache if the system allows it. So a warm cache
+does not make the disk look faster, and the probe does not evict anything from the cache. The output file is unlinked
+before its first byte is written.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ from mergegate.merge_core.engine.forecast.forecast import Rates
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import forget_cached, open_uncached, read_at
 
-# Shares of the time limit of half a second; the rest is for opening, threads and the last step's error.
+# Shares of the time limit of half a second. The rest is for opening files, for threads, and for the error of the last
+# step.
 _DISK_SECONDS = 0.14
 _MEMORY_SECONDS = 0.03
-_PRODUCT_SECONDS, _FEWEST_TURNS = 0.05, 3
-# A matrix of 4 MB: products of smaller ones are over before all cores have begun, where other programs run too.
+_PRODUCT_SECONDS, _MIN_REPEATS = 0.05, 3
+# Side of a 4 MB matrix. Products of smaller matrices end before all cores have started if other programs run too.
 _PRODUCT_SIDE = 1024
-# Parallel requests: what it takes to keep a fast disk busy, and about what the engine has in flight.
+# Number of parallel requests. It keeps a fast disk busy, and the engine has about as many in flight.
 _READERS = 4
 _SMALLEST_READ, _LARGEST_READ = 1 << 18, 1 << 24
 _SMALLEST_WRITE, _LARGEST_WRITE = 1 << 20, 1 << 26
-# Reads past the cache want offsets, sizes and addresses that are multiples of the disk's sectors.
+# Uncached reads need offsets, sizes and addresses that are multiples of the disk's sectors.
 _SECTOR = 4096
 _TILE = 1 << 18
 _STEP = 1 << 20
 
 
 def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rates:
-    """Measure this machine for a merge of ``inputs`` into the directory ``output``; takes less than half a second.
+    """Measure this machine for a merge of ``inputs`` into the directory ``output``, in less than half a second.
 
     Args:
-        inputs: Weight files; without any, the disk that holds ``output`` is read too.
-        output: Directory that exists.
-        cores: How many threads compute.
+        inputs: Weight files. Without any, the disk of ``output`` is also used for reading.
+        output: Existing directory.
+        cores: Number of threads that compute.
 
     Raises:
-        InvalidInput: Inputs that cannot be read, or a directory that cannot be written.
+        InvalidInput: The inputs cannot be read, or the directory cannot be written.
     """
     try:
         with tempfile.TemporaryFile(dir=output, prefix=".mergegate-probe-", buffering=0) as file:
@@ -72,8 +73,8 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         read=read if read is not None else _input_rate(inputs),
         write=write,
         copy=cores * copy,
-        hash=_rate_on(1, _hashing),
-        units=_rate_on(cores, lambda: reference_pass),
+        hash=_threaded_rate(1, _hash_work),
+        units=_threaded_rate(cores, lambda: reference_pass),
         same_disk=not inputs or inputs[0].stat().st_dev == output.stat().st_dev,
         measured_at=time.time(),
         products=_product_rate(),
@@ -81,10 +82,10 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
 
 
 def measure_bus(device: str) -> float:
-    """Bytes per second from pinned memory to the GPU ``device``, back alike.
+    """Return the bytes per second from pinned memory to the GPU ``device``, which also hold for the way back.
 
     Raises:
-        InvalidInput: There is no such GPU.
+        InvalidInput: The GPU does not exist.
     """
     import torch
 
@@ -94,19 +95,19 @@ def measure_bus(device: str) -> float:
         )
     size = 1 << 26
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = pinned.to(device)  # Also starts the GPU's context, which takes a while and is not measured.
+    target = pinned.to(device)  # This also creates the GPU's context, which takes a while and is not measured.
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     for _ in range(4):
-        there.copy_(pinned, non_blocking=True)
+        target.copy_(pinned, non_blocking=True)
     torch.cuda.synchronize(device)
     return 4 * size / (time.perf_counter() - began)
 
 
 def reference_pass(elements: int) -> float:
-    """Seconds for widening ``elements`` bfloat16 numbers, multiplying them and adding them up: the unit of arithmetic.
+    """Return the seconds to widen, multiply and sum ``elements`` bfloat16 numbers, which define the unit of arithmetic.
 
-    Works on memory that stays in a core's cache, in one thread.
+    The pass runs in one thread, on memory that stays in a core's cache.
     """
     stored = np.full(_TILE, 0x3F80, np.uint16)
     patterns, total = np.empty(_TILE, np.uint32), np.zeros(_TILE, np.float32)
@@ -120,9 +121,9 @@ def reference_pass(elements: int) -> float:
 
 
 def measure_products_on(device: str) -> float:
-    """Operations per second of a product of bfloat16 matrices on the GPU ``device``, which is there.
+    """Return the operations per second of a product of bfloat16 matrices on the existing GPU ``device``.
 
-    Starting the GPU's context takes a while and is not measured.
+    Creating the GPU's context takes a while and is not measured.
     """
     import torch
 
@@ -135,20 +136,20 @@ def measure_products_on(device: str) -> float:
         torch.mm(matrix, matrix)
         torch.cuda.synchronize(device)
 
-    return 2 * side**3 / _shortest(product)
+    return 2 * side**3 / _shortest_seconds(product)
 
 
 def _product_rate() -> float:
-    """Operations per second of a matrix product, on as many cores as the library takes."""
+    """Return the operations per second of a matrix product, on as many cores as the library uses."""
     matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
-    out = matrix @ matrix  # Also starts the library's threads.
-    return 2 * _PRODUCT_SIDE**3 / _shortest(lambda: np.matmul(matrix, matrix, out=out))
+    out = matrix @ matrix  # This also starts the library's threads.
+    return 2 * _PRODUCT_SIDE**3 / _shortest_seconds(lambda: np.matmul(matrix, matrix, out=out))
 
 
-def _shortest(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes when nothing interrupts it: other programs lengthen some of its turns."""
+def _shortest_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes without interruption, as the minimum of several repeats."""
     began, spent = time.perf_counter(), list[float]()
-    while len(spent) < _FEWEST_TURNS or time.perf_counter() - began < _PRODUCT_SECONDS:
+    while len(spent) < _MIN_REPEATS or time.perf_counter() - began < _PRODUCT_SECONDS:
         start = time.perf_counter()
         work()
         spent.append(time.perf_counter() - start)
@@ -156,31 +157,31 @@ def _shortest(work: Callable[[], object]) -> float:
 
 
 def save_rates(file: Path, key: str, rates: Rates) -> None:
-    """Keep ``rates`` for :func:`load_rates`, if ``file`` can be written."""
-    known = {**_known(file), key: asdict(rates)}
+    """Store ``rates`` for :func:`load_rates`, if ``file`` can be written."""
+    all_rates = {**_read_rates_file(file), key: asdict(rates)}
     partial = file.with_suffix(f".{os.getpid()}.partial")
-    with suppress(OSError):  # Losing it costs only time.
+    with suppress(OSError):  # Losing the rates costs only time.
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(known, indent=1))
+        partial.write_text(json.dumps(all_rates, indent=1))
         partial.replace(file)
 
 
 def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
-    """What :func:`save_rates` kept for ``key`` at most ``max_age`` seconds ago; None otherwise."""
+    """Return the rates stored for ``key`` at most ``max_age`` seconds ago; None if there are none."""
     try:
-        rates = Rates(**_known(file)[key])
+        rates = Rates(**_read_rates_file(file)[key])
     except (KeyError, TypeError):
         return None
     return rates if 0 <= time.time() - rates.measured_at <= max_age else None
 
 
 def machine_key(inputs: Sequence[Path], output: Path, *, cores: int, device: str) -> str:
-    """What rates depend on, as text: the machine, the disks, the cores, the device."""
+    """Return a text that identifies everything that rates depend on: machine, disks, cores and device."""
     disks = sorted({path.stat().st_dev for path in inputs})
     return f"{platform.node()} {disks} {output.stat().st_dev} {cores} {device}"
 
 
-def _known(file: Path) -> dict[str, Any]:
+def _read_rates_file(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -188,8 +189,8 @@ def _known(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _growing(step: Callable[[int], None], sizes: tuple[int, int], seconds: float) -> tuple[float, int]:
-    """Bytes per second of the best ``step(size)`` that the time allowed, and the bytes of all steps."""
+def _best_rate(step: Callable[[int], None], sizes: tuple[int, int], seconds: float) -> tuple[float, int]:
+    """Return the bytes per second of the best ``step(size)`` within the time limit, and the bytes of all steps."""
     size, largest = sizes
     began, total, best = time.perf_counter(), 0, 0.0
     while True:
@@ -205,8 +206,8 @@ def _growing(step: Callable[[int], None], sizes: tuple[int, int], seconds: float
 
 
 def _write_rate(fd: int) -> tuple[float, float, int]:
-    """Bytes per second until they are safe, bytes per second of a core's own time, and bytes written."""
-    noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may store zeros as nothing.
+    """Return the bytes per second of durable writes, those per second of a core's time, and the bytes written."""
+    noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
     busy = 0.0
 
     def step(size: int) -> None:
@@ -217,7 +218,7 @@ def _write_rate(fd: int) -> tuple[float, float, int]:
         busy += time.thread_time() - began
         os.fsync(fd)
 
-    rate, written = _growing(step, (_SMALLEST_WRITE, _LARGEST_WRITE), _DISK_SECONDS)
+    rate, written = _best_rate(step, (_SMALLEST_WRITE, _LARGEST_WRITE), _DISK_SECONDS)
     return rate, written / max(busy, 1e-9), written
 
 
@@ -238,9 +239,9 @@ def _input_rate(inputs: Sequence[Path]) -> float:
 
 
 def _read_rate(files: Sequence[tuple[int, int]]) -> float:
-    """Bytes per second of parallel reads at places spread over ``files`` (open, size)."""
+    """Return the bytes per second of parallel reads at offsets spread over ``files`` (descriptor, size)."""
     for fd, _ in files if len(files) == 1 else ():
-        forget_cached(fd)  # What was just written lies there.
+        forget_cached(fd)  # The written data is still cached.
     buffers = [mmap.mmap(-1, _LARGEST_READ) for _ in range(_READERS)]
     turns = 0
     try:
@@ -250,16 +251,16 @@ def _read_rate(files: Sequence[tuple[int, int]]) -> float:
                 nonlocal turns
                 turns += 1
                 size = total // _READERS
-                places = zip(buffers, cycle(files), range(_READERS), strict=False)
+                requests = zip(buffers, cycle(files), range(_READERS), strict=False)
                 reads = [
-                    threads.submit(_read, fd, buffer, size, _place(length, size, turns * _READERS + number))
-                    for buffer, (fd, length), number in places
+                    threads.submit(_read, fd, buffer, size, _read_offset(length, size, turns * _READERS + number))
+                    for buffer, (fd, length), number in requests
                 ]
                 for read in reads:
                     read.result()
 
             sizes = (_READERS * _SMALLEST_READ, _READERS * _LARGEST_READ)
-            return _growing(step, sizes, _DISK_SECONDS)[0]
+            return _best_rate(step, sizes, _DISK_SECONDS)[0]
     finally:
         for buffer in buffers:
             buffer.close()
@@ -270,14 +271,17 @@ def _read(fd: int, buffer: mmap.mmap, size: int, offset: int) -> None:
         read_at(fd, view, offset)
 
 
-def _place(length: int, size: int, number: int) -> int:
-    """A sector to read ``size`` bytes from, never the same twice: golden-ratio steps through the file."""
+def _read_offset(length: int, size: int, number: int) -> int:
+    """Return an offset, aligned to a sector, for reading ``size`` bytes.
+
+    Golden-ratio steps through the file never return the same offset twice.
+    """
     room = max(length - size, 0)
     return int(number * 0.6180339887 % 1 * room) // _SECTOR * _SECTOR
 
 
-def _rate_on(threads: int, make: Callable[[], Callable[[int], float]]) -> float:
-    """Units per second of ``make()(units) -> seconds`` on ``threads`` threads at once."""
+def _threaded_rate(threads: int, make: Callable[[], Callable[[int], float]]) -> float:
+    """Return the units per second of ``make()(units) -> seconds`` on ``threads`` parallel threads."""
 
     def busy(_: int) -> float:
         work = make()
@@ -285,13 +289,13 @@ def _rate_on(threads: int, make: Callable[[], Callable[[int], float]]) -> float:
         began = time.perf_counter()
         while not spent or time.perf_counter() - began < _MEMORY_SECONDS:
             spent.append(work(_STEP))
-        return _STEP / median(spent)  # Not the mean: other programs interrupt some of the steps.
+        return _STEP / median(spent)  # The median, because other programs interrupt some of the steps.
 
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(busy, range(threads)))
 
 
-def _hashing() -> Callable[[int], float]:
+def _hash_work() -> Callable[[int], float]:
     data = bytes(_STEP)
 
     def work(size: int) -> float:
