@@ -14,7 +14,7 @@ from mergegate.merge_core.plan import MergePlan, step_of
 
 def require_prepared(plan: MergePlan) -> None:
     """Raise InvalidInput unless everything that the recipe asks to be computed beforehand has been."""
-    if missing := plan.recipe.unprepared():
+    if missing := plan.recipe.missing_preparation():
         raise InvalidInput(plan.recipe.where, found=missing, expected="a recipe that was prepared before its plan")
 
 

@@ -61,7 +61,7 @@ def plan_mixture(
         where=recipe.where,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
-    gates, wanted = mixture.gates, (config["num_hidden_layers"], len(mixture.everybody), config["hidden_size"])
+    gates, wanted = mixture.gates, (config["num_hidden_layers"], len(mixture.all_experts), config["hidden_size"])
     if gates is not None and (gates.layers, gates.rows, gates.width) != wanted:
         raise InvalidInput(
             f"{recipe.where}: router rows",
@@ -119,7 +119,7 @@ class _Builder:
 
     def _feed_forward(self, layer: int, problems: list[Finding]) -> Iterator[TensorJob]:
         module = f"{_STACK}.{layer}.{self.family.module}"
-        tensors = [self._dense(expert, layer, problems) for expert in self.mixture.everybody]
+        tensors = [self._dense(expert, layer, problems) for expert in self.mixture.all_experts]
         if any(len(one) < len(_DENSE) for one in tensors):
             return
         sizes, said = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
@@ -138,7 +138,7 @@ class _Builder:
         if dtype is None:
             return
         count = len(self.mixture.experts)
-        for number, (expert, own) in enumerate(zip(self.mixture.everybody, tensors, strict=True)):
+        for number, (expert, own) in enumerate(zip(self.mixture.all_experts, tensors, strict=True)):
             shared = number >= count
             place = f"{module}.{self.family.shared}" if shared else f"{module}.experts.{number}"
             names = _DENSE if shared else self.family.projections
@@ -197,7 +197,7 @@ class _Builder:
     def _router(self, name: str, layer: int, first: int, count: int, dtype: DType) -> TensorJob:
         """Rows from prompts, or drawn."""
         shape, gates = (count, self.width), self.mixture.gates
-        if not self.mixture.asks_prompts:
+        if not self.mixture.needs_prompts:
             # Drawn by the engine, as noise is: of zeros with noise remains the noise.
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
@@ -263,7 +263,7 @@ def _misfits(
         if at is None or is_optional(name) or feed_forward or (at.stack == _STACK and at.part in family.carried):
             continue
         yield _no_place(reference, name, family)
-    for model in dict.fromkeys(str(expert.model) for expert in mixture.everybody):
+    for model in dict.fromkeys(str(expert.model) for expert in mixture.all_experts):
         checkpoint = checkpoints[model]
         for name in checkpoint.tensors:
             at = parse_layer_place(name)
@@ -315,9 +315,9 @@ def _same_twice(mixture: Mixture) -> Iterator[Finding]:
     """Experts that no router can tell apart, or that are one."""
     seen: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts:
-        asked = (expert.positive, expert.negative) if mixture.asks_prompts else (expert.where, expert.model)
+        asked = (expert.positive, expert.negative) if mixture.needs_prompts else (expert.where, expert.model)
         first = seen.setdefault(asked, expert)
-        if first is expert or not mixture.asks_prompts:
+        if first is expert or not mixture.needs_prompts:
             continue
         yield Finding(
             "warn",
