@@ -36,9 +36,9 @@ from mergegate.merge_core.checkpoint import (
     ExpectedMoments,
     StoredMoments,
     StoredTensor,
-    chosen_templates,
     promote,
     read_chat_templates,
+    select_chat_templates,
     with_chat_templates,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
@@ -192,7 +192,7 @@ def _laid_out(
     if recipe.chat_template is not None:
         named = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
         known = [parent.chat_templates for parent in named.values()]
-        templates = chosen_templates(recipe.chat_template, known, f"{recipe.where}: chat_template")
+        templates = select_chat_templates(recipe.chat_template, known, f"{recipe.where}: chat_template")
         companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, named, alignment)
         companions = with_chat_templates(companions, templates)
     return MergePlan(
