@@ -124,7 +124,7 @@ def demo_setting(
         sets={"search": of("search"), "confirmation": of("confirmation")},
         asked=tuple(asked),
         scoring=Scoring(dtype="float32"),
-        measured={what: found for one in read for what, found in one.what_was_read().items()},
+        measured={what: found for one in read for what, found in one.calibration_results().items()},
     )
 
 

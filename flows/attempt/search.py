@@ -82,7 +82,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     parents = fetch_parents(ready.cleared, profile)
     swept = profile.pin_sweep(ready.evidence, store().hashes)
     objective = objective_of(settings, swept.names)
-    if by_distance := next((one.recipe for one in named.searched if one.recipe.asks_distances), None):
+    if by_distance := next((one.recipe for one in named.searched if one.recipe.needs_distances), None):
         raise InvalidInput(
             by_distance.where,
             found="models that are chosen, or weighed, by how far they are from each other",
@@ -118,7 +118,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             base=reference_parent(parents) if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
             threads=max(1, usable_cores() // profile.runner.at_a_time),
-            measured={what: found for recipe in read for what, found in recipe.what_was_read().items()},
+            measured={what: found for recipe in read for what, found in recipe.calibration_results().items()},
         ),
     )
 

@@ -107,7 +107,7 @@ def report_content(
         computed=assessed.evidence.computed,
         places=tuple(
             ReportedPlace(name=named[ref], length=one.length, apart=one.apart, left_out=one.left_out)
-            for ref, one in attempt.pinned.recipe.every_place.items()
+            for ref, one in attempt.pinned.recipe.all_places.items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

@@ -1,14 +1,14 @@
-"""Checkpoints on disk as tables of tensors: headers, number formats and chat templates, no weight read.
+"""Read checkpoints on disk as tables of tensors: headers, number formats and chat templates, without their weights.
 
-Everything here treats files as a stranger's: lengths are checked before they are believed, and no pickle is run.
+All files are untrusted input. Lengths are checked before they are used, and no pickle is executed.
 """
 
 from mergegate.merge_core.checkpoint.chat_template import (
     DEFAULT,
     TURN_ENDS,
     ChatTemplates,
-    chosen_templates,
     read_chat_templates,
+    select_chat_templates,
     with_chat_templates,
 )
 from mergegate.merge_core.checkpoint.checkpoint import (
@@ -112,7 +112,6 @@ __all__ = [
     "SizedTensor",
     "StoredMoments",
     "StoredTensor",
-    "chosen_templates",
     "companion_kind",
     "config_parts",
     "empty_moments",
@@ -142,6 +141,7 @@ __all__ = [
     "read_pickled",
     "recipe_dtype",
     "render_header",
+    "select_chat_templates",
     "ties_embeddings",
     "travels",
     "with_chat_templates",

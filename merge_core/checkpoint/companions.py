@@ -1,6 +1,6 @@
-"""The files next to a model's config and weights: which of them travel with a merge, and what each one is for.
+"""Classify the files next to a model's config and weights, and select those that a merge copies.
 
-File names alone decide the kind of a file, so the kinds are known before anything is downloaded.
+The kind of a file depends only on its name, so it is available before anything is downloaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MODULES_FILE = "modules.json"
 ADAPTER_CONFIG = "adapter_config.json"
 
 Kind: TypeAlias = Literal["tokenizer", "chat template", "generation settings", "processor", "code", "module", "other"]
-"""``module``: a sentence-transformers module. ``other``: a file that mergegate knows nothing about."""
+"""Purpose of a file. ``module`` is a sentence-transformers module, ``other`` is a file of unknown purpose."""
 
 TEXT_KINDS: frozenset[Kind] = frozenset(("tokenizer", "chat template", "generation settings"))
-"""Kinds that come from the model that gives the tokenizer."""
+"""Kinds of files that the merge takes from the model that provides the tokenizer."""
 
 _KINDS: tuple[tuple[Kind, str], ...] = (
     ("generation settings", r"generation_config\.json"),
@@ -50,12 +50,12 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ),
 )
 _KIND = re.compile("|".join(f"(?P<{kind.replace(' ', '_')}>{pattern})" for kind, pattern in _KINDS), re.DOTALL)
-# Files that a library builds a tokenizer from. The others only add to these.
+# Files from which a library can build a tokenizer. All other tokenizer files only extend these.
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\.(json|txt)")
 _BINARY_VOCABULARY = re.compile(r"[^/]*\.(model|tiktoken|spm)|tekken\.json|tokenizer\.model\.v\d+")
-# Other files are pinned, downloaded and compared if their name ends like this.
+# Files of the kind "other" are pinned, downloaded and compared if they have one of these suffixes.
 _PLAIN_SUFFIXES = (".json", ".txt")
-# Nothing is missing from a merge without these. Names in lower case.
+# A merge is complete without these files. The pattern matches names in lower case.
 _LEFTOVER = re.compile(
     r"config\.json|params\.json|consolidated.*|.*\.index\.json"  # other layouts of config and weights
     r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|tflite|pdparams|nemo)"
@@ -69,18 +69,18 @@ _LEFTOVER = re.compile(
     r"|examples|eval\w*|__pycache__|checkpoint-\d+|global_step\d+|\..*)/",
     re.DOTALL,
 )
-_MOST_BYTES = 256 << 20  # the largest tokenizers have 33 MB
+_MOST_BYTES = 256 << 20  # The largest tokenizers have 33 MB.
 
 
 def companion_kind(name: str) -> Kind | None:
-    """Return the kind of the file ``name`` of a checkpoint; None if a merge is complete without it."""
+    """Return the kind of a checkpoint's file, or None if a merge is complete without it."""
     if (match := _KIND.fullmatch(name)) is not None:
         return match.lastgroup.replace("_", " ") if match.lastgroup else None  # type: ignore[return-value]
     return None if _LEFTOVER.fullmatch(name.lower()) else "other"
 
 
 def travels(name: str) -> bool:
-    """Return whether a merge may carry the file: its bytes are then part of the model's digest."""
+    """Return whether a merge may copy the file. The bytes of such files are part of the model's digest."""
     kind = companion_kind(name)
     return kind is not None and (kind != "other" or ("/" not in name and name.endswith(_PLAIN_SUFFIXES)))
 
@@ -91,35 +91,35 @@ def is_module_file(name: str) -> bool:
 
 
 def is_binary_vocabulary(name: str) -> bool:
-    """Return whether only its own library reads the vocabulary: SentencePiece, tiktoken, mistral-common."""
+    """Return whether the vocabulary needs a library of its own: SentencePiece, tiktoken or mistral-common."""
     return _BINARY_VOCABULARY.fullmatch(name) is not None
 
 
 def is_read_template(name: str) -> bool:
-    """Return whether transformers reads a chat template from a file of this name."""
+    """Return whether transformers reads a chat template from a file with this name."""
     return name in (TEMPLATE_FILE, "chat_template.json") or name.startswith(f"{TEMPLATE_FOLDER}/")
 
 
 def has_vocabulary(names: Collection[str]) -> bool:
-    """Return whether a tokenizer can be loaded from files of these names."""
+    """Return whether a tokenizer can be loaded from files with these names."""
     return any(_VOCABULARY.fullmatch(name) or is_binary_vocabulary(name) for name in names)
 
 
 def nested_names(directory: Path) -> list[str]:
     """List the files of template and module directories, as ``directory/name``."""
-    found = []
-    for folder in os.listdir(directory):  # noqa: PTH208  # names are all that is needed
+    names = []
+    for folder in os.listdir(directory):  # noqa: PTH208  # Only the names are needed.
         if _has_companions(folder) and (directory / folder).is_dir():
-            found += [f"{folder}/{name}" for name in os.listdir(directory / folder)]  # noqa: PTH208
-    return found
+            names += [f"{folder}/{name}" for name in os.listdir(directory / folder)]  # noqa: PTH208
+    return names
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Files that travel with a model, by name. A file is in a directory, or it is new content, not yet written.
+    """Files that belong to a model, by name. A file is in a directory, or it is new content that is not yet written.
 
     Args:
-        sources: Name → directory that the file is in (``name`` is relative to it), or its content.
+        sources: Directory of each file (its name is relative to it), or its content, by name.
     """
 
     sources: Mapping[str, Path | bytes] = field(default_factory=dict, repr=False)
@@ -131,15 +131,20 @@ class Companions:
         return name in self.sources
 
     def where(self, name: str) -> str:
-        """Name the file in a message."""
+        """Return the location of a file for messages."""
         source = self.sources.get(name, b"")
         return name if isinstance(source, bytes) else str(source / name)
 
     def read(self, name: str, most: int = _MOST_BYTES, expected: str = "a file of the checkpoint") -> bytes:
-        """Return the content of a file that is among these.
+        """Return the content of one of these files.
+
+        Args:
+            name: Name of the file.
+            most: Maximum size in bytes. Default: 256 MiB.
+            expected: Description of the expected content for error messages.
 
         Raises:
-            InvalidInput: It is not a plain file in its directory anymore, or has more than ``most`` bytes.
+            InvalidInput: It is no longer a plain file in its directory, or it has more than ``most`` bytes.
         """
         source = self.sources[name]
         if isinstance(source, bytes):
@@ -147,10 +152,10 @@ class Companions:
         return read_plain(source / name, most, within=source, expected=expected)
 
     def json(self, name: str, bounds: JsonBounds | None = None) -> dict[str, Any] | None:
-        """Return the JSON object in a file; None if there is no such file.
+        """Return the JSON object in a file, or None if the file does not exist.
 
         Raises:
-            InvalidInput: As :meth:`read`, or the file is not a JSON object.
+            InvalidInput: :meth:`read` fails, or the file is not a JSON object.
         """
         if name not in self.sources:
             return None
@@ -158,10 +163,10 @@ class Companions:
         return parse_json_object(self.read(name, bounds.size), self.where(name), bounds=bounds)
 
     def text(self, name: str, most: int, expected: str) -> str:
-        """Return the UTF-8 text of a file that is among these.
+        """Return the text of one of these files.
 
         Raises:
-            InvalidInput: As :meth:`read`, or the file is not UTF-8.
+            InvalidInput: :meth:`read` fails, or the file is not UTF-8.
         """
         try:
             return self.read(name, most, expected).decode()
@@ -169,51 +174,52 @@ class Companions:
             raise InvalidInput(self.where(name), found="cannot be read: not UTF-8 text", expected=expected) from None
 
     def nbytes(self) -> int:
-        """Return the number of bytes of all files."""
+        """Return the total size of the files in bytes."""
         return sum(
             len(source) if isinstance(source, bytes) else plain_file(source / name, within=source).stat().st_size
             for name, source in self.sources.items()
         )
 
-    def only(self, wanted: Callable[[str], bool]) -> Companions:
-        """Return the files whose names are wanted."""
-        return Companions({name: source for name, source in self.sources.items() if wanted(name)})
+    def only(self, matches: Callable[[str], bool]) -> Companions:
+        """Return the files whose names match."""
+        return Companions({name: source for name, source in self.sources.items() if matches(name)})
 
     def changed(self, changes: Mapping[str, Path | bytes | None]) -> Companions:
-        """Return these files with changes: name → the new source, or None to leave the file out."""
+        """Return the files with changes applied: a new source by file name, or None to remove the file."""
         sources = {**self.sources, **changes}
         return Companions({name: sources[name] for name in sorted(sources) if sources[name] is not None})  # type: ignore[misc]
 
 
 def list_companions(directory: Path) -> Companions:
-    """List the files of a checkpoint's or adapter's directory that may travel with a merge.
+    """List the files of a checkpoint or adapter that a merge may copy.
 
     Raises:
-        InvalidInput: The directory cannot be listed, or one of the files is a link that leaves it, a pipe, a device.
+        InvalidInput: The directory cannot be listed, or a file is a pipe, a device or a link that leaves the directory.
     """
     with parsing_errors(str(directory), "not a directory that can be listed"):
-        found = [*os.listdir(directory), *nested_names(directory)]  # noqa: PTH208
-    names = sorted(name for name in found if travels(name))
+        all_names = [*os.listdir(directory), *nested_names(directory)]  # noqa: PTH208
+    names = sorted(name for name in all_names if travels(name))
     check_entries(directory, names)
     return Companions({name: directory for name in names if (directory / name).is_file()})
 
 
 def list_others(directory: Path, names: Collection[str] | None = None) -> tuple[str, ...]:
-    """List what a merge loses from ``directory``: files and folders that do not travel, and that are not leftovers.
+    """List files and folders that a merge does not copy although a user may miss them.
 
     Args:
-        directory: Of a checkpoint or an adapter.
-        names: Names of all files of a repository, of which only some are in ``directory``. Default: those that are.
+        directory: Directory of a checkpoint or an adapter.
+        names: Names of all files of a repository, if only some are in ``directory``. Default: the files in
+            ``directory``.
     """
     if names is None:
         with os.scandir(directory) as entries:
             top = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries}
     else:
         top = {name.partition("/")[0] + ("/" if "/" in name else "") for name in names}
-    lost = (name for name in top if companion_kind(name) is not None and not travels(name))
-    return tuple(sorted(name for name in lost if not (name.endswith("/") and _has_companions(name[:-1]))))
+    others = (name for name in top if companion_kind(name) is not None and not travels(name))
+    return tuple(sorted(name for name in others if not (name.endswith("/") and _has_companions(name[:-1]))))
 
 
 def _has_companions(folder: str) -> bool:
-    """Return whether files in a folder of this name may travel with a merge."""
+    """Return whether a merge may copy files from a folder with this name."""
     return any(travels(f"{folder}/x{suffix}") for suffix in (".json", ".jinja"))

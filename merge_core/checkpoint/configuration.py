@@ -1,7 +1,7 @@
 """Read ``config.json`` and check the JSON type of every key that mergegate interprets.
 
-The check runs once for each checkpoint, when it is opened. All other code reads the typed values. Keys that are not
-listed here are carried over, and compared between parents as they are.
+The check runs once per checkpoint, when it is opened. All other code can rely on the types. Keys that are not listed
+here are copied unchanged, and compared between parents as they are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Keys under which multimodal families keep the configuration of their language model."""
+"""Keys under which multimodal families store the configuration of their language model."""
 
 
 def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``config`` and the configurations of language models in it."""
+    """Return ``config`` and the language model configurations that it contains."""
     return [config, *(config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping))]
 
 
@@ -28,9 +28,9 @@ class KeyType:
     """JSON type of a key.
 
     Args:
-        expected: What error messages call it.
-        accepts: Tells whether a value is of the type.
-        nullable: Whether null is allowed and means the default of the family.
+        expected: Description of the type for error messages.
+        accepts: Function that returns whether a value has the type.
+        nullable: Whether null is allowed. It stands for the default of the family.
     """
 
     expected: str
@@ -111,13 +111,13 @@ _KEYS_OF_TYPE: tuple[tuple[KeyType, str], ...] = (
     ),
 )
 CONFIG_KEYS: Mapping[str, KeyType] = {key: kind for kind, keys in _KEYS_OF_TYPE for key in keys.split()}
-"""The keys that mergegate interprets, in ``config.json`` itself and in the configuration of the language model."""
+"""Types of the keys that mergegate interprets, in ``config.json`` and in the configuration of the language model."""
 
 _ROPE_KEYS: Mapping[str, KeyType] = {
     **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), _NUMBER),
     **dict.fromkeys(("rope_type", "type"), _TEXT),
 }
-# Families in which one of the keys has a value for each layer, stage or encoder.
+# Families in which a key has a list of values, one per layer, stage or encoder.
 _LISTED: Mapping[str, tuple[str, ...]] = {
     "intermediate_size": ("gemma3n", "gemma3n_text"),
     "moe_intermediate_size": ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl"),
@@ -130,7 +130,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the content of the ``config.json`` at ``path``.
 
     Raises:
-        InvalidInput: The file is missing or not a JSON object, or a key has a value of a wrong type.
+        InvalidInput: The file is missing or not a JSON object, or a value has the wrong type.
     """
     config = read_json(path)
     _check(config, str(path), "")
@@ -144,23 +144,23 @@ def _check(config: Mapping[str, Any], file: str, prefix: str) -> None:
         if kind is None or (model_type in _LISTED.get(key, ()) and isinstance(value, (list, dict))):
             continue
         if not (kind.accepts(value) or (value is None and kind.nullable)):
-            raise _wrong_type(file, prefix + key, value, kind)
+            raise _type_error(file, prefix + key, value, kind)
         if isinstance(value, dict) and key in ("rope_scaling", "rope_parameters"):
             for inner_key, inner_value, inner_kind in _rope_values(value):
                 if not (inner_value is None or inner_kind.accepts(inner_value)):
-                    raise _wrong_type(file, f"{prefix}{key}.{inner_key}", inner_value, inner_kind)
+                    raise _type_error(file, f"{prefix}{key}.{inner_key}", inner_value, inner_kind)
         elif isinstance(value, dict) and key in TEXT_PARTS and not prefix:
             _check(value, file, f"{key}.")
 
 
 def _rope_values(rope: Mapping[str, Any]) -> Iterator[tuple[str, Any, KeyType]]:
-    """Yield key, value and type of the known parameters, which may be grouped by type of layer."""
+    """Yield key, value and type of the known RoPE parameters, which may be grouped by layer type."""
     groups = {f"{key}.": value for key, value in rope.items() if isinstance(value, dict) and key not in _ROPE_KEYS}
     for prefix, group in {"": rope, **groups}.items():
         yield from ((f"{prefix}{key}", group[key], kind) for key, kind in _ROPE_KEYS.items() if key in group)
 
 
-def _wrong_type(file: str, key: str, value: Any, kind: KeyType) -> InvalidInput:
+def _type_error(file: str, key: str, value: Any, kind: KeyType) -> InvalidInput:
     return InvalidInput(
         f"{file}: {key}",
         found=f"{value!r:.60}",

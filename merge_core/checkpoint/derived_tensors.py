@@ -1,9 +1,9 @@
-"""Tensors whose numbers are computed while they are read: an adapter applied to a weight, a quantised payload decoded.
+"""Define tensors that are computed while they are read, such as a weight with an adapter or a decoded quantized weight.
 
-Wherever a change of structure moves numbers but does not change them (a layer under another number, one expert of a
-fused tensor), it is a table of :class:`~merge_core.checkpoint.safetensors_file.StoredTensor` over the same bytes, and
-the engine knows nothing of it. What changes numbers is a tensor of this kind: it says which stored tensors it is made
-of, and gives any run of its own elements in its own format, so it is streamed block by block like one that is stored.
+A structural change that only moves numbers (a renumbered layer, one expert of a fused tensor) is a table of
+:class:`~merge_core.checkpoint.safetensors_file.StoredTensor` over the same bytes. The engine does not notice it. A
+change of the numbers themselves is a derived tensor. It names the stored tensors that it depends on and computes any
+range of its elements in its own format, so the engine can stream it in blocks like a stored tensor.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
     Bytes: TypeAlias = NDArray[np.uint8]
 
-# (tensor, first element, memory to fill): the elements of a stored tensor from ``first`` on, as they are stored.
+# Called with a tensor, the first element and a buffer. Fills the buffer with stored elements in their stored format.
 ReadStored: TypeAlias = "Callable[[StoredTensor, int, Bytes], None]"
-# (first element, memory to fill): the elements of one tensor from ``first`` on, in its own format.
+# Called with the first element and a buffer. Fills the buffer with elements of one tensor in the tensor's own format.
 ReadElements: TypeAlias = "Callable[[int, Bytes], None]"
 
 
 @dataclass(frozen=True)
 class DerivedTensor(SizedTensor, ABC):
-    """A tensor that is computed from stored ones.
+    """A tensor that is computed from stored tensors.
 
     Args:
         name: Tensor name.
-        dtype: Format of its numbers; one rounding to it is part of what it is.
-        shape: Sizes per dimension.
+        dtype: Format of its numbers. Its values are defined as rounded once to this format.
+        shape: Size of each dimension.
     """
 
     name: str
@@ -45,18 +45,24 @@ class DerivedTensor(SizedTensor, ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[StoredTensor, ...]:
-        """All stored tensors that it is made of; the one in whose place it stands first."""
+        """All stored tensors that it depends on. The first is the tensor that it replaces."""
 
     @abstractmethod
     def identity(self) -> Any:
-        """JSON-able form of what decides its numbers beside those of its parts."""
+        """Return everything except its parts that determines its numbers, as JSON-compatible data."""
 
     @abstractmethod
     def open(self, read: ReadStored) -> ReadElements:
-        """Prepare what every block needs (small factors, norms); the result is called from several threads.
+        """Prepare the data that every block needs, such as small factors and norms, and return the reader.
+
+        Args:
+            read: Reader of stored tensors.
+
+        Returns:
+            A reader of the tensor's elements that several threads may call concurrently.
 
         Raises:
-            InvalidInput: For parts that cannot be read.
+            InvalidInput: A part cannot be read.
         """
 
 

@@ -1,4 +1,4 @@
-"""Number formats as safetensors names them: size, torch name, and which of them a merge does arithmetic on."""
+"""Describe the number formats of safetensors: size, torch name, and whether a merge computes with them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DType:
         code: Name in a safetensors header (``BF16``).
         torch_name: Attribute of ``torch`` (``bfloat16``).
         size: Bytes per element.
-        kind: ``float`` is merged, ``exact`` (integers, booleans) must be equal in all inputs and is copied,
-            ``packed`` (8-bit floats and smaller) is the payload of a quantised model and is not merged.
+        kind: ``float`` is merged. ``exact`` (integers, booleans) must be equal in all inputs and is copied. ``packed``
+            (8-bit floats and smaller) is the payload of a quantized model and is not merged.
     """
 
     code: str
@@ -32,7 +32,7 @@ class DType:
 
 
 class SizedTensor:
-    """What has a format and a shape has a size, wherever it lies."""
+    """Base class of tensors, stored or computed, whose size follows from format and shape."""
 
     __slots__ = ()
 
@@ -72,10 +72,10 @@ _ALL = (
 BY_CODE = {dtype.code: dtype for dtype in _ALL}
 BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in _ALL}
 
-# What a recipe may ask for; int64 is the peer's fifth name and never means anything for weights.
+# Formats that a recipe may select. mergekit also accepts int64, which is useless for weights.
 RECIPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 
-# Of the formats that are merged: the bits that are all set in NaN and infinity and in no other number.
+# Exponent bits of the merged formats. They are all set in NaN and infinity, and in no other number.
 EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
     "F64": np.uint64(0x7FF0000000000000),
     "F32": np.uint32(0x7F800000),
@@ -85,22 +85,22 @@ EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
 
 
 def patterns(stored: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
-    """Bytes of numbers that are merged → their bit patterns, one unsigned integer each; not copied."""
+    """Return a view of the bytes of merged numbers as bit patterns, one unsigned integer per number."""
     return stored.view(EXPONENTS[dtype.code].dtype)
 
 
 def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Bit patterns → the numbers: those of bfloat16 as float32, which numpy has in its place."""
+    """Return the numbers of bit patterns. bfloat16 becomes float32, because numpy has no bfloat16."""
     if dtype.code == "BF16":
         return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return patterns.view(dtype.torch_name)
 
 
 def recipe_dtype(text: object, where: str) -> DType:
-    """``bfloat16`` or ``torch.bfloat16`` as written in a recipe's ``dtype`` or ``out_dtype``.
+    """Parse ``dtype`` or ``out_dtype`` of a recipe, for example ``bfloat16`` or ``torch.bfloat16``.
 
     Raises:
-        InvalidInput: Anything else.
+        InvalidInput: ``text`` is not the name of a float format.
     """
     name = text.removeprefix("torch.") if isinstance(text, str) else ""
     if name not in RECIPE_NAMES:
@@ -114,7 +114,7 @@ def recipe_dtype(text: object, where: str) -> DType:
 
 
 def promote(dtypes: Iterable[DType]) -> DType:
-    """The smallest float format that holds all of ``dtypes`` (bfloat16 with float16 gives float32)."""
+    """Return the smallest float format that represents all of ``dtypes`` (float32 for bfloat16 and float16)."""
     distinct = set(dtypes)
     if len(distinct) == 1:
         return distinct.pop()

@@ -1,8 +1,8 @@
-"""Output heads and embeddings: their names, and whether a stored head is the embedding under a second name.
+"""Recognize output heads and embeddings by name, and decide whether a stored head is tied to the embedding.
 
-``tie_word_embeddings`` of config.json does not decide that. A head that was trained may be stored next to a flag that
-says *tied*, and transformers loads such a head as it is stored. So the bytes decide: a stored head that equals the
-embedding is the embedding, and one that differs is a head of its own.
+``tie_word_embeddings`` of config.json is not reliable. A checkpoint may contain a trained head although the flag is
+true, and transformers then loads the stored head. So the bytes decide: a stored head that equals the embedding is tied,
+and a head that differs is independent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.parsing import open_plain
 
-# Ends of names, after a dot: a plan tests every tensor, and comparing ends takes a tenth of the time of a pattern.
+# Suffixes of names, after a dot. A plan tests every tensor, and a suffix test takes a tenth of the time of a regex.
 _HEADS = (".lm_head.weight", ".embed_out.weight")
 _EMBEDDINGS = (
     *(f".{word}.weight" for word in ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")),
@@ -38,13 +38,13 @@ def is_embedding(name: str) -> bool:
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
-    """Return ``tie_word_embeddings`` of a config or of its text part; None if neither sets it."""
+    """Return ``tie_word_embeddings`` of a config or of its text part, or None if neither sets it."""
     flags = (part.get(_FLAG) for part in config_parts(config))
     return next((flag for flag in flags if isinstance(flag, bool)), None)
 
 
 def with_tie(config: Mapping[str, Any], value: bool) -> dict[str, Any]:
-    """Return ``config`` with ``tie_word_embeddings`` set, in its text part too."""
+    """Return a copy of ``config`` with ``tie_word_embeddings`` set, also in its text part."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     parts: list[Any] = config_parts(changed)
     for part in parts:
@@ -57,18 +57,19 @@ def settle_head(
 ) -> tuple[Mapping[str, StoredTensor], Mapping[str, Any], tuple[Finding, ...]]:
     """Make a checkpoint's tensors and its ``tie_word_embeddings`` agree.
 
-    A head that equals the embedding is dropped and the flag becomes true; a head that differs stays and the flag
-    becomes false. Nothing changes if the flag is false already, if no head is stored, or if the two tensors cannot be
-    compared. Only a model that stores both and is not flagged as untied has weights read, up to the first difference.
+    A head that equals the embedding is dropped, and the flag becomes true. A head that differs stays, and the flag
+    becomes false. The checkpoint stays unchanged if the flag is already false, if no head is stored, or if the two
+    tensors cannot be compared. Weights are read only if both tensors are stored and the flag is not false, up to the
+    first difference.
 
     Args:
         tensors: Stored tensors by name.
         config: Content of config.json.
         directory: Directory of the checkpoint.
-        remote: Files that are not on this machine, whose bytes cannot be compared.
+        remote: Weight files that are not on this machine, so that their bytes cannot be compared.
 
     Returns:
-        Tensors, config, and a finding if the flag contradicts the stored head.
+        The tensors, the config, and a finding if the flag contradicts the stored head.
     """
     flag = ties_embeddings(config)
     heads = [name for name in tensors if is_head(name)]
@@ -77,8 +78,8 @@ def settle_head(
     head = tensors[heads[0]]
     others = [tensor for tensor in tensors.values() if tensor is not head]
     tables = [tensor for tensor in others if is_embedding(tensor.name)]
-    if head.nbytes and any((head.file, head.offset) == (one.file, one.offset) for one in others if one.nbytes):
-        equal = True  # Pickled files of tied models name one storage twice.
+    if head.nbytes and any((head.file, head.offset) == (item.file, item.offset) for item in others if item.nbytes):
+        equal = True  # Pickled files of tied models refer to one storage twice.
     elif len(tables) != 1 or {head.file, tables[0].file} & set(remote):
         return tensors, config, ()
     else:
@@ -99,12 +100,12 @@ def settle_head(
 def _equal_bytes(first: StoredTensor, second: StoredTensor, directory: Path) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    with open_plain(first.file, within=directory) as one, open_plain(second.file, within=directory) as two:
+    with open_plain(first.file, within=directory) as file_1, open_plain(second.file, within=directory) as file_2:
         for start in range(0, first.nbytes, _BLOCK_BYTES):
             count = min(_BLOCK_BYTES, first.nbytes - start)
-            mine, theirs = bytearray(count), bytearray(count)
-            read_into(one.fileno(), memoryview(mine), first.offset + start, first.file)
-            read_into(two.fileno(), memoryview(theirs), second.offset + start, second.file)
-            if mine != theirs:
+            block_1, block_2 = bytearray(count), bytearray(count)
+            read_into(file_1.fileno(), memoryview(block_1), first.offset + start, first.file)
+            read_into(file_2.fileno(), memoryview(block_2), second.offset + start, second.file)
+            if block_1 != block_2:
                 return False
     return True

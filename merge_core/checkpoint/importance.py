@@ -1,9 +1,9 @@
-"""How much each element of a model matters to what it says on a text: files of their own, beside no model.
+"""Read and write the importance of each element of a model, measured on a calibration text.
 
-A directory with ``importance.json`` and safetensors files: of each tensor of the model that was measured, under its
-name and in its shape, float32, the mean over all positions of the squared derivative of the log-likelihood of what the
-model itself would say there (the diagonal of its Fisher information). The JSON says by which tensor each is kept (a
-head that is the embedding matters as one tensor)::
+The importance is stored in its own directory, with ``importance.json`` and safetensors files. For each measured tensor,
+the files contain a float32 tensor with the same name and shape. Its elements are the mean over all positions of the
+squared derivative of the log-likelihood of the model's own prediction, which is the diagonal of its Fisher information.
+The JSON maps each tensor of the model to the stored tensor, because a tied head and the embedding share one::
 
     {"positions": 2304, "tensors": {"lm_head.weight": "model.embed_tokens.weight", ...}}
 """
@@ -26,40 +26,46 @@ _EXPECTED = "the importance of elements as mergegate measures it"
 
 @dataclass(frozen=True, slots=True)
 class ExpectedImportance:
-    """The importance of a tensor's elements that is still to be measured, as far as a plan can know it.
+    """Placeholder in a plan for the importance of a tensor that has not been measured yet.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
     """
 
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of float32."""
+        """Number of bytes, in float32."""
         return 4 * math.prod(self.shape)
 
 
 def importance_file_name(number: int) -> str:
-    """Name of a file with the importance of a run of tensors; ``number`` from 0."""
+    """Return the name of the file with this number, from 0."""
     return f"importance-{number:05d}.safetensors"
 
 
 def write_importance(directory: Path, tensors: Mapping[str, str], positions: int) -> None:
-    """Write ``importance.json``: by which tensor each is kept; means are over so many positions."""
+    """Write ``importance.json``.
+
+    Args:
+        directory: Directory of the files.
+        tensors: Name of the stored tensor for each tensor of the model.
+        positions: Number of positions that the means cover.
+    """
     write_owners(directory / IMPORTANCE, "tensors", tensors, positions)
 
 
 def open_importance(directory: Path) -> dict[str, StoredTensor]:
-    """What lies in ``directory``, by the name of the model's tensor.
+    """Return the stored importance by the name of the model's tensor.
 
     Raises:
-        InvalidInput: Files that are missing or damaged, or do not belong together.
+        InvalidInput: Files are missing or damaged, or do not belong together.
     """
-    place = directory / IMPORTANCE
-    found = {}
-    for name, tensor in read_owners(place, "tensors", FILES_OF_IMPORTANCE, _EXPECTED).items():
+    path = directory / IMPORTANCE
+    importance = {}
+    for name, tensor in read_owners(path, "tensors", FILES_OF_IMPORTANCE, _EXPECTED).items():
         if tensor is None or tensor.dtype.code != "F32":
-            raise InvalidInput(f"{place}: {name}", found="nothing of that name", expected=_EXPECTED, remedy="run again")
-        found[name] = tensor
-    return found
+            raise InvalidInput(f"{path}: {name}", found="nothing of that name", expected=_EXPECTED, remedy="run again")
+        importance[name] = tensor
+    return importance

@@ -1,10 +1,14 @@
-"""What flows into the matrices of a model, measured on a text: second moments of inputs, in files of their own.
+"""Read and write second moments of the inputs of a model's matrices, measured on a calibration text.
 
-A directory with ``inputs.json`` and safetensors files. Of each distinct input (query, key and value share one) there is
-one tensor of float32: the mean of ``x x'`` over all positions, of which the upper triangle is kept row by row
-``[1, in (in + 1) / 2]``; or, where that would be too large, its diagonal ``[in]``; of an expert that no position
-reached nothing, ``[0, in]`` or ``[0, 0, in]``. The JSON says which matrix of the network is multiplied with which of
-them; matrices of experts go by the names that they have one by one, whatever the layout on disk::
+The moments are stored in their own directory, with ``inputs.json`` and safetensors files. Each distinct input (query,
+key and value share one) has one float32 tensor, the mean of ``x x'`` over all positions:
+
+* the upper triangle, row by row, as ``[1, in (in + 1) / 2]``;
+* only the diagonal, as ``[in]``, if the triangle would be too large;
+* no numbers, as ``[0, in]`` or ``[0, 0, in]``, for an expert that no position reached.
+
+The JSON maps each matrix of the network to the tensor of its input. Matrices of experts have the names of separate
+experts, regardless of the layout on disk::
 
     {"positions": 2304, "inputs": {"model.layers.0.self_attn.k_proj.weight": "model.layers.0.self_attn.q_proj.weight"}}
 """
@@ -33,12 +37,12 @@ _EXPECTED = "second moments as mergegate measures them"
 
 @dataclass(frozen=True)
 class StoredMoments:
-    """Where the moments of one input lie: :class:`merge_core.methods.InputMoments`.
+    """Stored moments of one input, see :class:`merge_core.methods.InputMoments`.
 
     Args:
-        tensor: The numbers.
-        width: ``in``.
-        is_diagonal: Whether only the squares are kept.
+        tensor: Tensor with the numbers.
+        width: Width of the input, ``in``.
+        is_diagonal: Whether only the diagonal is stored.
     """
 
     tensor: StoredTensor
@@ -46,17 +50,17 @@ class StoredMoments:
     is_diagonal: bool
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether no position reached it."""
+    def is_empty(self) -> bool:
+        """Whether no position reached the input."""
         return self.tensor.shape[0] == 0
 
     def read(self) -> NDArray[np.float64]:
-        """float64, symmetric ``[in, in]``; ``[in]`` where only the squares are kept.
+        """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` if only the diagonal is stored.
 
         Raises:
-            InvalidInput: They cannot be read, or are no moments: not finite, or squares below zero.
+            InvalidInput: The file cannot be read, or the values are not finite or the squares are negative.
         """
-        if self.is_nothing:
+        if self.is_empty:
             return np.zeros(self.width if self.is_diagonal else (self.width, self.width))
         stored = np.empty(self.tensor.shape, np.float32)
         try:
@@ -64,70 +68,76 @@ class StoredMoments:
                 read_into(file.fileno(), stored.reshape(-1).view(np.uint8).data, self.tensor.offset, self.tensor.file)
         except OSError as error:
             raise InvalidInput(str(self.tensor.file), found=f"cannot be read: {error.strerror}") from None
-        found = stored.astype(np.float64) if self.is_diagonal else _unpacked(stored[0], self.width)
-        squares = found if self.is_diagonal else found.diagonal()
-        if not np.isfinite(found).all() or (squares < 0).any():
+        moments = stored.astype(np.float64) if self.is_diagonal else _unpack(stored[0], self.width)
+        squares = moments if self.is_diagonal else moments.diagonal()
+        if not np.isfinite(moments).all() or (squares < 0).any():
             where = f"{self.tensor.file}: {self.tensor.name}"
             raise InvalidInput(where, found="numbers that are no moments", expected=_EXPECTED, remedy="run again")
-        return found
+        return moments
 
 
 @dataclass(frozen=True)
 class ExpectedMoments:
-    """Moments that are still to be measured, as far as a plan can know them: :class:`merge_core.methods.InputMoments`.
+    """Placeholder in a plan for moments that have not been measured yet, see :class:`merge_core.methods.InputMoments`.
 
     Args:
-        width: ``in``.
-        is_diagonal: Whether only the squares will be kept.
+        width: Width of the input, ``in``.
+        is_diagonal: Whether only the diagonal will be stored.
     """
 
     width: int
     is_diagonal: bool
 
     def read(self) -> NDArray[np.float64]:
-        """There is nothing to read yet."""
+        """Raise AssertionError, because the moments have not been measured."""
         raise AssertionError("a merge was begun that nobody prepared")
 
 
 def empty_moments(width: int, *, is_diagonal: bool) -> NDArray[np.float32]:
-    """What is kept of an input that no position had."""
+    """Return the stored form of the moments of an input that no position reached."""
     return np.zeros((0, 0, width) if is_diagonal else (0, width), np.float32)
 
 
 def pack_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """``[in, in]`` or ``[in]`` as it is kept."""
+    """Return the stored form of moments ``[in, in]`` or ``[in]``."""
     if moments.ndim == 1:
         return moments.astype(np.float32)
-    return np.concatenate([row[at:] for at, row in enumerate(moments)]).astype(np.float32)[None]
+    return np.concatenate([row[index:] for index, row in enumerate(moments)]).astype(np.float32)[None]
 
 
-def _unpacked(triangle: NDArray[np.float32], width: int) -> NDArray[np.float64]:
-    whole, start = np.empty((width, width)), 0
-    for at in range(width):
-        whole[at, at:] = whole[at:, at] = triangle[start : start + width - at]
-        start += width - at
-    return whole
+def _unpack(triangle: NDArray[np.float32], width: int) -> NDArray[np.float64]:
+    matrix, start = np.empty((width, width)), 0
+    for row in range(width):
+        matrix[row, row:] = matrix[row:, row] = triangle[start : start + width - row]
+        start += width - row
+    return matrix
 
 
 def moments_file_name(number: int) -> str:
-    """Name of a file with the moments of a run of layers; ``number`` from 0."""
+    """Return the name of the file with this number, from 0."""
     return f"inputs-{number:05d}.safetensors"
 
 
 def write_inputs(directory: Path, inputs: Mapping[str, str], positions: int) -> None:
-    """Write ``inputs.json``: by which tensor the input of each matrix is kept; means are over so many positions."""
+    """Write ``inputs.json``.
+
+    Args:
+        directory: Directory of the files.
+        inputs: Name of the stored tensor for each matrix of the network.
+        positions: Number of positions that the means cover.
+    """
     write_owners(directory / INPUTS, "inputs", inputs, positions)
 
 
 def open_moments(directory: Path) -> dict[str, StoredMoments]:
-    """The moments in ``directory``, by the name of the matrix that is multiplied with the input.
+    """Return the stored moments by the name of the matrix that is multiplied with the input.
 
     Raises:
-        InvalidInput: Files that are missing or damaged, or do not belong together.
+        InvalidInput: Files are missing or damaged, or do not belong together.
     """
-    place = directory / INPUTS
-    owners = read_owners(place, "inputs", FILES_OF_MOMENTS, _EXPECTED)
-    return {name: _moments(tensor, f"{place}: {name}") for name, tensor in owners.items()}
+    path = directory / INPUTS
+    owners = read_owners(path, "inputs", FILES_OF_MOMENTS, _EXPECTED)
+    return {name: _moments(tensor, f"{path}: {name}") for name, tensor in owners.items()}
 
 
 def _moments(tensor: StoredTensor | None, where: str) -> StoredMoments:

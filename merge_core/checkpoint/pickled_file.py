@@ -1,9 +1,10 @@
-"""Reading a ``pytorch_model.bin`` without running it: where its tensors lie, from the few opcodes that say so.
+"""Locate the tensors of a ``pytorch_model.bin`` without executing its pickle.
 
-The format (torch.save since 1.6) is an uncompressed zip: ``<root>/data.pkl`` describes tensors over storages, the bytes
-of storage ``k`` are ``<root>/data/k``. A pickle is a program; here nothing of it is executed. The opcodes that a
-dictionary of tensors needs are interpreted into plain values, and the few functions it may name are never looked up:
-they stand for "a tensor over this storage". Anything else is refused, as is whatever does not lie inside the file.
+The format (torch.save since 1.6) is an uncompressed zip. ``<root>/data.pkl`` describes tensors over storages, and
+``<root>/data/k`` contains the bytes of storage ``k``. A pickle is a program, but this module executes none of it. It
+interprets the few opcodes that a dictionary of tensors needs into plain values. The functions that such a pickle may
+name are never imported; they only stand for "a tensor over this storage". Every other opcode or function is refused,
+and so is every tensor that reaches beyond the file.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain, parsing_errors
 
-# A description takes about 200 bytes and 40 instructions per tensor; these bound what a hostile file makes us allocate,
-# and how long it is read.
+# A description takes about 200 bytes and 40 instructions per tensor. These limits bound the memory and the time that a
+# hostile file can cost.
 MAX_PICKLE_BYTES = 32_000_000
 MAX_INSTRUCTIONS = 2_000_000
 _MAX_MEMBERS = 100_000
-_MAX_DIRECTORY_BYTES = 32_000_000  # of the zip
+_MAX_DIRECTORY_BYTES = 32_000_000  # Size limit of the zip's central directory.
 _MAX_DIMENSIONS = 64
 _UNSAFE = "do not load it: a pickle can run any program; ask for the model as safetensors"
 _DAMAGED = "download or copy the file again"
@@ -54,14 +55,14 @@ _TENSOR, _PARAMETER, _DICT = (
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that the pickle would import; here only a name."""
+    """A function that the pickle would import. It is only a name and is never imported."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """A run of elements in the zip member ``data/<key>``."""
+    """Consecutive elements in the zip member ``data/<key>``."""
 
     dtype: DType
     key: str
@@ -70,7 +71,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor over a storage; offset and strides count elements."""
+    """A tensor over a storage. Offset and strides count elements."""
 
     storage: _Storage
     offset: int
@@ -88,19 +89,19 @@ class _View:
 
 
 _CONSTANTS = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_SAYS_ITSELF = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
+_LITERALS = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
 
 
 def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
-    """Tensors of the file at ``path`` in the order of their bytes; their bytes are not read. Tensors may share bytes.
+    """Return the tensors of a file in the order of their bytes, without reading the bytes. Tensors may share bytes.
 
     Args:
-        path: Of the file.
-        within: The directory that it must lie in, after all links.
+        path: Path of the file.
+        within: Directory that must contain the file after all links are resolved. Default: no restriction.
 
     Raises:
-        InvalidInput: Not a zip of torch.save, damaged, with anything else than a dictionary of contiguous tensors in
-            it, or with tensors that leave their storage.
+        InvalidInput: The file is missing, damaged or not a zip of torch.save, it contains anything but a dictionary of
+            contiguous tensors, or a tensor reaches beyond its storage.
     """
     try:
         with open_plain(path, within=within) as file:
@@ -110,7 +111,7 @@ def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTenso
 
 
 def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, ...]:
-    """As :func:`read_pickled`, of an open file of ``size`` bytes.
+    """Return the tensors of an open file of ``size`` bytes, like :func:`read_pickled`.
 
     Raises:
         InvalidInput: See :func:`read_pickled`.
@@ -119,7 +120,7 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
     with parsing_errors(
         str(path), "not a zip that can be read", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
     ):
-        _check_size_of_directory(file, size, path)
+        _check_directory_size(file, size, path)
         with zipfile.ZipFile(file) as archive:
             members = _members(archive, path)
             root = next((name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl")), None)
@@ -134,32 +135,33 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
             views = _views(text, path)
             keys = dict.fromkeys(view.storage.key for view in views.values())
             starts = _starts(file, size, {key: members.get(f"{root}data/{key}") for key in keys}, path)
-    tensors = [_located(name, view, *starts[view.storage.key], path) for name, view in views.items()]
+    tensors = [_stored_tensor(name, view, *starts[view.storage.key], path) for name, view in views.items()]
     return tuple(sorted(tensors, key=lambda tensor: tensor.offset))
 
 
-def _check_size_of_directory(file: BinaryIO, size: int, path: Path) -> None:
-    """Bound what the zip's own directory makes us allocate, from the record at the end of the file.
+def _check_directory_size(file: BinaryIO, size: int, path: Path) -> None:
+    """Raise InvalidInput if the central directory of the zip is too large, before zipfile allocates memory for it.
 
-    That record (PKZIP application note, 4.3.16; with 64 bits 4.3.14) says how many members there are and how many
-    bytes their list has. Its last 64 kB may be a comment, in which the marks may stand again: every one is looked at.
+    The record at the end of the file (PKZIP application note, 4.3.16, or 4.3.14 for 64 bits) declares the number of
+    members and the size of their list. The last 64 kB of the file may be a comment that contains the signature of such
+    a record again, so every occurrence is checked.
     """
     start = max(0, size - (1 << 16) - 22 - 20 - 56)
     file.seek(start)
     tail = file.read(size - start)
-    found = []
-    at = tail.find(b"PK\x05\x06")
-    while at >= 0:
-        if len(tail) >= at + 22:
-            members, length = struct.unpack("<HI", tail[at + 10 : at + 16])
-            found.append((0 if members == 0xFFFF else members, 0 if length == 0xFFFFFFFF else length))
-        at = tail.find(b"PK\x05\x06", at + 1)
-    at = tail.find(b"PK\x06\x06")
-    while at >= 0:
-        if len(tail) >= at + 56:
-            found.append(struct.unpack("<QQ", tail[at + 32 : at + 48]))
-        at = tail.find(b"PK\x06\x06", at + 1)
-    members, length = (max((one[part] for one in found), default=0) for part in (0, 1))
+    declared = []
+    position = tail.find(b"PK\x05\x06")
+    while position >= 0:
+        if len(tail) >= position + 22:
+            members, length = struct.unpack("<HI", tail[position + 10 : position + 16])
+            declared.append((0 if members == 0xFFFF else members, 0 if length == 0xFFFFFFFF else length))
+        position = tail.find(b"PK\x05\x06", position + 1)
+    position = tail.find(b"PK\x06\x06")
+    while position >= 0:
+        if len(tail) >= position + 56:
+            declared.append(struct.unpack("<QQ", tail[position + 32 : position + 48]))
+        position = tail.find(b"PK\x06\x06", position + 1)
+    members, length = (max((record[part] for record in declared), default=0) for part in (0, 1))
     if members > _MAX_MEMBERS or length > _MAX_DIRECTORY_BYTES:
         raise InvalidInput(
             str(path),
@@ -172,15 +174,15 @@ def _check_size_of_directory(file: BinaryIO, size: int, path: Path) -> None:
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
     members: dict[str, zipfile.ZipInfo] = {}
-    begun: set[int] = set()
+    offsets: set[int] = set()
     for info in archive.infolist():
         if info.filename in members:
             raise InvalidInput(f"{path}: {info.filename}", found="there twice", remedy=_DAMAGED)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
             raise InvalidInput(f"{path}: {info.filename}", found="compressed or encrypted", expected="plain bytes")
-        if info.header_offset in begun:
+        if info.header_offset in offsets:
             raise InvalidInput(f"{path}: {info.filename}", found="begins where another does", remedy=_DAMAGED)
-        begun.add(info.header_offset)
+        offsets.add(info.header_offset)
         members[info.filename] = info
     return members
 
@@ -188,8 +190,8 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
 def _starts(
     file: BinaryIO, size: int, infos: Mapping[str, zipfile.ZipInfo | None], path: Path
 ) -> dict[str, tuple[int, int]]:
-    """First byte and size of the members' data: the local header, whose length varies, comes before it."""
-    found = {}
+    """Return the first byte and the size of each member's data, which follows a local header of variable length."""
+    starts = {}
     for key, info in infos.items():
         if info is None:
             raise InvalidInput(str(path), found="a tensor without its bytes", remedy=_DAMAGED)
@@ -200,11 +202,11 @@ def _starts(
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         if start + info.file_size > size:
             raise InvalidInput(f"{path}: {info.filename}", found="reaches beyond the file", remedy=_DAMAGED)
-        found[key] = (start, info.file_size)
-    return found
+        starts[key] = (start, info.file_size)
+    return starts
 
 
-def _located(name: str, view: _View, start: int, size: int, path: Path) -> StoredTensor:
+def _stored_tensor(name: str, view: _View, start: int, size: int, path: Path) -> StoredTensor:
     dtype = view.storage.dtype
     tensor = StoredTensor(name, path, dtype, view.shape, start + view.offset * dtype.size)
     if not view.contiguous:
@@ -220,7 +222,7 @@ def _located(name: str, view: _View, start: int, size: int, path: Path) -> Store
 
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
-    """The dictionary of tensors that the pickle describes."""
+    """Return the tensors that the pickle describes, by name."""
     with parsing_errors(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
         value = _Machine(path).run(text)
     if not isinstance(value, dict):
@@ -238,16 +240,16 @@ def _views(text: bytes, path: Path) -> dict[str, _View]:
 
 
 class _Machine:
-    """The few instructions of a pickle that describe tensors. Each costs the same, however large what it is about."""
+    """Interpreter of the few pickle instructions that describe tensors, at constant cost per instruction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stack: list[Any] = []
-        self._marks: list[int] = []  # heights of the stack at which runs of items begin
+        self._marks: list[int] = []  # Heights of the stack at marks.
         self._memo: dict[int, Any] = {}
 
     def run(self, text: bytes) -> Any:
-        """What is left on the stack at the end."""
+        """Return the value on the stack at the end of the pickle."""
         argument: Any
         for number, (opcode, argument, position) in enumerate(pickletools.genops(text)):
             if number >= MAX_INSTRUCTIONS:
@@ -261,7 +263,7 @@ class _Machine:
                 return self._pop()
             if opcode.name in _CONSTANTS:
                 self._stack.append(_CONSTANTS[opcode.name])
-            elif opcode.name in _SAYS_ITSELF:
+            elif opcode.name in _LITERALS:
                 self._stack.append(argument)
             else:
                 self._step(opcode.name, argument, position)
@@ -301,14 +303,14 @@ class _Machine:
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
             case "GLOBAL":
-                stack.append(_named(argument, path))
+                stack.append(_parse_global(argument, path))
             case "BINPERSID":
                 stack.append(_storage(self._pop(), path))
             case "REDUCE":
                 arguments, function = self._pop(), self._pop()
-                stack.append(_called(function, arguments, path))
+                stack.append(_evaluate_call(function, arguments, path))
             case "BUILD":
-                state = self._pop()  # Attributes of a dictionary (versions of its modules): not weights.
+                state = self._pop()  # Attributes of a dictionary (versions of its modules), which are not weights.
                 if not isinstance(self._top(), dict) or not isinstance(state, dict):
                     raise _refusal("sets the state of an object", path)
             case _:
@@ -329,9 +331,9 @@ class _Machine:
     def _above_mark(self) -> list[Any]:
         if not self._marks:
             raise ValueError("no mark")
-        at = self._marks.pop()
-        items = self._stack[at:]
-        del self._stack[at:]
+        height = self._marks.pop()
+        items = self._stack[height:]
+        del self._stack[height:]
         return items
 
 
@@ -345,15 +347,15 @@ def _set(target: Any, items: list[Any], path: Path) -> None:
     if not isinstance(target, dict):
         raise _refusal("sets items of an object", path)
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) is not str:  # Others may nest so deeply that hashing them overflows the stack.
+        if type(key) is not str:  # Other types may nest so deeply that hashing them overflows the stack.
             raise ValueError("a key that is no text")
-        key.encode()  # half a character is none
+        key.encode()  # Fails for a lone surrogate.
         if isinstance(value, _View) and key in target:
             raise InvalidInput(f"{path}: {key!r:.60}", found="named twice", remedy=_DAMAGED)
         target[key] = value
 
 
-def _named(name: str, path: Path) -> _Global:
+def _parse_global(name: str, path: Path) -> _Global:
     module, _, attribute = name.partition(" ")
     if name not in (_TENSOR, _PARAMETER, _DICT) and not (module == "torch" and attribute in _STORAGES):
         raise _refusal(f"code: {module}.{attribute}", path)
@@ -369,7 +371,7 @@ def _storage(saved: Any, path: Path) -> _Storage:
     return _Storage(BY_TORCH_NAME[_STORAGES[storage.name.removeprefix("torch ")]], key, numel)
 
 
-def _called(function: Any, arguments: Any, path: Path) -> Any:
+def _evaluate_call(function: Any, arguments: Any, path: Path) -> Any:
     name = function.name if isinstance(function, _Global) else None
     if name == _DICT and arguments == ():
         return {}
@@ -383,8 +385,7 @@ def _called(function: Any, arguments: Any, path: Path) -> Any:
             raise ValueError("tensor")
         if len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:
             raise ValueError("dimensions of a tensor")
-        whole = (offset, *shape, *strides)
-        if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides)):
             raise ValueError("numbers of a tensor")
         return _View(storage, offset, tuple(shape), tuple(strides))
     raise _refusal("a call of something that is no tensor", path)

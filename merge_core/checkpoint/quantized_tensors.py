@@ -1,14 +1,14 @@
-"""Quantised weights that can be merged: decoded to bfloat16 while they are read, block by block.
+"""Decode quantized weights to bfloat16 while they are read, block by block, so that they can be merged.
 
-Two kinds are published for models of which no other weights are. Everything else that is quantised is refused by name
-(see ``plan.consistency``).
+The module supports the two formats in which some models are exclusively published. All other quantized checkpoints are
+refused with the name of their format (see ``plan.consistency``).
 
-``fp8`` in blocks (DeepSeek V3): ``X.weight`` [rows, columns] in F8_E4M3 and ``X.weight_scale_inv``, one factor for each
-block of ``weight_block_size`` rows and columns, the last ones cut off where the sizes do not divide.
+``fp8`` in blocks (DeepSeek V3): ``X.weight`` [rows, columns] in F8_E4M3 and ``X.weight_scale_inv`` with one factor per
+block of ``weight_block_size`` rows and columns. The last blocks are smaller if the sizes do not divide evenly.
 
-``mxfp4`` (GPT-OSS; OCP Microscaling Formats 1.0): ``X_blocks`` [experts, outputs, groups, 16] holds two numbers of
-4 bits in a byte, the lower half first, and ``X_scales`` [experts, outputs, groups] the power of two of each group of
-32, plus 127. The weight that is meant is ``X`` [experts, inputs, outputs].
+``mxfp4`` (GPT-OSS; OCP Microscaling Formats 1.0): ``X_blocks`` [experts, outputs, groups, 16] stores two 4-bit numbers
+per byte, the lower half first. ``X_scales`` [experts, outputs, groups] stores the exponent of the power of two of each
+group of 32 numbers, plus 127. The decoded weight is ``X`` [experts, inputs, outputs].
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ if TYPE_CHECKING:
 BF16 = BY_CODE["BF16"]
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_GROUP = 32  # numbers of MXFP4 that share a scale
-# E2M1: sign, two bits of exponent, one of mantissa.
+_GROUP = 32  # Number of MXFP4 numbers that share a scale.
+# Values of E2M1: one sign bit, two exponent bits, one mantissa bit.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 Table: TypeAlias = Mapping[str, AnyTensor]
 
 
-def decode_quantised(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, Mapping[str, Any], tuple[Finding, ...]]:
-    """Replace payloads that can be decoded by bfloat16 weights.
+def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, Mapping[str, Any], tuple[Finding, ...]]:
+    """Replace quantized weights by bfloat16 weights that are decoded while they are read.
 
     Returns:
-        Tensors, the config that fits them, and a finding that names the format; the arguments and no finding if there
-        is nothing to decode.
+        The tensors, the matching config, and a finding that names the format. If there is nothing to decode, the
+        arguments and no finding.
 
     Raises:
-        InvalidInput: A payload and its scales that do not fit each other.
+        InvalidInput: A payload does not match its scales.
     """
-    said: Any = config.get("quantization_config")
-    if not isinstance(said, Mapping):
+    settings: Any = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
         return tensors, config, ()
-    method, size = str(said.get("quant_method")), said.get("weight_block_size")
+    method, size = str(settings.get("quant_method")), settings.get("weight_block_size")
     if method == "mxfp4":
         plain = _mxfp4(tensors)
-    elif method == "fp8" and said.get("activation_scheme", "dynamic") == "dynamic" and (block := _block(size)):
+    elif method == "fp8" and settings.get("activation_scheme", "dynamic") == "dynamic" and (block := _block(size)):
         plain = _fp8(tensors, block)
     else:
         return tensors, config, ()
@@ -76,12 +76,12 @@ def decode_quantised(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
 
 @dataclass(frozen=True)
 class BlockScaled(DerivedTensor):
-    """A matrix of 8-bit numbers with a factor for each block.
+    """A matrix of 8-bit numbers with one factor per block.
 
     Args:
-        payload: [rows, columns], F8_E4M3.
-        scales: [rows / block, columns / block], rounded up; F32 or BF16.
-        block: Rows and columns that share a factor.
+        payload: Numbers [rows, columns] in F8_E4M3.
+        scales: Factors [rows / block, columns / block], rounded up, in F32 or BF16.
+        block: Number of rows and of columns that share a factor.
     """
 
     payload: StoredTensor
@@ -117,11 +117,11 @@ class BlockScaled(DerivedTensor):
 
 @dataclass(frozen=True)
 class Microscaled(DerivedTensor):
-    """The matrices of experts in 4-bit numbers with a power of two for each group of 32 inputs.
+    """Matrices of experts in 4-bit numbers, with one power of two per group of 32 inputs.
 
     Args:
-        payload: [experts, outputs, groups, 16], U8.
-        scales: [experts, outputs, groups], U8.
+        payload: Pairs of numbers [experts, outputs, groups, 16] in U8.
+        scales: Exponents [experts, outputs, groups] in U8.
     """
 
     payload: StoredTensor
@@ -137,18 +137,18 @@ class Microscaled(DerivedTensor):
     def open(self, read: ReadStored) -> ReadElements:
         _, inputs, outputs = self.shape
         groups = inputs // _GROUP
-        held, lock = _Expert(-1, np.empty(0), np.empty(0)), threading.Lock()
+        cached, lock = _Expert(-1, np.empty(0), np.empty(0)), threading.Lock()
 
         def expert(number: int) -> _Expert:
-            """Its payload: blocks beside each other are of one expert, and each needs a column of every row."""
-            nonlocal held
+            """Cache the last expert, because neighboring blocks share it and each needs a column of every row."""
+            nonlocal cached
             with lock:
-                if held.number != number:
+                if cached.number != number:
                     payload, scales = np.empty(outputs * inputs // 2, np.uint8), np.empty(outputs * groups, np.uint8)
                     read(self.payload, number * payload.size, payload)
                     read(self.scales, number * scales.size, scales)
-                    held = _Expert(number, payload.reshape(outputs, groups, 16), scales.reshape(outputs, groups))
-                return held
+                    cached = _Expert(number, payload.reshape(outputs, groups, 16), scales.reshape(outputs, groups))
+                return cached
 
         def elements(first: int, into: Bytes) -> None:
             done, count = 0, len(into) // 2
@@ -165,14 +165,14 @@ class Microscaled(DerivedTensor):
 
 @dataclass(frozen=True)
 class _Expert:
-    """The payload of one expert: ``packed`` [outputs, groups, 16] and ``exponents`` [outputs, groups]."""
+    """Payload of one expert: ``packed`` [outputs, groups, 16] and ``exponents`` [outputs, groups]."""
 
     number: int
     packed: NDArray[Any]
     exponents: NDArray[Any]
 
     def rows(self, low: int, high: int) -> Floats:
-        """The weights [inputs of the groups from ``low`` to ``high``, outputs]."""
+        """Return the weights [inputs, outputs] for the inputs of the groups ``low`` to ``high`` (exclusive)."""
         packed = self.packed[:, low:high]
         values = np.empty((*packed.shape[:2], 16, 2), np.float32)
         values[..., 0], values[..., 1] = _FP4[packed & 15], _FP4[packed >> 4]
@@ -182,49 +182,49 @@ class _Expert:
 
 
 def _block(size: Any) -> tuple[int, int] | None:
-    fits = isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)
+    fits = isinstance(size, list) and len(size) == 2 and all(type(item) is int and item > 0 for item in size)
     return (size[0], size[1]) if fits else None
 
 
 def _fp8(tensors: Table, block: tuple[int, int]) -> dict[str, AnyTensor]:
-    found: dict[str, AnyTensor] = {}
+    decoded: dict[str, AnyTensor] = {}
     for name, payload in tensors.items():
         scales = tensors.get(f"{name}{_SCALE}")
         if name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors:
             continue
         if scales is None or payload.dtype.code != "F8_E4M3":
-            found[name] = payload
+            decoded[name] = payload
             continue
         assert isinstance(payload, StoredTensor)
         assert isinstance(scales, StoredTensor)
-        wanted = tuple(-(-size // step) for size, step in zip(payload.shape, block, strict=False))
-        if len(payload.shape) != 2 or scales.shape != wanted or scales.dtype.code not in ("F32", "BF16"):
-            raise _misfit(scales, f"{list(wanted)} in F32 or BF16, for blocks of {block[0]} x {block[1]}", payload)
-        found[name] = BlockScaled(name, BF16, payload.shape, payload, scales, block)
-    return found
+        grid = tuple(-(-size // step) for size, step in zip(payload.shape, block, strict=False))
+        if len(payload.shape) != 2 or scales.shape != grid or scales.dtype.code not in ("F32", "BF16"):
+            raise _mismatch(scales, f"{list(grid)} in F32 or BF16, for blocks of {block[0]} x {block[1]}", payload)
+        decoded[name] = BlockScaled(name, BF16, payload.shape, payload, scales, block)
+    return decoded
 
 
 def _mxfp4(tensors: Table) -> dict[str, AnyTensor]:
-    found: dict[str, AnyTensor] = {}
+    decoded: dict[str, AnyTensor] = {}
     for name, payload in tensors.items():
         plain = name.removesuffix(_BLOCKS)
         scales = tensors.get(f"{plain}{_SCALES}")
         if name.endswith(_SCALES) and f"{name.removesuffix(_SCALES)}{_BLOCKS}" in tensors:
             continue
         if plain == name or scales is None:
-            found[name] = payload
+            decoded[name] = payload
             continue
         assert isinstance(payload, StoredTensor)
         assert isinstance(scales, StoredTensor)
         fits = len(payload.shape) == 4 and payload.shape[3] == _GROUP // 2 and scales.shape == payload.shape[:3]
         if not fits or {payload.dtype.code, scales.dtype.code} != {"U8"}:
-            raise _misfit(scales, "[experts, outputs, groups] in U8, and 16 bytes a group", payload)
+            raise _mismatch(scales, "[experts, outputs, groups] in U8, and 16 bytes a group", payload)
         experts, outputs, groups, _ = payload.shape
-        found[plain] = Microscaled(plain, BF16, (experts, groups * _GROUP, outputs), payload, scales)
-    return found
+        decoded[plain] = Microscaled(plain, BF16, (experts, groups * _GROUP, outputs), payload, scales)
+    return decoded
 
 
-def _misfit(scales: StoredTensor, expected: str, payload: StoredTensor) -> InvalidInput:
+def _mismatch(scales: StoredTensor, expected: str, payload: StoredTensor) -> InvalidInput:
     return InvalidInput(
         f"{scales.file}: {scales.name}",
         found=f"{list(scales.shape)} in {scales.dtype.code}, of {list(payload.shape)} in {payload.dtype.code}",
@@ -234,7 +234,7 @@ def _misfit(scales: StoredTensor, expected: str, payload: StoredTensor) -> Inval
 
 
 def _e4m3() -> Floats:
-    """What each byte of F8_E4M3 means: no infinity, NaN where all bits but the sign are set."""
+    """Return the value of each F8_E4M3 byte. The format has no infinity, and NaN has all bits except the sign set."""
     codes = np.arange(256)
     exponents, mantissas = (codes >> 3) & 15, codes & 7
     sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
@@ -243,6 +243,6 @@ def _e4m3() -> Floats:
 
 
 def _store(values: Floats, into: Bytes) -> None:
-    """Round to the nearest bfloat16, to the even one of two."""
+    """Round to the nearest bfloat16, ties to even."""
     bits = values.view(np.uint32)
     into.view(np.uint16)[:] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> np.uint32(16)

@@ -1,8 +1,8 @@
-"""Reading a safetensors file without trusting it: a strict header parser, and exact reads into given memory.
+"""Read untrusted safetensors files: parse headers strictly, and read exact byte ranges into existing memory.
 
-The format: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, then the
-tensors' bytes without gaps (https://huggingface.co/docs/safetensors, "Format"). A header is untrusted input: offsets
-that overlap, leave the file, run backwards or disagree with the shape are refused before a byte of data is used.
+A file consists of the header length (8 bytes, little-endian), a JSON header ``{name: {dtype, shape, data_offsets}}``,
+and the bytes of the tensors without gaps (https://huggingface.co/docs/safetensors, "Format"). Headers with offsets that
+overlap, leave the file, run backwards or disagree with the shape are refused before any data is used.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import JsonBounds, open_plain, parse_json
 from mergegate.merge_core.system import read_at
 
-# The format allows 100 MB, of which a table of tensors takes 1.5 GB of memory. The longest real headers (a shard with
-# the experts of a mixture, one by one) have a few MB.
+# The format allows headers of 100 MB, but their table of tensors would take 1.5 GB of memory. The longest real headers
+# (of shards that list the experts of a mixture separately) have a few MB.
 MAX_HEADER_BYTES = 32_000_000
 MAX_TENSORS = 200_000
 _BOUNDS = JsonBounds(size=MAX_HEADER_BYTES, values=8 * MAX_TENSORS, depth=8)
@@ -32,17 +32,17 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 _DAMAGED = "download or copy the file again; it is damaged or was not written by safetensors"
 
 
-# With slots: of a very large model there are 50,000, for each parent.
+# Slots save memory: a very large model has 50,000 tensors, and every parent has them.
 @dataclass(frozen=True, slots=True)
 class StoredTensor(SizedTensor):
-    """Where one tensor lies.
+    """Location, format and shape of one tensor in a file.
 
     Args:
         name: Tensor name.
-        file: File that holds it.
+        file: File that contains the tensor.
         dtype: Storage format.
-        shape: Sizes per dimension (empty for a scalar).
-        offset: First byte, counted from the start of the file.
+        shape: Size of each dimension (empty for a scalar).
+        offset: Position of the first byte, from the start of the file.
     """
 
     name: str
@@ -53,19 +53,19 @@ class StoredTensor(SizedTensor):
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that it is made of: itself (see :mod:`.derived`)."""
+        """The tensor itself, for symmetry with :class:`.DerivedTensor`."""
         return (self,)
 
 
 def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
-    """Tensors of the file at ``path`` in the order of their bytes; only the header is read.
+    """Return the tensors of a file in the order of their bytes. Only the header is read.
 
     Args:
-        path: Of the file.
-        within: The directory that it must lie in, after all links.
+        path: Path of the file.
+        within: Directory that must contain the file after all links are resolved. Default: no restriction.
 
     Raises:
-        InvalidInput: The file is missing, truncated, or its header lies (see the module docstring).
+        InvalidInput: The file is missing or truncated, or its header is inconsistent (see the module docstring).
     """
     try:
         with open_plain(path, within=within) as file:
@@ -80,7 +80,12 @@ def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor
 
 
 def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tuple[StoredTensor, ...]:
-    """Tensors of a file of ``size`` bytes that may lie anywhere: ``read(start, count)`` is asked for its header only.
+    """Return the tensors of a file that is read through a callback, for example over the network.
+
+    Args:
+        read: Function that returns ``count`` bytes from ``start``. It is called only for the header.
+        size: Size of the file in bytes.
+        path: Path of the file for messages and for the resulting tensors.
 
     Raises:
         InvalidInput: See :func:`read_header`.
@@ -99,21 +104,21 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
 
 
 def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTensor, ...]:
-    """Tensors described by the JSON header ``text`` of a file of ``file_size`` bytes, in the order of their bytes.
+    """Return the tensors that the JSON header ``text`` describes, in the order of their bytes.
 
     Raises:
-        InvalidInput: Not JSON, duplicate names, unknown formats, or offsets that do not tile the data exactly.
+        InvalidInput: The header is not JSON, names are duplicated, formats are unknown, or the offsets do not cover the
+            data of the file exactly.
     """
     data_start = 8 + len(text)
-    # With where each begins and how long it is.
-    found: list[tuple[int, int, StoredTensor]] = []
+    located: list[tuple[int, int, StoredTensor]] = []  # Offset, number of bytes, tensor.
     for name, entry in _json_object(text, path).items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
                 raise InvalidInput(f"{path}: __metadata__", found=f"{entry!r:.80}", expected="text keys and values")
             continue
         dtype, shape, start, stop = _entry(entry, path, name)
-        # Parents have the same names: each is kept once.
+        # Parents have the same tensor names, so interning stores each name only once.
         tensor = StoredTensor(sys.intern(name), path, dtype, shape, data_start + start)
         nbytes = tensor.nbytes
         if stop - start != nbytes:
@@ -123,11 +128,11 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
                 expected=f"{nbytes} bytes",
                 remedy=_DAMAGED,
             )
-        found.append((tensor.offset, nbytes, tensor))
-    # Empty tensors share their offset with the next one, so they must sort before it.
-    found.sort(key=itemgetter(0, 1))
+        located.append((tensor.offset, nbytes, tensor))
+    # An empty tensor has the same offset as the next tensor and must come before it.
+    located.sort(key=itemgetter(0, 1))
     end = data_start
-    for offset, nbytes, tensor in found:
+    for offset, nbytes, tensor in located:
         if offset != end:
             kind = "overlaps the tensor before it" if offset < end else "leaves a gap before it"
             raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="tensors side by side", remedy=_DAMAGED)
@@ -135,14 +140,14 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
     if end != file_size:
         kind = "truncated" if end > file_size else "longer than its header says"
         raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
-    return tuple(tensor for _, _, tensor in found)
+    return tuple(tensor for _, _, tensor in located)
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill ``buffer`` with the bytes from ``offset`` of the open file ``fd``; safe from several threads at once.
+    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. The function is thread-safe.
 
     Raises:
-        InvalidInput: The file ends early (it changed since its header was read) or the disk reports an error.
+        InvalidInput: The file ends early (it changed after its header was read), or the disk reports an error.
     """
     done = 0
     while done < len(buffer):
@@ -163,9 +168,13 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 
 
 def render_header(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Header bytes (length prefix included) for ``(name, dtype code, shape, nbytes)`` laid out in the given order.
+    """Return the header, including the length prefix, of a file with these tensors in this order.
 
-    Padded with spaces so that the data starts at a multiple of 8, as the specification recommends.
+    The header is padded with spaces so that the data starts at a multiple of 8, as the specification recommends.
+
+    Args:
+        tensors: Name, dtype code, shape and number of bytes of each tensor.
+        metadata: Content of ``__metadata__``.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
@@ -183,13 +192,13 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         nonlocal objects
         objects += 1
-        if objects > MAX_TENSORS + 2:  # the header itself, and its metadata
+        if objects > MAX_TENSORS + 2:  # Two more objects: the header itself and its metadata.
             raise InvalidInput(str(path), found=f"over {MAX_TENSORS} tensors", expected="fewer in one file")
         result = dict(pairs)
         if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-            raise InvalidInput(f"{path}: {twice}", found="named twice in the header", remedy=_DAMAGED)
+            duplicate = next(key for number, key in enumerate(keys) if key in keys[:number])
+            raise InvalidInput(f"{path}: {duplicate}", found="named twice in the header", remedy=_DAMAGED)
         return result
 
     header = parse_json(text, f"{path}: header", bounds=_BOUNDS, pairs=unique, expected="JSON, as in safetensors")
@@ -207,7 +216,7 @@ def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], i
         where = f"{path}: {name}"
         raise InvalidInput(where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(BY_CODE)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_naturals(shape) or not _are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InvalidInput(
             f"{path}: {name}",
             found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
@@ -217,11 +226,11 @@ def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], i
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def _naturals(value: Any) -> bool:
-    # 2**63 bounds both what a file can hold and the arithmetic that follows; bool is an int in Python, not in JSON.
+def _are_naturals(value: Any) -> bool:
+    # 2**63 bounds the size of a file and the later arithmetic. bool is an int in Python, but not in JSON.
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         return False
-    for item in value:  # noqa: SIM110  # twice as fast, for half a million numbers
+    for item in value:  # noqa: SIM110  # Twice as fast as all() for half a million numbers.
         if type(item) is not int or not 0 <= item < 2**63:
             return False
     return True

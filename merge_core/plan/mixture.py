@@ -62,7 +62,7 @@ def plan_mixture(
         where=recipe.where,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
-    gates, expected_shape = mixture.gates, (config["num_hidden_layers"], len(mixture.everybody), config["hidden_size"])
+    gates, expected_shape = mixture.gates, (config["num_hidden_layers"], len(mixture.all_experts), config["hidden_size"])
     if gates is not None and (gates.layers, gates.rows, gates.width) != expected_shape:
         raise InvalidInput(
             f"{recipe.where}: router rows",
@@ -120,7 +120,7 @@ class _Builder:
 
     def _feed_forward_jobs(self, layer: int, problems: list[Finding]) -> Iterator[TensorJob]:
         module = f"{_STACK}.{layer}.{self.family.module}"
-        tensors = [self._dense(expert, layer, problems) for expert in self.mixture.everybody]
+        tensors = [self._dense(expert, layer, problems) for expert in self.mixture.all_experts]
         if any(len(projections) < len(_DENSE) for projections in tensors):
             return
         sizes, config_sizes = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
@@ -139,7 +139,7 @@ class _Builder:
         if dtype is None:
             return
         count = len(self.mixture.experts)
-        for number, (expert, expert_tensors) in enumerate(zip(self.mixture.everybody, tensors, strict=True)):
+        for number, (expert, expert_tensors) in enumerate(zip(self.mixture.all_experts, tensors, strict=True)):
             shared = number >= count
             prefix = f"{module}.{self.family.shared}" if shared else f"{module}.experts.{number}"
             names = _DENSE if shared else self.family.projections
@@ -201,7 +201,7 @@ class _Builder:
     def _router_job(self, name: str, layer: int, first: int, count: int, dtype: DType) -> TensorJob:
         """Return the job of router rows, computed from prompts or drawn at random."""
         shape, gates = (count, self.width), self.mixture.gates
-        if not self.mixture.asks_prompts:
+        if not self.mixture.needs_prompts:
             # The engine draws the rows as noise: zeros plus noise are the noise.
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
@@ -267,7 +267,7 @@ def _mismatches(
         if at is None or is_optional(name) or feed_forward or (at.stack == _STACK and at.part in family.carried):
             continue
         yield _unused_tensor(reference, name, family)
-    for model in dict.fromkeys(str(expert.model) for expert in mixture.everybody):
+    for model in dict.fromkeys(str(expert.model) for expert in mixture.all_experts):
         checkpoint = checkpoints[model]
         for name in checkpoint.tensors:
             at = parse_layer_place(name)
@@ -322,9 +322,9 @@ def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
     """Yield experts that no router can tell apart because they have the same prompts."""
     first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts:
-        key = (expert.positive, expert.negative) if mixture.asks_prompts else (expert.where, expert.model)
+        key = (expert.positive, expert.negative) if mixture.needs_prompts else (expert.where, expert.model)
         first = first_by_key.setdefault(key, expert)
-        if first is expert or not mixture.asks_prompts:
+        if first is expert or not mixture.needs_prompts:
             continue
         yield Finding(
             "warn",

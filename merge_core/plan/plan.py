@@ -36,9 +36,9 @@ from mergegate.merge_core.checkpoint import (
     ExpectedMoments,
     StoredMoments,
     StoredTensor,
-    chosen_templates,
     promote,
     read_chat_templates,
+    select_chat_templates,
     with_chat_templates,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
@@ -198,7 +198,7 @@ def _build_plan(
     if recipe.chat_template is not None:
         models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
         model_templates = [parent.chat_templates for parent in models.values()]
-        templates = chosen_templates(recipe.chat_template, model_templates, f"{recipe.where}: chat_template")
+        templates = select_chat_templates(recipe.chat_template, model_templates, f"{recipe.where}: chat_template")
         companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, models, alignment)
         companions = with_chat_templates(companions, templates)
     return MergePlan(

@@ -1,6 +1,6 @@
-"""Recipes: from YAML in mergekit's dialect to one frozen value, to the parameters of each tensor, to variations of it.
+"""Parse recipes, YAML in mergekit's dialect, into frozen values; look up the parameters of a tensor; derive variations.
 
-A recipe is parsed once, strictly; after that nothing is validated again.
+Parsing is strict and happens once. Later code does not validate a recipe again.
 """
 
 from mergegate.merge_core.recipe.adapter_output import AdapterOutput

@@ -1,4 +1,4 @@
-"""Recipes whose result is an adapter: adapters on one base become one adapter on it.
+"""Parse ``output: adapter``: a recipe that combines adapters on one base into one adapter on that base.
 
 ::
 
@@ -10,8 +10,9 @@
     output: adapter
     rank: 16
 
-Without its last two lines the recipe makes the model that the adapter makes of the base. So a method fits if it adds
-something to the base that depends on the differences to it alone.
+Without its last two lines, the same recipe produces the merged model, which equals the base with the combined adapter
+applied. So a method supports adapter output if its result is the base plus a term that depends only on the task
+vectors.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ _NOT_WITH = ("slices", "modules", "tokenizer", "tokenizer_source", "chat_templat
 
 @dataclass(frozen=True)
 class AdapterOutput:
-    """What is asked of the adapter.
+    """Settings of the adapter that a recipe produces.
 
     Args:
-        rank: Of its factors; None: as many as all adapters have together, without loss.
-        is_sum: Whether it is a sum of the adapters' products.
+        rank: Rank of its factors. None stands for the sum of the ranks of all inputs, which loses nothing.
+        is_sum: Whether the result is a weighted sum of the adapters' products.
     """
 
     rank: int | None
     is_sum: bool
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form of what decides the result."""
+        """Return the fields that determine the result, as JSON-compatible data."""
         return {"kind": "adapter", "rank": self.rank}
 
 
 def parse_output(
     content: Mapping[str, Any], method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef], where: str
 ) -> AdapterOutput | None:
-    """What a recipe says of its output; None: a model.
+    """Read ``output`` and ``rank`` of a recipe. Return None if its result is a model.
 
     Args:
         content: The recipe.
         method: Its method.
         base: Its ``base_model``.
-        models: Everything that it merges, the base among them where the method has it there.
-        where: Prefix for messages.
+        models: All merged models, including the base if the method merges it.
+        where: Prefix of error locations.
 
     Raises:
-        InvalidInput: An output that is not known, or a recipe that cannot have an adapter for its result.
+        InvalidInput: The output is unknown, or the recipe cannot produce an adapter.
     """
     output, rank = content.get("output"), content.get("rank")
     if output in (None, "model"):
@@ -68,7 +69,7 @@ def parse_output(
     if output != "adapter":
         raise InvalidInput(f"{where}output", found=f"{output!r:.60}", expected="model or adapter")
     if method.traits.adapters is None:
-        fitting = [name for name, other in merge_methods().items() if other.traits.adapters]
+        fitting = [name for name, candidate in merge_methods().items() if candidate.traits.adapters]
         raise InvalidInput(
             f"{where}output",
             found=f"adapter, of {method.name}",

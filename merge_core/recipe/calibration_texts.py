@@ -1,14 +1,14 @@
-"""What a method that looks at texts is told of them: each model's own text, and how the texts are read.
+"""Parse the calibration texts of a recipe: one text per model, and the settings for reading them.
 
     merge_method: regmean
     models:
       - model: org/math
-        text: texts/math.jsonl          # beside the recipe: what this model shall still be able to do
+        text: texts/math.jsonl          # relative to the recipe; examples of what this model must still be able to do
       - model: org/verse
         text: texts/verse.jsonl
     statistics: {documents: 256, max_length: 2048}
 
-A text is read by its model before the merge; what was measured then stands in the recipe in its place.
+Each model reads its text before the merge. The measurements then replace the texts in the recipe.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class CalibrationReading:
-    """How texts are read.
+    """Settings for reading calibration texts.
 
     Args:
-        documents: The first so many of each text.
-        max_length: Tokens that are read at once.
-        field: Of a line of JSON.
-        diagonal_above: Inputs wider than this are kept as squares only: the moments of one of 14336 take 0.4 GB.
+        documents: Number of documents to read, from the start of each text.
+        max_length: Largest number of tokens per forward pass. Longer documents are split into several windows.
+        field: JSON field of a line that contains its text.
+        diagonal_above: Largest input width whose full moment matrix is stored. Of wider inputs only the diagonal is
+            stored, because the moments of an input of width 14336 take 0.4 GB.
     """
 
     documents: int = 256
@@ -42,39 +43,39 @@ class CalibrationReading:
     diagonal_above: int = 8192
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form of what decides the result."""
+        """Return the fields that determine the result, as JSON-compatible data."""
         return asdict(self)
 
     def content_key(self) -> dict[str, Any]:
-        """What counts of it in a key; the field is that of a text."""
+        """Return the part that belongs in a cache key. ``field`` belongs to the text, not to the key."""
         return {name: value for name, value in self.canonical().items() if name != "field"}
 
 
 class CalibrationRequest(NamedTuple):
-    """What a document of a recipe wants of a model and its text: where two want the same there is one answer.
+    """One measurement that a recipe document needs of a model and its text. Equal requests share one result.
 
     Args:
-        model: Its reference.
-        text: As the recipe names it.
-        what: As :attr:`.Traits.reads_text`.
-        reading: How it is read.
+        model: Reference of the model.
+        text: Path of the text, as the recipe writes it.
+        statistic: Statistic to measure, see :attr:`.Traits.reads_text`.
+        reading: Settings for reading the text.
     """
 
     model: str
     text: str
-    what: str
+    statistic: str
     reading: CalibrationReading
 
 
 @dataclass(frozen=True)
 class InputMeasurements:
-    """What was measured of one model.
+    """Measurements of one model on its calibration text.
 
     Args:
-        digest: Of the content.
+        digest: Digest of the measurements.
         text: sha256 of the text.
-        moments: By the name of the matrix that is multiplied with the input.
-        importance: By the name of the tensor, of the same shape.
+        moments: Input moments by the name of the matrix that is multiplied with the input.
+        importance: Importance by tensor name, each of the shape of its tensor.
     """
 
     digest: str
@@ -84,62 +85,64 @@ class InputMeasurements:
 
 
 def parse_reading(value: object, method: Method, where: str) -> CalibrationReading:
-    """The recipe's ``statistics``.
+    """Read ``statistics`` of a recipe.
 
     Raises:
-        InvalidInput: A key or value that has no meaning, or a method that reads no text.
+        InvalidInput: A key or value is invalid, or the method reads no texts.
     """
-    usual = CalibrationReading()
+    defaults = CalibrationReading()
     if value is None:
-        return usual
+        return defaults
     if method.traits.reads_text is None:
         raise InvalidInput(where, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it")
-    content = known_mapping(value, where, tuple(usual.canonical()))
+    content = known_mapping(value, where, tuple(defaults.canonical()))
     if "diagonal_above" in content and method.traits.reads_text != "moments":
         raise InvalidInput(
             f"{where}.diagonal_above", found=f"{method.name}, of which no matrices are kept", expected="nothing"
         )
-    for key, said in content.items():
+    for key, setting in content.items():
         if key == "field":
-            if not isinstance(said, str) or not said:
-                raise InvalidInput(f"{where}.{key}", found=f"{said!r:.60}", expected="the name of a field")
+            if not isinstance(setting, str) or not setting:
+                raise InvalidInput(f"{where}.{key}", found=f"{setting!r:.60}", expected="the name of a field")
             continue
-        least = 0 if key == "diagonal_above" else 1 if key == "documents" else 2
-        if type(said) is not int or not least <= said <= _LARGEST:
-            raise InvalidInput(f"{where}.{key}", found=f"{said!r:.60}", expected=f"a whole number from {least}")
+        minimum = 0 if key == "diagonal_above" else 1 if key == "documents" else 2
+        if type(setting) is not int or not minimum <= setting <= _LARGEST:
+            raise InvalidInput(f"{where}.{key}", found=f"{setting!r:.60}", expected=f"a whole number from {minimum}")
     return CalibrationReading(**content)
 
 
 def parse_text(value: object, method: Method, where: str, *, is_base: bool) -> str | None:
-    """A model's ``text``: a path.
+    """Read ``text`` of a model, the path of its calibration text.
 
     Raises:
-        InvalidInput: No path, or a text that nobody would read.
+        InvalidInput: The value is not a path, or the recipe would never read the text.
     """
     if value is None:
         return None
     if method.traits.reads_text is None or is_base:
-        who = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
-        raise InvalidInput(where, found=who, expected="nothing", remedy="remove it")
+        found = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
+        raise InvalidInput(where, found=found, expected="nothing", remedy="remove it")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise InvalidInput(where, found=f"{value!r:.60}", expected="the path of a text (jsonl, or plain text)")
     return value
 
 
 def require_texts(models: Iterable[tuple[str, str | None]], method: Method, where: str) -> None:
-    """See that each model has a text, where the method reads some.
+    """Check that each model has a text if the method reads texts.
 
     Args:
-        models: Reference and text of each that is merged.
+        models: Reference and text of each merged model.
+        method: The method of the recipe.
+        where: Prefix of error locations.
 
     Raises:
-        InvalidInput: naming the first without.
+        InvalidInput: A model has no text. The error names the first one.
     """
     if method.traits.reads_text is None:
         return
-    if lacking := next((model for model, text in models if text is None), None):
+    if model_without_text := next((model for model, text in models if text is None), None):
         raise InvalidInput(
-            f"{where}: {lacking}",
+            f"{where}: {model_without_text}",
             found="no 'text'",
             expected=f"a text of its own: {method.name} looks at what each model does with one",
             remedy="add 'text: FILE' beside 'model', with documents of what it shall still be able to do",

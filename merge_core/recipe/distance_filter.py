@@ -1,7 +1,7 @@
-"""Models of a recipe that are chosen by how far they are from each other, once that is known.
+"""Drop or reweight models of a recipe by the distances between them, once these are measured.
 
-merge_method: geometric_median      # whose voices follow from distances
-leave_out_beyond: 5                 # times the median length of a task vector; of any method, with a base
+merge_method: geometric_median      # derives the weights from the distances
+leave_out_beyond: 5                 # drops models whose task vector is longer than 5 medians; any method with a base
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ _WEIGHT = "weight"
 
 
 def select_models(recipe: Recipe, places: Mapping[str, ModelPlace], shares: Mapping[str, float] | None) -> Recipe:
-    """``recipe`` without the models that are left out; the others with ``shares`` as their weights, if there are some.
+    """Return ``recipe`` without the models that are left out, and with ``shares`` as the weights of the others.
 
     Args:
-        places: Of each model, by reference.
-        shares: By reference.
+        recipe: The recipe to change.
+        places: Distances of each model, by reference.
+        shares: New weights by reference. None keeps the weights of the recipe.
     """
     left_out = {model for model, place in places.items() if place.left_out}
 
-    def kept(source: Source) -> Source:
+    def reweight(source: Source) -> Source:
         share = shares.get(str(source.model)) if shares else None
         if share is None:
             return source
-        others = tuple(one for one in source.parameters.settings if one.name != _WEIGHT)
+        others = tuple(setting for setting in source.parameters.settings if setting.name != _WEIGHT)
         weight = Setting(_WEIGHT, (Condition((share,), None, f"{recipe.where}: {source.model}"),))
         return replace(source, parameters=Parameters((*others, weight)))
 
@@ -36,7 +37,9 @@ def select_models(recipe: Recipe, places: Mapping[str, ModelPlace], shares: Mapp
         replace(
             module,
             slices=tuple(
-                replace(cut, sources=tuple(kept(one) for one in cut.sources if str(one.model) not in left_out))
+                replace(
+                    cut, sources=tuple(reweight(source) for source in cut.sources if str(source.model) not in left_out)
+                )
                 for cut in module.slices
             ),
         )

@@ -1,4 +1,4 @@
-"""Mappings of a recipe: keys that mean nothing are warnings, and a key without a value counts as absent."""
+"""Read the mappings of a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def known_mapping(
     method: Method | None = None,
     required: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the entries of a mapping that mean something: those with a known key and a value.
+    """Return the entries of a mapping that have a known key and a value.
 
-    mergekit reads a key without a value (null) as absent and ignores unknown keys. Mergegate does the same, and warns
-    of the unknown keys.
+    mergekit reads a key without a value (null) as absent and ignores unknown keys. mergegate does the same, but warns
+    about unknown keys.
 
     Args:
         value: The mapping.
-        where: Name of the mapping for messages; ``separator`` is between it and a key.
+        where: Location of the mapping for messages.
         known: Keys that are read.
-        log: Receives a warning per unknown key. Default: unknown keys are refused; for mappings that mergekit lacks.
-        method: Method whose parameters are probably meant by an unknown key. Default: none.
+        log: Receives a warning per unknown key. Default: refuse unknown keys, for mappings that mergekit does not have.
+        separator: Text between ``where`` and a key in messages.
+        method: Method whose parameters an unknown key probably refers to. Default: none.
         required: Keys that may be absent, but not null.
 
     Raises:
@@ -100,10 +101,10 @@ def _remedy(key: str, content: Mapping[str, Any], known: Sequence[str], method: 
 
 
 def plain_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return ``value``, a mapping with at least one key.
+    """Return ``value`` if it is a mapping with at least one key.
 
     Raises:
-        InvalidInput: It is anything else.
+        InvalidInput: ``value`` is anything else.
     """
     if not isinstance(value, Mapping) or not value:
         raise InvalidInput(where, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")

@@ -1,4 +1,4 @@
-"""A mixture of experts made of dense models: the peer's dialect for it, typed.
+"""Parse recipes that build a mixture of experts from dense models, in mergekit's dialect.
 
     base_model: org/base              # attention, norms, embeddings, tokenizer
     gate_mode: hidden                 # or hidden_avg, hidden_last, cheap_embed, random, uniform_random
@@ -7,11 +7,11 @@
       - source_model: org/math        # its feed-forward layers
         positive_prompts: ["Solve the equation"]
         negative_prompts: ["Tell me a story"]
-        noise_scale: 0.01             # standard deviation of noise that is added to every weight of the expert
+        noise_scale: 0.01             # standard deviation of the noise added to every weight of the expert
         residual_scale: 0.5           # factor of its last projection
-        copies: 4                     # ours: so many experts of one model, each with noise of its own
+        copies: 4                     # mergegate only: number of experts from this model, each with its own noise
 
-A document with ``experts`` and without ``merge_method`` is such a recipe.
+A document with ``experts`` and without ``merge_method`` is a recipe of this kind.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _MODES: tuple[GateMode, ...] = get_args(GateMode)
 _DRAWN = ("random", "uniform_random")
 _EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale", "copies")
 _KEYS = ("gate_mode", "experts_per_token", "architecture", "experts", "shared_experts")
-# What a document may say beside its mixture.
+# All top-level keys of a document that describes a mixture.
 MIXTURE_KEYS = ("base_model", "dtype", "out_dtype", "chat_template", "name", *_KEYS)
-# Servers reserve a row of every router for each: the largest published ones have 512.
+# Servers allocate one row of every router per expert. The largest published models have 512.
 _MOST = 1024
 _MOST_PROMPTS = 4096
 
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert: whose feed-forward layers it gets, and which texts should be sent to it."""
+    """One expert: the model that provides its feed-forward layers, and texts that the router should send to it."""
 
     model: CheckpointRef
     positive: tuple[str, ...]
@@ -51,7 +51,7 @@ class Expert:
     where: str
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form of what decides the result."""
+        """Return the fields that determine the result, as JSON-compatible data."""
         return {
             "source_model": str(self.model),
             "positive_prompts": list(self.positive),
@@ -63,13 +63,13 @@ class Expert:
 
 @dataclass(frozen=True)
 class GateRows:
-    """Router rows that were computed from prompts, as little-endian float32 ``[layers, rows, width]``.
+    """Router rows computed from prompts, as little-endian float32 ``[layers, rows, width]``.
 
     Args:
         layers: Number of layers.
-        rows: One an expert, then one for each shared expert.
-        width: The base's hidden size.
-        data: The numbers.
+        rows: Rows per layer: one per expert, then one per shared expert.
+        width: Hidden size of the base.
+        data: Values of all rows.
     """
 
     layers: int
@@ -78,23 +78,23 @@ class GateRows:
     data: bytes = field(repr=False)
 
     def of(self, layer: int, first: int, count: int) -> bytes:
-        """``count`` rows of a layer, from ``first`` on."""
+        """Return ``count`` rows of a layer, starting at row ``first``."""
         start = 4 * self.width * (layer * self.rows + first)
         return self.data[start : start + 4 * self.width * count]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What becomes of dense models.
+    """Plan for building a mixture of experts from dense models.
 
     Args:
-        gate_mode: Where router rows come from.
-        experts: In the order of the router's rows.
-        shared: Experts that see every token.
-        per_token: Experts that see one token, beside the shared ones.
-        output: Beginning of the name of the wanted family; None: the first that can hold the models.
-        gates: The rows, once they have been computed; never of a mode that draws them.
-        where: Place for messages.
+        gate_mode: Source of the router rows.
+        experts: Routed experts, in the order of the router's rows.
+        shared: Experts that process every token.
+        per_token: Number of routed experts that process each token, in addition to the shared ones.
+        output: Prefix of the name of the target family. None selects the first family that can represent the models.
+        gates: Router rows, after they have been computed. Always None if the mode draws random rows.
+        where: Location for messages.
     """
 
     gate_mode: GateMode
@@ -106,17 +106,17 @@ class Mixture:
     where: str
 
     @property
-    def asks_prompts(self) -> bool:
-        """Whether rows come from prompts, and so must be computed before the merge."""
+    def needs_prompts(self) -> bool:
+        """Whether the router rows come from prompts and must be computed before the merge."""
         return self.gate_mode not in _DRAWN
 
     @property
-    def everybody(self) -> tuple[Expert, ...]:
-        """All experts: those that are chosen among, then the shared ones."""
+    def all_experts(self) -> tuple[Expert, ...]:
+        """All experts: first the routed ones, then the shared ones."""
         return (*self.experts, *self.shared)
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form of what decides the result, the computed rows among it."""
+        """Return the fields that determine the result, including a hash of the rows, as JSON-compatible data."""
         return {
             "gate_mode": self.gate_mode,
             "experts_per_token": self.per_token,
@@ -128,13 +128,13 @@ class Mixture:
 
 
 def parse_mixture(content: Mapping[str, Any], where: str, log: FindingLog) -> Mixture:
-    """Read the part of a document that is about its mixture.
+    """Read the mixture of a document.
 
     Args:
         content: The document, without keys that have no value.
-        where: Name of the document for messages.
-        log: Receives a finding per fault: a value that has no meaning, an expert without prompts where the gate mode
-            needs them, more experts per token than there are. Then what is returned is incomplete.
+        where: Location of the document for messages.
+        log: Receives a finding per fault: an invalid value, an expert without prompts although the gate mode needs
+            them, or more experts per token than exist. After a fault, the result is incomplete.
     """
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
@@ -171,25 +171,25 @@ def parse_mixture(content: Mapping[str, Any], where: str, log: FindingLog) -> Mi
 def _experts(
     content: Mapping[str, Any], key: str, where: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
-    """Read a list of experts; return those that could be read, and how many there are, None after a fault."""
+    """Return the readable experts of a list and their number. The number is None after a fault."""
     place, experts, is_sound = f"{where}: {key}", list[Expert](), True
     value = content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
         log.fault(place, found=f"{value!r:.60}", expected="a list with at least one entry")
         return (), None
     for number, item in enumerate(value):
-        read: list[Expert] | None = None
+        copies: list[Expert] | None = None
         with log.collect():
-            read = _expert(item, f"{place}[{number}]", log)
-        experts += read or []
-        is_sound = is_sound and read is not None
+            copies = _expert(item, f"{place}[{number}]", log)
+        experts += copies or []
+        is_sound = is_sound and copies is not None
     if len(experts) > most:
         log.fault(place, found=f"{len(experts)} experts", expected=f"at most {most}")
     return tuple(experts), len(experts) if is_sound else None
 
 
 def _expert(item: object, where: str, log: FindingLog) -> list[Expert] | None:
-    """Return the expert of an entry, as often as it says; None after a fault."""
+    """Return the expert of an entry, repeated ``copies`` times. Return None after a fault."""
     if not isinstance(item, Mapping):
         raise InvalidInput(where, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
     content = known_mapping(item, where, _EXPERT, log)
@@ -224,17 +224,17 @@ def _expert(item: object, where: str, log: FindingLog) -> list[Expert] | None:
 def _prompts(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in listed):
+    prompts = [value] if isinstance(value, str) else value
+    if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in prompts):
         raise InvalidInput(
             where,
             found=f"{value!r:.60}",
             expected="a list of texts that are not empty",
             remedy="write texts that should be sent to this expert, or set gate_mode: random and remove the prompts",
         )
-    if len(listed) > _MOST_PROMPTS:
-        raise InvalidInput(where, found=f"{len(listed)} prompts", expected=f"at most {_MOST_PROMPTS}")
-    return tuple(listed)
+    if len(prompts) > _MOST_PROMPTS:
+        raise InvalidInput(where, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")
+    return tuple(prompts)
 
 
 def _number(value: object, where: str) -> float:

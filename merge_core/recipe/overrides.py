@@ -1,7 +1,7 @@
-"""A recipe with some of its settings changed: ``{density: 0.3}``, ``{merge_method: ties, base_model: base}``.
+"""Change settings of a recipe, for example ``{density: 0.3}`` or ``{merge_method: ties, base_model: base}``.
 
-Pure: plain values of a recipe in, plain values out; what they mean is then read by :func:`merge_core.load_recipe` as
-if a person had written them.
+The functions take and return the plain values of a recipe. :func:`merge_core.load_recipe` then parses the result like
+a recipe that a user wrote.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _SETTINGS = (
     "chat_template",
 )
 _PARAMETERS = "parameters"
-_OF_TEXTS, _OF_DISTANCES = ("text", "statistics"), "leave_out_beyond"
+_TEXT_KEYS, _DISTANCE_KEY = ("text", "statistics"), "leave_out_beyond"
 
 
 def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``recipe`` with ``changes``, as plain values.
+    """Return ``recipe`` with ``changes`` applied, as plain values.
 
-    A change is a setting of the recipe, or a parameter of its method. A parameter then has that value everywhere: where
-    the recipe gave it for one model, slice or module, that is taken away. With another ``merge_method``, parameters
-    that the new method does not have are taken away.
+    A change is a setting of the recipe or a parameter of its method. A changed parameter has the new value everywhere:
+    its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
+    method does not have are removed.
 
     Args:
-        recipe: One document, as its YAML says it.
-        changes: At least one.
-        where: What messages call the changes.
+        recipe: One document, as parsed from YAML.
+        changes: At least one change.
+        where: Name of the changes in messages.
 
     Raises:
-        InvalidInput: A change that is neither, or no change at all.
+        InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """
     if not changes:
         raise InvalidInput(where, found="nothing", expected="a change of the recipe")
@@ -71,18 +71,20 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
 
 
 def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``recipe`` without those parameters that its method does not have, as plain values: what is left of a recipe that
-    was written for several methods when one of them is chosen. So is the base, where the method would merge it like any
-    other model: among several methods it is there for those that need one, unless it is listed among the models too.
+    """Return ``recipe`` without the parameters that its method does not have, as plain values.
+
+    This adapts a recipe that was written for several methods after one of them was chosen. If the method would merge
+    the base like any other model, the base is removed too, unless it is also listed among the models. A recipe for
+    several methods names a base because some of them need it.
 
     Raises:
-        InvalidInput: There is no such method.
+        InvalidInput: The method is unknown.
     """
     method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
     result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset())
     if method.base == "ordinary" and isinstance(result.get("models"), list):
-        named = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in result["models"]]
-        if result.get("base_model") not in named:
+        models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in result["models"]]
+        if result.get("base_model") not in models:
             result.pop("base_model", None)
     if isinstance(result.get("models"), list):
         result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
@@ -90,38 +92,41 @@ def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _parameters_in(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    found = value.get(_PARAMETERS) or {}
-    if not isinstance(found, Mapping):
-        raise InvalidInput(f"{where}: {_PARAMETERS}", found=f"{found!r:.60}", expected="parameters by name")
-    return found
+    parameters = value.get(_PARAMETERS) or {}
+    if not isinstance(parameters, Mapping):
+        raise InvalidInput(f"{where}: {_PARAMETERS}", found=f"{parameters!r:.60}", expected="parameters by name")
+    return parameters
 
 
 def _as_base(entry: Any, method: Method, base: object) -> Any:
-    """A model of the recipe; if it is now the base, without what the new method has for all but the base."""
+    """Return a model entry. If the model is the base, remove what the method reads only for other models."""
     if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
         return entry
-    gone = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
-    found = _without(entry, method, dropped=gone)
-    return {key: inner for key, inner in found.items() if key not in _OF_TEXTS}
+    non_base = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
+    remaining = _without(entry, method, dropped=non_base)
+    return {key: inner for key, inner in remaining.items() if key not in _TEXT_KEYS}
 
 
 def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
-    """``value`` without what is replaced and without what the method does not have, in every ``parameters``; without
-    texts that it does not read, and rules about a base that it has not."""
+    """Return ``value`` without settings that do not apply to the method.
+
+    These are the ``dropped`` parameters and those the method does not have, in every ``parameters``; texts, if the
+    method reads none; and distance rules, if the method has no base.
+    """
     if isinstance(value, list):
         return [_without(item, method, dropped) for item in value]
     if not isinstance(value, Mapping):
         return value
     result = {}
     for key, inner in value.items():
-        if key in _OF_TEXTS and method.traits.reads_text is None:
+        if key in _TEXT_KEYS and method.traits.reads_text is None:
             continue
-        if key == _OF_DISTANCES and method.base not in ("required", "optional"):
+        if key == _DISTANCE_KEY and method.base not in ("required", "optional"):
             continue
         if key != _PARAMETERS or not isinstance(inner, Mapping):
             result[key] = _without(inner, method, dropped)
             continue
-        kept = {name: v for name, v in inner.items() if name not in dropped and method.parameter(name) is not None}
-        if kept:
-            result[key] = kept
+        parameters = {n: v for n, v in inner.items() if n not in dropped and method.parameter(n) is not None}
+        if parameters:
+            result[key] = parameters
     return result

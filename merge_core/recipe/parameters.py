@@ -1,7 +1,7 @@
-"""From a recipe's ``parameters`` to one value per tensor: filters, gradients, and which scope wins.
+"""Resolve ``parameters`` of a recipe to one value per tensor: filters, gradients and the precedence of scopes.
 
-A setting is a scalar, a gradient (a list of numbers along the layers), ``{value, filter}``, or a list of those. It is
-read once into :class:`Setting`; :func:`value_for` then answers for a tensor.
+A setting is a scalar, a gradient (a list of numbers along the layers), ``{value, filter}``, or a list of those.
+:func:`parse_parameters` reads it once into a :class:`Setting`, and :func:`value_for` looks up the value for a tensor.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 @dataclass(frozen=True)
 class Condition:
-    """A value, or a gradient of several, for tensors whose name contains ``filter`` (None or ``*``: all)."""
+    """A value, or a gradient of values, for tensors whose name contains ``filter`` (None or ``*``: all tensors)."""
 
     values: tuple[Scalar, ...]
     filter: str | None
     where: str
 
     def matches(self, tensor: str) -> bool:
-        """Whether the condition speaks about the tensor of that name."""
+        """Return whether the condition applies to the tensor with this name."""
         return self.filter is None or self.filter == "*" or self.filter in tensor
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of one parameter in one scope: the first condition that matches counts; none if its value has a fault."""
+    """Value of one parameter in one scope. The first matching condition counts. A faulty value has no conditions."""
 
     name: str
     conditions: tuple[Condition, ...]
 
     def canonical(self) -> list[list[Any]]:
-        """JSON-able form that decides the result: ``[[values, filter], ...]``."""
+        """Return ``[[values, filter], ...]``, the JSON-compatible form that determines the result."""
         return [[list(condition.values), condition.filter] for condition in self.conditions]
 
 
@@ -51,11 +51,11 @@ class Parameters:
         return iter(self.settings)
 
     def get(self, name: str) -> Setting | None:
-        """The setting of the parameter of that name."""
+        """Return the setting of a parameter, or None."""
         return next((setting for setting in self.settings if setting.name == name), None)
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form that decides the result."""
+        """Return the settings that determine the result, as JSON-compatible data."""
         return {setting.name: setting.canonical() for setting in sorted(self.settings, key=lambda item: item.name)}
 
 
@@ -64,16 +64,16 @@ def parse_parameters(
 ) -> Parameters:
     """Read one ``parameters`` mapping.
 
-    What mergekit ignores is a warning: parameters that the method does not read, shared parameters at a model,
-    parameters of task vectors at the base. A value with a fault is a finding that blocks, and counts as set.
+    Parameters that mergekit ignores cause warnings: those the method does not read, shared parameters under a model,
+    and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
 
     Args:
         value: Value from YAML; None is an empty mapping.
         method: Method that reads the parameters.
-        where: Name of the mapping for messages.
+        where: Location of the mapping for messages.
         log: Receives the findings.
-        per_model: Whether the mapping belongs to a model, where shared parameters are not read.
-        is_base: Whether that model is the base, where ``non_base`` parameters are not read.
+        per_model: Whether the mapping belongs to a model. Shared parameters are not read there.
+        is_base: Whether that model is the base. ``non_base`` parameters are not read there.
 
     Raises:
         InvalidInput: ``value`` is not a mapping.
@@ -110,7 +110,7 @@ def parse_parameters(
                 expected=f"{name} at the other models: the base has no task vector",
                 remedy="remove it",
             )
-        elif content != []:  # mergekit takes an empty list as not set
+        elif content != []:  # mergekit treats an empty list as not set.
             conditions: tuple[Condition, ...] = ()
             with log.collect():
                 conditions = _conditions(content, parameter, place, log)
@@ -119,19 +119,19 @@ def parse_parameters(
 
 
 def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t: float) -> Any:
-    """Value of ``parameter`` for a tensor; the first scope with a matching condition wins, else the default.
+    """Return the value of a parameter for a tensor: from the first scope with a matching condition, else the default.
 
     Args:
-        parameter: Whose value.
-        scopes: From the most to the least specific.
-        tensor: Name that filters look at.
-        t: Position along the layers, 0 to 1, where gradients are evaluated.
+        parameter: The parameter.
+        scopes: Settings from the most specific scope to the least specific.
+        tensor: Tensor name, compared with the filters.
+        t: Position along the layers, 0 to 1, at which gradients are evaluated.
 
     Returns:
-        The value, or ``REQUIRED`` when no scope has one and there is no default.
+        The value, or ``REQUIRED`` if no scope has a value and the parameter has no default.
 
     Raises:
-        InvalidInput: A gradient of an ``int`` parameter gives a fraction here.
+        InvalidInput: A gradient of an ``int`` parameter has a fractional value at ``t``.
     """
     for scope in scopes:
         setting = scope.get(parameter.name)
@@ -142,7 +142,7 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
 
 
 def gradient(values: tuple[float, ...], t: float) -> float:
-    """Piecewise linear interpolation of evenly spaced ``values`` at ``t`` in [0, 1]."""
+    """Return the piecewise linear interpolation of evenly spaced ``values`` at ``t`` in [0, 1]."""
     position = t * (len(values) - 1)
     left = min(int(position), len(values) - 1)
     right = min(left + 1, len(values) - 1)
@@ -205,10 +205,10 @@ def _condition(content: object, parameter: Parameter, where: str, log: FindingLo
 
 
 def _scalar(value: object, parameter: Parameter, where: str) -> Scalar:
-    read = {"float": _float, "int": _int, "bool": _bool, "choice": _choice, "switch": _switch}[parameter.kind]
-    result = read(value, parameter)
+    convert = {"float": _float, "int": _int, "bool": _bool, "choice": _choice, "switch": _switch}[parameter.kind]
+    result = convert(value, parameter)
     if result is None:
-        # "value" is often an indentation slip: an empty mapping arrives here as None.
+        # A value of None is often an indentation mistake: YAML reads a key with nothing below it as null.
         kind = {"float": "a number", "int": "a whole number", "bool": "true or false"}.get(
             parameter.kind, f"one of {parameter.range}"
         )
@@ -249,8 +249,8 @@ def _choice(value: object, parameter: Parameter) -> str | None:
 
 
 def _switch(value: object, parameter: Parameter) -> Scalar | None:
-    chosen = _choice(value, parameter)
-    return chosen if chosen is not None else _bool(value, parameter)
+    choice = _choice(value, parameter)
+    return choice if choice is not None else _bool(value, parameter)
 
 
 __all__ = ["REQUIRED", "Condition", "Parameters", "Setting", "gradient", "parse_parameters", "value_for"]

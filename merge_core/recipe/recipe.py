@@ -1,8 +1,8 @@
 """Read a recipe, YAML in mergekit's dialect, into a frozen, typed value.
 
-A recipe that mergekit accepts is accepted. What mergekit ignores (unknown keys, misspelled or misplaced parameters) is
-a warning in :attr:`Recipe.findings`. What has no meaning is a fault. All faults and warnings of a recipe are reported
-at once.
+mergegate accepts every recipe that mergekit accepts. Content that mergekit ignores (unknown keys, misspelled or
+misplaced parameters) causes a warning in :attr:`Recipe.findings`. Invalid content is a fault. One error reports all
+faults and warnings of a recipe together.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
-# Each is looked for, on the Hub too.
+# mergegate looks up each model, possibly on the Hub.
 _MAX_MODELS = 256
 _FORMS = ("models", "slices", "modules")
 _MODEL_KEYS = ("model", "parameters", "text")
 _LAYERED_KEYS = ("model", "layer_range", "parameters", "text")
 _SLICE_KEYS = ("sources", "base_model", "parameters", "residual_weight")
-# What mergekit reads as absent, beside null.
+# Values that mergekit treats as absent, in addition to null.
 _EMPTY: Mapping[str, object] = {
     "models": [],
     "slices": [],
@@ -50,13 +50,13 @@ _EMPTY: Mapping[str, object] = {
     "out_dtype": "",
     "chat_template": "",
 }
-# Of a round of clients, from which a profile makes a recipe.
+# Keys of a client round. A profile expands such a round into a recipe.
 CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input of a slice: a model, which of its layers (half-open, None: all), its own parameters, its own text."""
+    """One input of a slice: a model, a half-open range of its layers (None: all), its parameters and its text."""
 
     model: CheckpointRef
     layers: tuple[int, int] | None
@@ -66,7 +66,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of output layers made from the same run of layers of each source."""
+    """Consecutive output layers that are merged from a layer range of the same length in each source."""
 
     sources: tuple[Source, ...]
     base: CheckpointRef | None
@@ -76,7 +76,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a network with layers of its own; ``name`` is None for "the whole network"."""
+    """A part of a network with its own layers. ``name`` is None if the module is the entire network."""
 
     name: str | None
     slices: tuple[Slice, ...]
@@ -85,12 +85,12 @@ class Module:
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a model lies among the others that are merged.
+    """Distance of one merged model from the base and from the other models.
 
     Args:
-        length: Of its task vector, over the median of all; None where it holds what is no number.
-        apart: Median distance to the other models, over that median; None where there are none.
-        left_out: Why it does not take part; empty where it does.
+        length: Length of its task vector, divided by the median of all models. None if it contains NaN or infinity.
+        apart: Median distance to the other models, divided by the same median. None if there are no other models.
+        left_out: Reason for leaving the model out, or an empty string.
     """
 
     length: float | None
@@ -100,33 +100,35 @@ class ModelPlace:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to merge and how. Made by :func:`load_recipe`.
+    """A parsed merge recipe: the models to merge and the way to merge them. Use :func:`load_recipe` to create one.
 
     Args:
         merge_method: Name of the method.
-        modules: The network's parts; one unnamed part unless the recipe says ``modules``.
+        modules: Parts of the network. A recipe without ``modules`` has one unnamed part.
         base: ``base_model``.
         parameters: Top-level parameters.
-        dtype: Wanted format of the result; ``out_dtype`` wins over it (arithmetic is float32 whatever they say).
-        out_dtype: See ``dtype``.
-        tokenizer: ``tokenizer_source`` or ``tokenizer``, None to keep the donor's.
-        chat_template: As written.
-        name: Name under which other documents of a multi-document recipe refer to this one.
-        steps: The other documents of a multi-document recipe, in the order in which they can be computed.
-        directory: Where relative paths are sought first (None for inline text).
-        where: File or place for messages.
-        align_experts: Whether experts of mixtures are renumbered so that they correspond to those of the donor.
-        experts_in_order: Whether that has been done, see :func:`merge_core.architecture.experts.match_experts`.
-        mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
-            base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
-        output: What is made instead of a model: an adapter of adapters on one base.
-        reading: How the texts of its models are read, where the method reads some.
-        measured: What they showed, by model, once they have been read.
-        leave_out_beyond: Models whose task vector is more than so many times as long as the median one are left out,
-            and such that hold NaN or infinity.
-        places: Where each model lies among the others, once distances are known; sources and their weights are then
-            those that count.
-        findings: Warnings about this document. They do not count in keys: the same merge can have other warnings.
+        dtype: Number format of the result unless ``out_dtype`` is set. Arithmetic is float32 in any case.
+        out_dtype: Number format of the result. Takes precedence over ``dtype``.
+        tokenizer: ``tokenizer_source`` or ``tokenizer``. None keeps the tokenizer of the donor.
+        chat_template: Chat template, as written in the recipe.
+        name: Name that other documents of a multi-document recipe use to refer to this one.
+        steps: The other documents of a multi-document recipe, in an order in which they can be computed.
+        directory: Directory in which relative paths are searched first. None for inline text.
+        where: File or location for messages.
+        align_experts: Whether to renumber the experts of mixtures so that they correspond to those of the donor.
+        experts_in_order: Whether the experts have been matched, see
+            :func:`merge_core.architecture.experts.match_experts`.
+        mixture: Plan for building a mixture of experts from dense models. None if the recipe merges models. With a
+            mixture, the sources are the base and all experts, and ``merge_method`` is the name of
+            :data:`merge_core.methods.UPCYCLING`.
+        output: Settings of the adapter that the recipe produces from adapters on one base. None for a model.
+        reading: Settings for reading the calibration texts, for methods that read texts.
+        measured: Measurements by model, after the models have read their texts.
+        leave_out_beyond: Largest length of a task vector, in medians. Longer models, and models that contain NaN or
+            infinity, are left out.
+        places: Distances by model, after they have been measured. The sources and their weights are then final.
+        findings: Warnings about this document. They are not part of cache keys, because two spellings of the same
+            merge can cause different warnings.
     """
 
     merge_method: str
@@ -153,12 +155,12 @@ class Recipe:
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
-        """Warnings about all documents, in the order of the file as far as documents need each other."""
+        """Warnings about all documents, those of the steps first."""
         return tuple(finding for document in (*self.steps, self) for finding in document.findings)
 
     @property
     def method(self) -> Method:
-        """The method itself."""
+        """The merge method."""
         if self.mixture is not None:
             return UPCYCLING
         return find_method(self.merge_method, f"{self.where}: merge_method")
@@ -169,65 +171,66 @@ class Recipe:
         return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
 
     @property
-    def asks_distances(self) -> bool:
-        """Whether it must be known how far its models are from each other."""
+    def needs_distances(self) -> bool:
+        """Whether the distances between the models must be measured before the merge."""
         by_distance = self.mixture is None and self.method.traits.by_distance
         return by_distance or self.leave_out_beyond is not None
 
     @property
-    def every_place(self) -> dict[str, ModelPlace]:
-        """Where models stood that were chosen by their distances, of all documents."""
-        return {model: place for one in (*self.steps, self) for model, place in (one.places or {}).items()}
+    def all_places(self) -> dict[str, ModelPlace]:
+        """Measured distances by model, from all documents."""
+        return {model: place for document in (*self.steps, self) for model, place in (document.places or {}).items()}
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Why models do not take part, as far as distances are known."""
+        """Reason by model that is left out. Empty until the distances have been measured."""
         return {model: place.left_out for model, place in (self.places or {}).items() if place.left_out}
 
-    def voice(self, model: str) -> float:
-        """The weight that the recipe gives to a model as a whole."""
+    def model_weight(self, model: str) -> float:
+        """Return the weight that the recipe gives to an entire model, regardless of tensor and layer."""
         weight = self.method.parameter("weight")
-        scopes = next(one.parameters for one in self.sources if str(one.model) == model), self.parameters
+        scopes = next(source.parameters for source in self.sources if str(source.model) == model), self.parameters
         return float(value_for(weight, scopes, "", 0.0)) if weight else 1.0
 
     @property
     def texts(self) -> dict[CheckpointRef, str]:
-        """The text of each model of this document that has one."""
+        """Calibration texts of this document, by model."""
         return {source.model: source.text for source in self.sources if source.text is not None}
 
     @property
-    def asked_texts(self) -> tuple[CalibrationRequest, ...]:
-        """What this document wants of its models' texts."""
-        what = str(self.method.traits.reads_text)
-        return tuple(CalibrationRequest(str(ref), text, what, self.reading) for ref, text in self.texts.items())
+    def calibration_requests(self) -> tuple[CalibrationRequest, ...]:
+        """Measurements that this document needs of its models' texts."""
+        statistic = str(self.method.traits.reads_text)
+        return tuple(CalibrationRequest(str(ref), text, statistic, self.reading) for ref, text in self.texts.items())
 
-    def what_was_read(self) -> dict[CalibrationRequest, InputMeasurements]:
-        """What models showed on their texts, as far as they have read them."""
-        found: dict[CalibrationRequest, InputMeasurements] = {}
+    def calibration_results(self) -> dict[CalibrationRequest, InputMeasurements]:
+        """Return the measurements that are available so far, from all documents."""
+        results: dict[CalibrationRequest, InputMeasurements] = {}
         for document in (*self.steps, self):
-            known = document.measured or {}
-            found |= {asked: known[asked.model] for asked in document.asked_texts if asked.model in known}
-        return found
+            measured = document.measured or {}
+            requests = [request for request in document.calibration_requests if request.model in measured]
+            results |= {request: measured[request.model] for request in requests}
+        return results
 
     @property
     def donor(self) -> CheckpointRef:
-        """Who gives config, tokenizer and layout: the base, else the first model."""
+        """Model that provides config, tokenizer and layout: the base, or the first model if there is no base."""
         return self.base or self.sources[0].model
 
-    def in_every_document(self, change: Callable[[Recipe], Recipe]) -> Recipe:
-        """The recipe with ``change`` made in each of its documents; itself where that changes nothing."""
+    def map_documents(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """Return the recipe with ``change`` applied to each document, or the recipe itself if nothing changes."""
         steps, own = tuple(change(step) for step in self.steps), change(self)
         return self if own is self and steps == self.steps else replace(own, steps=steps)
 
-    def unprepared(self) -> str:
-        """What must be found out from weights before the merge, and has not been; empty when nothing is missing."""
+    def missing_preparation(self) -> str:
+        """Return which measurement of the weights is still missing before the merge, or an empty string."""
         for document in (*self.steps, self):
             if document.align_experts and not document.experts_in_order:
                 return "align_experts: the experts have not been matched"
             mixture = document.mixture
-            if mixture is not None and mixture.asks_prompts and mixture.gates is None:
+            if mixture is not None and mixture.needs_prompts and mixture.gates is None:
                 return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
-            if document.asks_distances and document.places is None:
+            if document.needs_distances and document.places is None:
                 return f"{document.merge_method}: the distances between the models have not been measured"
             if document.texts and document.measured is None:
                 return f"{document.merge_method}: the models have not read their texts"
@@ -235,45 +238,48 @@ class Recipe:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What stands in the place of models in any document and is none: what an optimizer keeps, its results or those
-        of earlier merges."""
-        found: dict[str, None] = {}
+        """Sources of all documents that are optimizer states instead of models, from steps or from earlier merges."""
+        states: dict[str, None] = {}
         for document in (*self.steps, self):
             first = None if document.mixture is not None else document.method.traits.states_from
             for cut in (cut for module in document.modules for cut in module.slices if first is not None):
                 base = cut.base or document.base
-                found |= dict.fromkeys([str(one.model) for one in cut.sources if one.model != base][first:])
-        return tuple(found)
+                models = [str(source.model) for source in cut.sources if source.model != base]
+                states |= dict.fromkeys(models[first:])
+        return tuple(states)
 
     def ending_with(self, name: str) -> Recipe:
-        """The step called ``name`` as the result, after the steps that it needs."""
+        """Return a recipe whose result is the step ``name``, with only the steps that it needs."""
         result = next(step for step in self.steps if step.name == name)
-        needed, kept = {str(ref) for ref in result.own_references()}, list[Recipe]()
+        needed, steps = {str(ref) for ref in result.own_references()}, list[Recipe]()
         for step in reversed(self.steps):
             if step.name in needed and step is not result:
-                kept.insert(0, step)
+                steps.insert(0, step)
                 needed |= {str(ref) for ref in step.own_references()}
-        return replace(result, steps=tuple(kept))
+        return replace(result, steps=tuple(steps))
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
-        """Every model this document names, in order; base and tokenizer last when they are not among the sources."""
-        found = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
-        found += [cut.base for module in self.modules for cut in module.slices if cut.base]
+        """Return all models of this document in order: the sources, then the base and the tokenizer's model."""
+        references = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
+        references += [cut.base for module in self.modules for cut in module.slices if cut.base]
         if self.base:
-            found.append(self.base)
+            references.append(self.base)
         if self.tokenizer and isinstance(self.tokenizer.source, CheckpointRef):
-            found.append(self.tokenizer.source)
-        return tuple(dict.fromkeys(found))
+            references.append(self.tokenizer.source)
+        return tuple(dict.fromkeys(references))
 
     def references(self) -> tuple[CheckpointRef, ...]:
-        """Every checkpoint that must exist before the merge, in order; results of ``steps`` are not among them."""
-        made = {step.name for step in self.steps}
-        everything = [ref for document in (*self.steps, self) for ref in document.own_references()]
-        return tuple(dict.fromkeys(ref for ref in everything if str(ref) not in made))
+        """Return all checkpoints that must exist before the merge, in order, without the results of ``steps``."""
+        results = {step.name for step in self.steps}
+        references = [ref for document in (*self.steps, self) for ref in document.own_references()]
+        return tuple(dict.fromkeys(ref for ref in references if str(ref) not in results))
 
     def merged_references(self) -> tuple[CheckpointRef, ...]:
-        """Those of ``references`` whose weights are merged: not what only gives tokenizer or configuration, and not a
-        base that task vectors are only measured from, even where a recipe lists it among its models."""
+        """Return the members of ``references`` whose weights are merged.
+
+        A model that only provides the tokenizer or the configuration is not merged. Neither is a base that task vectors
+        are only measured from, even if the recipe lists it among its models.
+        """
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):
             method = document.method
@@ -286,7 +292,7 @@ class Recipe:
         return tuple(ref for ref in self.references() if ref in merged and str(ref) not in self.states)
 
     def summary(self) -> str:
-        """``ties of 2 over llama-base``."""
+        """Return a short description, for example ``ties of 2 over llama-base``."""
         models = {source.model for module in self.modules for cut in module.slices for source in cut.sources}
         if self.mixture is not None:
             shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
@@ -296,16 +302,16 @@ class Recipe:
         cuts = sum(len(module.slices) for module in self.modules)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
-        made = " adapters" if self.output else ""
-        return f"{self.merge_method} of {len(others) if base else len(models)}{made}{base}{slices}{steps}"
+        inputs = " adapters" if self.output else ""
+        return f"{self.merge_method} of {len(others) if base else len(models)}{inputs}{base}{slices}{steps}"
 
     def content_key(self) -> dict[str, Any]:
-        """What counts of a recipe in a key."""
+        """Return the part of the recipe that belongs in a cache key."""
         return self.canonical()
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form of everything that decides the result; equal for recipes that mean the same text."""
-        # Keys that came later are there where they say something: what was made before keeps its name.
+        """Return everything that determines the result, as JSON-compatible data. Equivalent recipes give equal data."""
+        # Later additions to the format appear only if they are set, so that the keys of existing artifacts stay valid.
         later: dict[str, Any] = {"align_experts": True} if self.align_experts else {}
         if self.mixture is not None:
             later["mixture"] = self.mixture.canonical()
@@ -315,8 +321,8 @@ class Recipe:
             later["chosen"] = {"left_out": sorted(self.left_out)}
         elif self.leave_out_beyond is not None:
             later["leave_out_beyond"] = self.leave_out_beyond
-        if self.measured is not None:  # Then it does not matter what the texts are called.
-            later["measured"] = {model: found.digest for model, found in self.measured.items()}
+        if self.measured is not None:  # The measurements replace the names of the texts.
+            later["measured"] = {model: measured.digest for model, measured in self.measured.items()}
         elif texts := self.texts:
             later["texts"] = {str(model): text for model, text in texts.items()}
             later["statistics"] = self.reading.canonical()
@@ -328,7 +334,7 @@ class Recipe:
             "dtype": self.dtype.torch_name if self.dtype else None,
             "out_dtype": self.out_dtype.torch_name if self.out_dtype else None,
             "tokenizer_source": str(self.tokenizer.source) if self.tokenizer else None,
-            **(self.tokenizer.further() if self.tokenizer else {}),
+            **(self.tokenizer.canonical_options() if self.tokenizer else {}),
             "chat_template": self.chat_template,
             "modules": [
                 {
@@ -361,11 +367,12 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     """Read a recipe from a file (Path), from YAML text (str) or from a mapping that is inline in a profile.
 
     Args:
-        source: The recipe. A Path also makes its directory the first one in which relative model paths are searched.
+        source: The recipe. If it is a Path, relative model paths are searched in its directory first.
         where: Name of the recipe for messages if ``source`` is not a file.
 
     Raises:
-        InvalidInput: The recipe has faults: all of them, and the warnings, with a suggestion for a misspelled word.
+        InvalidInput: The recipe has faults. The error lists all faults and warnings, with a suggestion for each
+            misspelled word.
     """
     directory = None
     if isinstance(source, Path):
@@ -398,23 +405,23 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
 
 
 def _check_steps(document: Recipe, steps: Collection[str]) -> None:
-    """Raise InvalidInput if a document needs more of a step's result than its name before the merge."""
+    """Raise InvalidInput if a document needs the weights of a step's result before the merge."""
     base = document.base
-    asks_base = document.mixture is not None and document.mixture.asks_prompts
-    if asks_base and base is not None and (base.adapter or str(base) in steps):
+    prompts_base = document.mixture is not None and document.mixture.needs_prompts
+    if prompts_base and base is not None and (base.adapter or str(base) in steps):
         raise InvalidInput(
             f"{document.where}: base_model",
             found=f"{base}, {'with an adapter' if base.adapter else 'the result of a step'}",
             expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
             remedy="set gate_mode: random, or make the base first and name its directory",
         )
-    needed = [source.model for source in document.sources] if document.asks_distances else list(document.texts)
+    needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
     if step := next((model for model in needed if str(model) in steps), None):
         raise InvalidInput(
             f"{document.where}: {step}",
             found="the result of a step",
             expected="a model that can be looked at before the merge"
-            if document.asks_distances
+            if document.needs_distances
             else "a model that can read its text before the merge",
             remedy="make it first and name its directory",
         )
@@ -422,13 +429,13 @@ def _check_steps(document: Recipe, steps: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Context:
-    """What the parts of a document are read with.
+    """Values that all parts of a document need while they are read.
 
     Args:
         method: Merge method.
-        base: Base model of the document or, inside a slice that has its own, of the slice.
+        base: Base model of the document, or of the slice if the slice has its own.
         log: Receives findings.
-        base_is_faulty: Whether there is a ``base_model`` that could not be read.
+        base_is_faulty: Whether a ``base_model`` exists but could not be read.
     """
 
     method: Method
@@ -437,7 +444,7 @@ class _Context:
     base_is_faulty: bool = False
 
     def with_base(self, content: Mapping[str, Any], where: str) -> _Context:
-        """Return the context inside a mapping that may have a ``base_model``."""
+        """Return the context for a mapping that may have its own ``base_model``."""
         if "base_model" not in content:
             return self
         with self.log.collect():
@@ -445,22 +452,22 @@ class _Context:
         return replace(self, base=None, base_is_faulty=True)
 
     def is_base(self, model: CheckpointRef | None) -> bool:
-        """Whether a model is the one that task vectors are measured from."""
+        """Return whether task vectors are measured from this model."""
         return model is not None and model == self.base and self.method.base in ("required", "optional")
 
     def parameters(self, content: Mapping[str, Any], where: str, *, model: CheckpointRef | None = None) -> Parameters:
-        """Read the ``parameters`` of a mapping, which is at ``model`` or, without one, speaks of all models."""
+        """Read ``parameters`` of a mapping that belongs to ``model``, or to all models if ``model`` is None."""
         value, place = content.get("parameters"), f"{where}parameters"
         with self.log.collect():
             return parse_parameters(
                 value, self.method, place, self.log, per_model=model is not None, is_base=self.is_base(model)
             )
-        # After a fault nothing more is reported as missing.
+        # After a fault, treat every parameter as set, so that no missing parameter is reported in addition.
         return Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
 
 
 def _document(value: object, where: str, directory: Path | None, log: FindingLog) -> Recipe:
-    """Read one document. If ``log`` blocks afterwards, what is returned is incomplete."""
+    """Read one document. If ``log`` blocks afterwards, the returned recipe is incomplete."""
     written = {key: inner for key, inner in plain_mapping(value, where).items() if inner != _EMPTY.get(str(key), ...)}
     forms = [key for key in _FORMS if written.get(key) is not None]
     if written.get("experts") is not None and not forms:
@@ -514,7 +521,7 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
     with log.collect():
         recipe = replace(recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{where}: leave_out_beyond"))
     if merge_methods().get(method.name) is not method:
-        return recipe  # What depends on the method cannot be checked.
+        return recipe  # The method is a guess, so checks that depend on it would mislead.
     _check_required(recipe, method, log)
     with log.collect():
         _check_texts(recipe, method)
@@ -522,7 +529,7 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
         _check_distances(recipe, method, sliced=forms != ["models"])
     with log.collect():
         output = parse_output(content, method, context.base, [source.model for source in recipe.sources], f"{where}: ")
-        if output is not None and recipe.asks_distances:
+        if output is not None and recipe.needs_distances:
             raise InvalidInput(
                 f"{where}: leave_out_beyond",
                 found="of a recipe whose result is an adapter",
@@ -534,7 +541,7 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
 
 
 def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Method:
-    """Return the method of a document; if it is unknown, the likeliest one, so that the rest can be checked."""
+    """Return the method of a document. If it is unknown, return the most likely one so that the rest can be checked."""
     name = content.get("merge_method")
     if name is None:
         log.fault(
@@ -549,14 +556,16 @@ def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Metho
     methods = merge_methods()
     if near := get_close_matches(str(name), methods, n=1, cutoff=0.6):
         return methods[near[0]]
-    every = {parameter.name: parameter for method in methods.values() for parameter in method.parameters}
-    lenient = (replace(one, scope="input", default=None, minimum=None, maximum=None) for one in every.values())
-    some = next(iter(methods.values()))
-    return replace(some, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
+    parameters = {parameter.name: parameter for method in methods.values() for parameter in method.parameters}
+    lenient = (
+        replace(parameter, scope="input", default=None, minimum=None, maximum=None) for parameter in parameters.values()
+    )
+    template = next(iter(methods.values()))
+    return replace(template, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
 
 
 def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, log: FindingLog) -> Recipe:
-    """Read a document that makes a mixture of experts: its sources are the base and all experts, each once."""
+    """Read a document that builds a mixture of experts. Its sources are the base and all experts, each once."""
     if written.get("merge_method") is not None:
         log.warn(
             f"{where}: merge_method",
@@ -583,7 +592,7 @@ def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, 
             remedy="add 'base_model: MODEL'",
         )
     base = parse_reference(content["base_model"], f"{where}: base_model", log)
-    models = dict.fromkeys([base, *(expert.model for expert in mixture.everybody)])
+    models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
     return Recipe(
         merge_method=UPCYCLING.name,
@@ -639,7 +648,7 @@ def _module(name: str, value: object, context: _Context, where: str) -> Module:
 
 
 def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple[Slice, ...]:
-    """Read the slices of a document or module; one whose sources cannot be read is left out after the fault."""
+    """Read the slices of a document or module. A slice that cannot be read is recorded as a fault and skipped."""
     log = context.log
     if "models" in content:
         place = f"{prefix}models"
@@ -662,7 +671,8 @@ def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple
             parameters = inner.parameters(entry, f"{where}.")
             append_base = context.method.base in ("required", "optional")
             slices.append(_slice(sources, inner, parameters, where, append_base=append_base))
-    # An empty first or last slice names the model whose embeddings, or whose norm and head, the result gets.
+    # Empty slices are allowed at the ends: an empty first slice selects the model that provides the embeddings, an
+    # empty last slice the model that provides the final norm and the head.
     if slices and all(
         first == end for cut in slices for source in cut.sources for first, end in [source.layers or (0, 1)]
     ):
@@ -678,7 +688,7 @@ def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple
 def _slice(
     readable: Sequence[Source | None], context: _Context, parameters: Parameters, where: str, *, append_base: bool
 ) -> Slice:
-    """Put the sources of a slice together, with the base where the method needs it; None is one with a fault."""
+    """Combine the sources of a slice, and add the base if the method needs it. None stands for a faulty source."""
     method, base, log = context.method, context.base, context.log
     sources = [source for source in readable if source is not None]
     models = [source.model for source in sources]
@@ -694,7 +704,8 @@ def _slice(
             found=f"layer ranges of {', '.join(str(length) for length in sorted(ranges))} layers",
             expected="as many layers from every source",
         )
-    # Next to several models, a donor only gives config and tokenizer; next to a single one it is the other end.
+    # With several models, a donor only provides config and tokenizer. With a single model, it is the second endpoint of
+    # the interpolation.
     if base is not None and base not in models and append_base and (method.base != "donor" or len(models) == 1):
         layers = {source.layers for source in sources}
         if len(layers) > 1:
@@ -723,7 +734,7 @@ def _slice(
 
 
 def _sources(value: object, context: _Context, where: str, *, layered: bool) -> list[Source | None]:
-    """Read the models of a slice; None is one with a fault."""
+    """Read the models of a slice. None stands for a faulty entry."""
     sources: list[Source | None] = []
     for index, item in enumerate(_list(value, where, context.log)):
         sources.append(None)
@@ -752,7 +763,7 @@ def _source(item: object, context: _Context, where: str, *, layered: bool) -> So
 
 
 def _layer_range(value: object, where: str) -> tuple[int, int]:
-    """Read ``[first, end]``; like mergekit, also with whole numbers that are written as text or with a point."""
+    """Read ``[first, end]``. Like mergekit, accept whole numbers written as text or with a decimal point."""
     if isinstance(value, list) and len(value) == 2:
         ends = [int(item) if _is_whole(item) else -1 for item in value]
         if 0 <= ends[0] <= ends[1]:
@@ -769,7 +780,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
-    """Record each required parameter that is in no scope, before any checkpoint is opened."""
+    """Record each required parameter that no scope sets, before any checkpoint is opened."""
     required = [parameter for parameter in method.parameters if repr(parameter.default) == "required"]
     for module in recipe.modules:
         for cut in module.slices:
@@ -777,13 +788,13 @@ def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
             for parameter in required:
                 if any(scope.get(parameter.name) for scope in wider):
                     continue
-                lacking = [
+                missing = [
                     f"not set for {source.model}"
                     for source in cut.sources
                     if not source.parameters.get(parameter.name)
                     and not (source.model == cut.base and parameter.scope == "non_base")
                 ]
-                for found in ["not set"] if parameter.scope == "shared" else lacking:
+                for found in ["not set"] if parameter.scope == "shared" else missing:
                     log.fault(
                         f"{cut.where}: {parameter.name}",
                         found=found,
@@ -793,12 +804,12 @@ def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
 
 
 def _check_texts(recipe: Recipe, method: Method) -> None:
-    """Each model has one text, in every slice where it stands the same."""
+    """Check that each model has a text, and the same text in every slice."""
     for cut in (cut for module in recipe.modules for cut in module.slices):
         base = cut.base if method.base in ("required", "optional") else None
-        own = [source for source in cut.sources if source.model != base]
-        require_texts([(str(source.model), source.text) for source in own], method, cut.where)
-        for source in own:
+        sources = [source for source in cut.sources if source.model != base]
+        require_texts([(str(source.model), source.text) for source in sources], method, cut.where)
+        for source in sources:
             if source.text != recipe.texts.get(source.model):
                 raise InvalidInput(
                     f"{cut.where}: {source.model}",
@@ -808,20 +819,22 @@ def _check_texts(recipe: Recipe, method: Method) -> None:
 
 
 def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
-    """Distances between whole models mean something, where the recipe asks for them."""
-    if not recipe.asks_distances:
+    """Check that distances can be measured, if the recipe needs them: entire models and a base."""
+    if not recipe.needs_distances:
         return
-    what = method.name if method.traits.by_distance else "leave_out_beyond"
+    setting = method.name if method.traits.by_distance else "leave_out_beyond"
     if recipe.base is None or method.base not in ("required", "optional"):
         raise InvalidInput(
-            f"{recipe.where}: {what}",
+            f"{recipe.where}: {setting}",
             found="no base that task vectors are measured from",
             expected="a method on task vectors, with its base_model",
             remedy="name the base_model; in place of linear take task_arithmetic",
         )
     if sliced:
         raise InvalidInput(
-            f"{recipe.where}: {what}", found="slices or modules", expected="whole models: 'models', not parts of them"
+            f"{recipe.where}: {setting}",
+            found="slices or modules",
+            expected="whole models: 'models', not parts of them",
         )
 
 
@@ -834,9 +847,9 @@ def _times(value: object, where: str) -> float | None:
 
 
 def _in_order(recipes: list[Recipe], where: str) -> Recipe:
-    """Documents that name each other, sorted so that each comes after those it needs.
+    """Sort documents that refer to each other so that each comes after the documents it needs.
 
-    The result is the one without a name; where all have names, the one that no other needs.
+    The result is the document without a name. If all documents have names, it is the one that no other document needs.
     """
     names = [recipe.name for recipe in recipes if recipe.name is not None]
     needed = {str(ref) for recipe in recipes for ref in recipe.own_references()}
@@ -849,9 +862,9 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
             found=f"{len(results)} documents that no other needs",
             expected="exactly one: it is the result, the others are steps towards it",
         )
-    twice = [name for index, name in enumerate(names) if name in names[:index]]
-    if twice:
-        raise InvalidInput(where, found=f"the name {twice[0]!r} twice", expected="a name for each document")
+    duplicates = [name for index, name in enumerate(names) if name in names[:index]]
+    if duplicates:
+        raise InvalidInput(where, found=f"the name {duplicates[0]!r} twice", expected="a name for each document")
     by_name = {recipe.name: recipe for recipe in recipes if recipe.name is not None}
     ordered: dict[str, Recipe] = {}
     open_names: list[str] = []
@@ -891,7 +904,7 @@ def _text(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> 
 
 
 def _name(content: Mapping[str, Any], where: str, log: FindingLog) -> str | None:
-    """Return the name of a document; anything but text is ignored, as by mergekit, because nothing can refer to it."""
+    """Return the name of a document. Like mergekit, ignore a value that is not text: nothing can refer to it."""
     value = content.get("name")
     if value is None or (isinstance(value, str) and value.strip()):
         return value

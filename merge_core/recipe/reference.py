@@ -1,4 +1,4 @@
-"""How a recipe names a checkpoint: ``path[@revision][+adapter]``, and where a local one is found."""
+"""Parse references to checkpoints, ``path[@revision][+adapter]``, and resolve those that are local directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DRIVE = re.compile(r"([A-Za-z]):[\\/]")
 
 @dataclass(frozen=True, order=True)
 class CheckpointRef:
-    """A model as a recipe names it; ``str(ref)`` is the text it was written as.
+    """A checkpoint reference in a recipe. ``str(ref)`` is its text form.
 
     Args:
         path: Local directory or Hub id (``org/name``).
@@ -29,13 +29,13 @@ class CheckpointRef:
 
     @property
     def name(self) -> str:
-        """Last component of the path, for people."""
+        """Last component of the path, for display."""
         return PurePosixPath(self.path).name or self.path
 
     def __str__(self) -> str:
         return self._text
 
-    @cached_property  # A plan asks for every input of every tensor.
+    @cached_property  # The planner needs the text once per input of every tensor.
     def _text(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         adapter = f"+{self.adapter}" if self.adapter else ""
@@ -49,11 +49,11 @@ def parse_reference(value: object, where: str, log: FindingLog | None = None) ->
 
     Args:
         value: Value from YAML.
-        where: Name of the value for messages.
-        log: Receives a warning per unknown key of a mapping. Default: unknown keys are refused.
+        where: Location of the value for messages.
+        log: Receives a warning per unknown key of a mapping. Default: refuse unknown keys.
 
     Raises:
-        InvalidInput: Another shape, an empty part, more than one ``+``, more than one ``@`` in a part.
+        InvalidInput: The value has another shape, an empty part, more than one ``+``, or more than one ``@`` in a part.
     """
     if isinstance(value, dict):
         return _from_mapping(value, where, log)
@@ -76,21 +76,25 @@ def parse_reference(value: object, where: str, log: FindingLog | None = None) ->
 
 
 def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
-    """The local directory ``ref`` names: beside the recipe (``directory``) first, then from the working directory.
+    """Return the local directory of a reference, searched relative to the recipe and then to the working directory.
+
+    Args:
+        ref: The reference.
+        directory: Directory of the recipe, or None.
 
     Returns:
-        The directory, or None when ``ref`` is not local (a Hub id).
+        The directory, or None if ``ref`` is not local (a Hub id).
 
     Raises:
-        InvalidInput: ``ref`` can only be meant as a local path (absolute, a Windows path, or starting with ``.`` or
-            ``~``) and is not there, no directory can have that name, or ``expanded`` refuses.
+        InvalidInput: ``ref`` can only be a local path (absolute, a Windows path, or starting with ``.`` or ``~``) and
+            does not exist, no directory can have that name, or :func:`expand_user_path` fails.
     """
     path = expand_user_path(ref.path)
     try:
         for start in (directory, Path.cwd()):
             if start is not None and (start / path).is_dir():
                 return (start / path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, from nowhere, a circle of links
+    except (OSError, RuntimeError, ValueError) as error:  # Name too long, no working directory, a loop of links.
         raise InvalidInput(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
@@ -117,10 +121,10 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
 
 def expand_user_path(text: str) -> Path:
-    """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
+    """Return ``text`` as a path, with ``~`` and ``~name`` expanded to the home directory of that user.
 
     Raises:
-        InvalidInput: when no path can be written so, or this machine knows no such user, or not where its home is.
+        InvalidInput: The text cannot be a path, or the user or its home directory is unknown on this machine.
     """
     try:
         return Path(text).expanduser()
@@ -136,14 +140,14 @@ def expand_user_path(text: str) -> Path:
 
 
 def is_foreign_path(text: str) -> bool:
-    """Whether a name that a model's files give to another model can only be a path, perhaps of another machine."""
+    """Return whether a model name found in a model's files can only be a path, possibly on another machine."""
     return text.startswith(("/", ".", "~")) or "\\" in text or text.count("/") > 1 or _DRIVE.match(text) is not None
 
 
 def name_in_path(text: str) -> str:
-    """Return the name of the model at a path, perhaps of another machine: ``base`` of ``E:\\models\\base``.
+    """Return the model name at the end of a path, possibly from another machine: ``base`` for ``E:\\models\\base``.
 
-    In the Hub's cache that is the name of the repository: ``base`` of ``.../models--org--base/snapshots/<commit>``.
+    In the Hub's cache, the name is that of the repository: ``base`` for ``.../models--org--base/snapshots/<commit>``.
     """
     parts = [part for part in re.split(r"[\\/]+", text) if part]
     repository = next((part.split("--")[-1] for part in parts if part.startswith("models--")), "")

@@ -1,6 +1,7 @@
-"""The JSON Schema of a recipe, for editors: made of the keys, methods and parameters by which a recipe is read.
+"""Generate the JSON Schema of a recipe for editors, from the same keys, methods and parameters that the parser uses.
 
-An editor completes and underlines with it; the last word has ``load_recipe``, which knows what depends on what.
+Editors use it for completion and for marking errors. ``load_recipe`` is authoritative: it also checks rules that span
+several keys.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ _TEXT = {"type": "string", "description": "A text of the model's own, for method
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema (draft 2020-12) of one document of a recipe, as plain data."""
+    """Return the JSON Schema (draft 2020-12) of one recipe document, as plain data."""
     properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS, *CLIENT_KEYS))}
     properties["merge_method"]["enum"] = sorted(merge_methods())
     formats = sorted({name for known in RECIPE_NAMES for name in (known, f"torch.{known}")})
-    for key, words in (("dtype", "Number format of the result."), ("out_dtype", "Wins over dtype.")):
-        properties[key] = {"enum": formats, "description": words}
+    for key, description in (("dtype", "Number format of the result."), ("out_dtype", "Wins over dtype.")):
+        properties[key] = {"enum": formats, "description": description}
     parameters = {"$ref": "#/$defs/parameters"}
     model = {"$ref": "#/$defs/model"}
     layers = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
@@ -105,16 +106,16 @@ def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
 
 
-def _parameters(found: Iterable[Parameter]) -> dict[str, Any]:
-    """One entry for each name, whichever methods have it; a value may be a number, a gradient, or depend on tensors."""
-    words: dict[str, list[str]] = {}
-    for parameter in found:
-        said = f"{parameter.summary} ({parameter.range})" if parameter.range else parameter.summary
-        words.setdefault(parameter.name, []).append(said)
+def _parameters(parameters: Iterable[Parameter]) -> dict[str, Any]:
+    """Return one schema per parameter name. A value may be a scalar, a gradient, or depend on the tensor's name."""
+    descriptions: dict[str, list[str]] = {}
+    for parameter in parameters:
+        description = f"{parameter.summary} ({parameter.range})" if parameter.range else parameter.summary
+        descriptions.setdefault(parameter.name, []).append(description)
     return {
         name: {
-            "description": " / ".join(dict.fromkeys(said)),
+            "description": " / ".join(dict.fromkeys(variants)),
             "type": ["number", "boolean", "string", "array", "object"],
         }
-        for name, said in sorted(words.items())
+        for name, variants in sorted(descriptions.items())
     }

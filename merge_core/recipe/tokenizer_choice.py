@@ -1,15 +1,15 @@
-"""``tokenizer_source`` and ``tokenizer`` of a recipe: whose vocabulary the result has, and rows of single tokens.
+"""Parse ``tokenizer_source`` and ``tokenizer`` of a recipe: the vocabulary of the result, and rows of single tokens.
 
-The peer's dialect, and one key more (``strangers``)::
+The format is mergekit's, with one additional key (``strangers``)::
 
     tokenizer:
       source: union                      # or base, or a model
       tokens:
-        <|im_start|>: {source: chat-model}                                          # its row, where one is lacking
+        <|im_start|>: {source: chat-model}                                          # this row for models without one
         <|new|>: {source: {kind: model_token, model: chat-model, token: hello}}     # the row of another token
         <|unused|>: {source: {kind: zero}, force: true}                             # zeros, in every model
       pad_to_multiple_of: 64
-      strangers: dormant                 # what becomes of ordinary tokens that the base lacks: see ``joining``
+      strangers: dormant                 # treatment of ordinary tokens that the base lacks: see ``vocabulary/union.py``
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MOST_PADDING = 1 << 16
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """Where the row of a token comes from.
+    """Origin of a token's row.
 
     Args:
-        model: Whose row; None: a row of zeros.
-        token: Of which token, if not of the same one.
-        token_id: Or of which id.
+        model: Model that provides the row. None stands for a row of zeros.
+        token: Token whose row to copy, if it is a different token.
+        token_id: Id of the token whose row to copy, as an alternative to ``token``.
     """
 
     model: CheckpointRef | None
@@ -43,18 +43,18 @@ class RowOrigin:
     token_id: int | None = None
 
     def canonical(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the origin as JSON-compatible data."""
         return {"model": str(self.model) if self.model else None, "token": self.token, "token_id": self.token_id}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """What a recipe says of one token.
+    """Entry of a recipe for one token.
 
     Args:
-        token: Its text. A token that no tokenizer has is added to the result's.
-        origin: Where its row comes from in models that lack it; None: as for every other token.
-        force: There also in models that have it.
+        token: Text of the token. If no tokenizer has it, it is added to the tokenizer of the result.
+        origin: Origin of the row for models that lack the token. None applies the default for all tokens.
+        force: Whether to use ``origin`` also for models that have the token.
     """
 
     token: str
@@ -64,14 +64,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which vocabulary the result has.
+    """Vocabulary of the result.
 
     Args:
         source: ``base``, ``union`` or a checkpoint.
-        where: Place in the recipe.
-        tokens: Single tokens.
-        pad_to_multiple_of: Of the number of rows; None: as it comes.
-        strangers: What becomes of ordinary tokens of another tokenizer, in a union.
+        where: Location in the recipe.
+        tokens: Entries for single tokens.
+        pad_to_multiple_of: Divisor of the number of rows. None adds no padding.
+        strangers: Treatment of ordinary tokens that only another tokenizer has, in a union.
     """
 
     source: str | CheckpointRef
@@ -80,8 +80,8 @@ class TokenizerChoice:
     pad_to_multiple_of: int | None = None
     strangers: Strangers = "refuse"
 
-    def further(self) -> dict[str, Any]:
-        """JSON-able form of what a recipe may say beside the source; empty where it says nothing."""
+    def canonical_options(self) -> dict[str, Any]:
+        """Return all settings except the source as JSON-compatible data. Empty if all have their defaults."""
         if not self.tokens and self.pad_to_multiple_of is None and self.strangers == "refuse":
             return {}
         return {
@@ -96,15 +96,15 @@ class TokenizerChoice:
 
 
 def parse_tokenizer_choice(content: Mapping[str, Any], where: str, log: FindingLog) -> TokenizerChoice | None:
-    """Return which vocabulary a recipe asks for; None if it does not ask.
+    """Return the vocabulary that a recipe selects, or None if it selects none.
 
     Args:
         content: The recipe, without keys that have no value.
-        where: Name of the recipe for messages.
+        where: Location of the recipe for messages.
         log: Receives findings about single tokens, and warnings about unknown keys.
 
     Raises:
-        InvalidInput: A value has no meaning.
+        InvalidInput: A value is invalid.
     """
     if "tokenizer" in content and "tokenizer_source" in content:
         raise InvalidInput(
@@ -209,7 +209,7 @@ def _origin(value: object, where: str, log: FindingLog) -> RowOrigin:
 
 
 def _padding(value: object, where: str) -> int | None:
-    if value is None or value == 0:  # mergekit takes 0 as not set
+    if value is None or value == 0:  # mergekit treats 0 as not set.
         return None
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         value = int(value)

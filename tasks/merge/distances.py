@@ -131,11 +131,11 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
     Raises:
         InvalidInput: when no model is left, or one is broken and no rule leaves it out.
     """
-    return recipe.in_every_document(lambda document: _with_own(document, find, measure))
+    return recipe.map_documents(lambda document: _with_own(document, find, measure))
 
 
 def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
-    if not recipe.asks_distances or recipe.places is not None:
+    if not recipe.needs_distances or recipe.places is not None:
         return recipe
     refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
     models = tuple(find(ref) for ref in refs)
@@ -163,7 +163,7 @@ def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: 
     if recipe.method.traits.by_distance:
         rows = [found.sound.index(at) for at in kept]
         gram = [[found.gram[i][j] for j in rows] for i in rows]
-        voices = [recipe.voice(refs[at]) for at in kept]
+        voices = [recipe.model_weight(refs[at]) for at in kept]
         shares = dict(zip([refs[at] for at in kept], geometric_median(gram, voices), strict=True))
     around = dict(zip(found.sound, normalized_lengths_and_distances(found.gram) if found.gram else [], strict=True))
     places = {}

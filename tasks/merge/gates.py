@@ -84,16 +84,16 @@ def with_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None = N
     Raises:
         InvalidInput: when the base cannot be loaded, or prompts leave nothing that tells an expert from nothing.
     """
-    return recipe.in_every_document(lambda document: _with_own_gates(document, find, ask))
+    return recipe.map_documents(lambda document: _with_own_gates(document, find, ask))
 
 
 def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None) -> Recipe:
     mixture = recipe.mixture
-    if mixture is None or not mixture.asks_prompts or mixture.gates is not None:
+    if mixture is None or not mixture.needs_prompts or mixture.gates is not None:
         return recipe
     said = (ask or router_rows.build)(find(str(recipe.base)), _question(mixture), runtime()).value
     gates = GateRows(said.layers, said.rows, said.width, base64.b64decode(said.data))
-    _require_rows(gates, len(mixture.everybody), str(recipe.base))
+    _require_rows(gates, len(mixture.all_experts), str(recipe.base))
     return replace(recipe, mixture=replace(mixture, gates=gates))
 
 
@@ -108,7 +108,7 @@ def _require_rows(gates: GateRows, rows: int, where: str) -> None:
 
 def _question(mixture: Mixture) -> GateQuestion:
     mode = "hidden" if mixture.gate_mode == "hidden_last" else mixture.gate_mode
-    pairs = (PromptPair(positive=expert.positive, negative=expert.negative) for expert in mixture.everybody)
+    pairs = (PromptPair(positive=expert.positive, negative=expert.negative) for expert in mixture.all_experts)
     return GateQuestion(mode=mode, experts=tuple(pairs))
 
 

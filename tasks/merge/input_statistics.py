@@ -288,7 +288,7 @@ def read_inputs(
             matrices=len(owner),
             widest=max(one.width for one in own),
             squares=sum(one.is_diagonal for one in own),
-            unreached=sum(one.is_nothing for one in own),
+            unreached=sum(one.is_empty for one in own),
             unseen=unseen_experts(stored, owner),
         )
 

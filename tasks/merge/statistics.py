@@ -110,7 +110,7 @@ def with_statistics(
     Raises:
         InvalidInput: when a text is not there, or its model cannot read it.
     """
-    return recipe.in_every_document(lambda document: _with_own(document, find, call))
+    return recipe.map_documents(lambda document: _with_own(document, find, call))
 
 
 def _with_own(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure]) -> Recipe:

@@ -192,7 +192,7 @@ def release_files(
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,
         parents=parents,
-        texts={names.text(asked.text): one.text for asked, one in pinned.recipe.what_was_read().items()},
+        texts={names.text(asked.text): one.text for asked, one in pinned.recipe.calibration_results().items()},
         versions=versions,
         verdict=content.verdict,
         license=license,

@@ -289,14 +289,16 @@ class _Place:
         if recipe.output is not None:
             raise InvalidInput(recipe.where, found="a recipe that makes an adapter", expected="one that makes a model")
         if recipe.texts:
-            if unread := next((asked for asked in recipe.asked_texts if asked not in self.setting.measured), None):
+            if unread := next(
+                (asked for asked in recipe.calibration_requests if asked not in self.setting.measured), None
+            ):
                 raise InvalidInput(
                     f"{recipe.where}: {unread.model}",
                     found=f"{unread.text}, which was not read for {recipe.merge_method} in this way",
                     expected="texts that were read before the search",
                     remedy="search over methods, or over how texts are read, not over both",
                 )
-            measured = {asked.model: self.setting.measured[asked] for asked in recipe.asked_texts}
+            measured = {asked.model: self.setting.measured[asked] for asked in recipe.calibration_requests}
             recipe = replace(recipe, measured=measured)
         by_ref = {parent.ref: parent for parent in self.setting.parents}
         tables = {}

@@ -149,9 +149,9 @@ HONEST = ("client-0", "client-1", "client-2", "client-3")
 def test_models_that_are_absurd_or_broken_are_left_out(clients: Path, prepare: Home, method: str) -> None:
     more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
     recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
-    assert "distances" in recipe.unprepared()
+    assert "distances" in recipe.missing_preparation()
     found = prepare(recipe)
-    assert found.unprepared() == ""
+    assert found.missing_preparation() == ""
     assert set(found.left_out) == {str(clients / "turned"), str(clients / "broken")}
     assert "times as long" in found.left_out[str(clients / "turned")]
     assert "2 numbers" in found.left_out[str(clients / "broken")]
@@ -182,7 +182,7 @@ def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clie
 
 def test_geometric_median_keeps_the_honest_and_hardly_hears_the_other(clients: Path, prepare: Home) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="geometric_median"))
-    shares = {Path(one.model.path).name: found.voice(str(one.model)) for one in found.sources[:-1]}
+    shares = {Path(one.model.path).name: found.model_weight(str(one.model)) for one in found.sources[:-1]}
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["turned"] < 0.05
     assert all(shares[name] > 0.2 for name in HONEST)
@@ -192,7 +192,7 @@ def test_geometric_median_keeps_the_honest_and_hardly_hears_the_other(clients: P
     louder = prepare(
         load_recipe({"base_model": str(DEMO / "base"), "models": twice, "merge_method": "geometric_median"})
     )
-    voices = {Path(one.model.path).name: louder.voice(str(one.model)) for one in louder.sources[:-1]}
+    voices = {Path(one.model.path).name: louder.model_weight(str(one.model)) for one in louder.sources[:-1]}
     assert voices["client-0"] > 2 * voices["client-1"]
 
 
@@ -206,8 +206,8 @@ def test_a_client_of_nothing_but_nan_is_left_out_and_costs_the_others_nothing(cl
     alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
     found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
     assert [Path(ref).name for ref in found.left_out] == ["nothing"]
-    assert [found.voice(str(one.model)) for one in found.sources] == [
-        alone.voice(str(one.model)) for one in alone.sources
+    assert [found.model_weight(str(one.model)) for one in found.sources] == [
+        alone.model_weight(str(one.model)) for one in alone.sources
     ]
 
 

@@ -424,8 +424,8 @@ def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     """One token goes to two of four experts; what only one model's text reaches is solved by that alone."""
     root, models = pair("mixtral", "a", "b")
     kept = [open_moments(out) for out in models.values()]
-    none = [name for name in kept[0] if kept[0][name].is_nothing and kept[1][name].is_nothing]
-    one = [name for name in kept[0] if kept[0][name].is_nothing != kept[1][name].is_nothing]
+    none = [name for name in kept[0] if kept[0][name].is_empty and kept[1][name].is_empty]
+    one = [name for name in kept[0] if kept[0][name].is_empty != kept[1][name].is_empty]
     found = merged(planned(root, models), tmp_path / "out")
     parents = [values_of(root / name) for name in models]
     for name in none:
@@ -443,7 +443,7 @@ def test_what_no_position_reached_takes_no_room(built: Callable[[str], Any], tmp
     for limit in (8192, 24):
         out = tmp_path / f"{limit}"
         found = read(place, pinned(tmp_path, "a"), out, diagonal_above=limit)
-        nothing = {name: one for name, one in open_moments(out).items() if one.is_nothing}
+        nothing = {name: one for name, one in open_moments(out).items() if one.is_empty}
         assert found.unreached == len(nothing) * 2 // 3 > 0  # gate and up share one
         assert f"{found.unreached} of experts that no position reached" in found.summary()
         for one in nothing.values():

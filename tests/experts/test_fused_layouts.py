@@ -69,7 +69,7 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
 
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
     loaded = load_recipe(recipe)
-    if loaded.asks_distances:
+    if loaded.needs_distances:
         loaded = replace(loaded, places={})
     if loaded.texts:  # Nothing was measured of experts: all is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})

@@ -223,7 +223,7 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
 
     done = prepare_recipe(wanted, find)
     assert len(asked) == 2
-    assert done.unprepared() == ""
+    assert done.missing_preparation() == ""
     plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
     measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
     assert len(measured) == 7 * 3  # three layers of seven matrices

@@ -124,7 +124,7 @@ def entry(method: str, model: str) -> str:
 def read_recipe(text: str, root: Path) -> Recipe:
     """The recipe, prepared: of models in ``root`` that read texts, what these showed is drawn at random."""
     recipe = load_recipe(text)
-    if recipe.asks_distances:  # Their voices stay what the recipe says.
+    if recipe.needs_distances:  # Their voices stay what the recipe says.
         recipe = replace(recipe, places={})
     if not recipe.texts:
         return recipe

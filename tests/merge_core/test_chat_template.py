@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.checkpoint import list_companions
-from mergegate.merge_core.checkpoint.chat_template import DEFAULT, KNOWN, chosen_templates, read_chat_templates
+from mergegate.merge_core.checkpoint.chat_template import DEFAULT, KNOWN, read_chat_templates, select_chat_templates
 from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {weight: 1}\n"
@@ -69,12 +69,12 @@ def test_a_known_template_renders_its_format(name: str, text: str) -> None:
 
 def test_a_misspelt_name_is_refused() -> None:
     with pytest.raises(InvalidInput, match="did you mean 'chatml'"):
-        chosen_templates("chatlm", [], "here")
+        select_chat_templates("chatlm", [], "here")
 
 
 def test_auto_without_any_template_is_refused() -> None:
     with pytest.raises(InvalidInput, match="none has one"):
-        chosen_templates("auto", [{}, {}], "here")
+        select_chat_templates("auto", [{}, {}], "here")
 
 
 def ends_of(merged: Path) -> object:

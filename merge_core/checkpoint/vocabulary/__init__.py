@@ -1,7 +1,7 @@
-"""Tokenizers as data: which text has which id, what two of them disagree about, and one made of several.
+"""Read tokenizers as data: look up ids of tokens, compare tokenizers, and join several into one.
 
-Only files are read and no tokenizer library is imported: what a tokenizer *does* with a text is asked elsewhere, of a
-process of its own. The ids are those that the library gives, which are not always those that the file says.
+The package only reads files and does not import a tokenizer library. Code that needs the behavior of a tokenizer on a
+text runs it in a separate process. The tokenizers library defines the ids, which can differ from the ids in the file.
 """
 
 from mergegate.merge_core.checkpoint.vocabulary.comparison import (

@@ -1,8 +1,8 @@
-"""A tokenizer as its files define it: model, pipeline, added tokens, and the id of every token.
+"""Read a tokenizer from its files: model, pipeline, added tokens, and the id of every token.
 
-An added token that the model's vocabulary lacks has the id that comes next when the list is gone through, *whatever the
-file says*: that is what the tokenizers library does (checked with 0.23), so it is what a model was trained with. The
-rule is here, once.
+If the vocabulary of the model lacks an added token, the token gets the next free id in the order of the list, even if
+the file contains a different id. The tokenizers library assigns ids in this way (checked with 0.23), so a model was
+trained with them. Only this module implements the rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergegate.merge_core.checkpoint.companions import Companions, list_companio
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import JsonBounds
 
-# Those of Gemma, the largest today, have 33 MB and two million values.
+# The tokenizers of Gemma, which are the largest, have 33 MB and two million values.
 TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -27,30 +27,30 @@ SPECIAL = "special_tokens_map.json"
 MERGES = "merges.txt"
 _FILES = (NAME, SETTINGS, SPECIAL, "vocab.json", MERGES, "vocab.txt", "added_tokens.json")
 _MAX_MERGES_BYTES = 64 << 20
-# Of an added token: how it is found in a text.
+# Flags of an added token, with their defaults. They control how the token is matched in a text.
 FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
 
 
 _Key: TypeAlias = tuple[tuple[str, Path | bytes | None], ...]
-_read: ContextVar[dict[_Key, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
+_cache: ContextVar[dict[_Key, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
 
 
 @dataclass(frozen=True)
 class TokenizerDefinition:
-    """What a tokenizer is.
+    """Content of a tokenizer's files.
 
     Args:
-        where: Its file, for messages.
-        kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or what else the file says.
-        content: ``tokenizer.json``; of older files (``vocab.json``, ``merges.txt``) the same in that form.
-        settings: ``tokenizer_config.json``, with special tokens of ``special_tokens_map.json``.
+        where: File of the tokenizer, for messages.
+        kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or another type that the file names.
+        content: Content of ``tokenizer.json``. Older files (``vocab.json``, ``merges.txt``) are converted to this form.
+        settings: Content of ``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json``.
         model_ids: Ids of the model's own vocabulary.
-        ids: Ids of all tokens, as the library gives them.
+        ids: Ids of all tokens, as the library assigns them.
         added: Added tokens in the order of the file, each with its flags.
-        misnumbered: Added tokens whose id in the file is another.
-        merges: Of BPE, pairs in their order.
-        has_pipeline: Whether the files also say how a text is split before the model sees it. Only ``tokenizer.json``
-            does; next to ``vocab.json`` or ``vocab.txt`` the tokenizer's class decides that.
+        misnumbered: Added tokens whose id in the file differs from the id that the library assigns.
+        merges: Merges of BPE, as ordered pairs.
+        has_pipeline: Whether the files also define how a text is split before the model processes it. Only
+            ``tokenizer.json`` defines it. For ``vocab.json`` and ``vocab.txt``, the class of the tokenizer does.
     """
 
     where: str
@@ -66,46 +66,46 @@ class TokenizerDefinition:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """``model`` of the file."""
-        found: Mapping[str, Any] = self.content["model"]
-        return found
+        """``model`` section of the file."""
+        model: Mapping[str, Any] = self.content["model"]
+        return model
 
 
 def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
-    """Return the tokenizer of a checkpoint; None if it has none that can be read without a library.
+    """Return the tokenizer of a checkpoint, or None if there is no tokenizer that can be read without a library.
 
-    ``tokenizer.json`` counts first, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``.
+    ``tokenizer.json`` takes precedence, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``.
 
     Args:
         source: Files of the checkpoint, or its directory.
 
     Raises:
-        InvalidInput: A tokenizer file that is not what its name says, or is not a plain file in its directory.
+        InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
     """
     files = list_companions(source) if isinstance(source, Path) else source
-    known = _read.get()
+    cache = _cache.get()
     key = tuple((name, files.sources.get(name)) for name in _FILES)
-    if known is None:
-        return _read_now(files)
-    if key not in known:
-        known[key] = _read_now(files)
-    return known[key]
+    if cache is None:
+        return _read_files(files)
+    if key not in cache:
+        cache[key] = _read_files(files)
+    return cache[key]
 
 
 @contextmanager
 def cached_tokenizers() -> Iterator[None]:
-    """Inside, every tokenizer is read at most once: the largest take a second each, and a check asks several times."""
-    if _read.get() is not None:
+    """Read every tokenizer at most once in this context. Large ones take a second, and checks need them repeatedly."""
+    if _cache.get() is not None:
         yield
         return
-    token = _read.set({})
+    token = _cache.set({})
     try:
         yield
     finally:
-        _read.reset(token)
+        _cache.reset(token)
 
 
-def _read_now(files: Companions) -> TokenizerDefinition | None:
+def _read_files(files: Companions) -> TokenizerDefinition | None:
     settings = read_settings(files)
     content = files.json(NAME, TOKENIZER_BOUNDS)
     if content is not None:
@@ -121,7 +121,7 @@ def _read_now(files: Companions) -> TokenizerDefinition | None:
 
 
 def _older_model(files: Companions) -> tuple[str, dict[str, Any]] | None:
-    """Return the file of a vocabulary as older libraries write it, and its content in the form of tokenizer.json."""
+    """Return the name of a vocabulary file in an older format, and its content in the form of tokenizer.json."""
     vocab = files.json("vocab.json", TOKENIZER_BOUNDS)
     if vocab is not None:
         if MERGES not in files:
@@ -132,33 +132,31 @@ def _older_model(files: Companions) -> tuple[str, dict[str, Any]] | None:
         return "vocab.json", {"model": {"vocab": vocab, "type": "BPE", "merges": merges}}
     if "vocab.txt" not in files:
         return None
-    # A token per line; the last of equal ones counts, as in the library.
+    # One token per line. If a token is repeated, the last line counts, as in the library.
     lines = files.text("vocab.txt", _MAX_MERGES_BYTES, "tokens, one per line").removesuffix("\n").split("\n")
     return "vocab.txt", {"model": {"vocab": {line.rstrip(): number for number, line in enumerate(lines)}}}
 
 
 def _older_added(files: Companions, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens that files next to a vocabulary list, in the order of their ids."""
-    more = added_ids(files, settings)
-    declared = settings.get("added_tokens_decoder")
+    """Return the added tokens that are listed in files next to a vocabulary, in the order of their ids."""
+    ids = added_ids(files, settings)
+    decoder = settings.get("added_tokens_decoder")
     flags = {
         entry["content"]: {flag: entry[flag] for flag in FLAGS if flag in entry}
-        for entry in (declared.values() if isinstance(declared, Mapping) else ())
+        for entry in (decoder.values() if isinstance(decoder, Mapping) else ())
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
     }
-    return [
-        {**flags.get(token, {}), "content": token, "id": more[token]} for token in sorted(more, key=more.__getitem__)
-    ]
+    return [{**flags.get(token, {}), "content": token, "id": ids[token]} for token in sorted(ids, key=ids.__getitem__)]
 
 
 def read_settings(files: Companions) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json`` if it lists none itself.
+    """Return ``tokenizer_config.json``, with special tokens from ``special_tokens_map.json`` if it lists none itself.
 
     Raises:
         InvalidInput: One of the files is not a JSON object.
     """
     settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
-    if "added_tokens_decoder" in settings:  # Then transformers does not read the older file.
+    if "added_tokens_decoder" in settings:  # transformers ignores the older file in this case.
         return settings
     return {**(files.json(SPECIAL, TOKENIZER_BOUNDS) or {}), **settings}
 
@@ -167,37 +165,37 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of added tokens that ``added_tokens.json`` and ``tokenizer_config.json`` list.
 
     Raises:
-        InvalidInput: An id that is not a whole number from 0.
+        InvalidInput: An id is not an integer from 0.
     """
-    listed = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
-    if not all(type(number) is int and number >= 0 for number in listed.values()):
+    content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
+    if not all(type(number) is int and number >= 0 for number in content.values()):
         raise InvalidInput(files.where("added_tokens.json"), found="ids that are not numbers", expected="token → id")
-    found = {token: number for token, number in listed.items() if token}
-    for entry in _entries_of_settings(settings, set(), files.where(SETTINGS)):
-        found.setdefault(entry["content"], entry["id"])
-    return found
+    ids = {token: number for token, number in content.items() if token}
+    for entry in _settings_entries(settings, set(), files.where(SETTINGS)):
+        ids.setdefault(entry["content"], entry["id"])
+    return ids
 
 
 def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> TokenizerDefinition:
-    """The tokenizer that a parsed ``tokenizer.json`` defines.
+    """Return the tokenizer that a parsed ``tokenizer.json`` defines.
 
     Raises:
-        InvalidInput: A part that is not of its shape.
+        InvalidInput: A part of the file has the wrong structure.
     """
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(vocab, (dict, list)):
         raise InvalidInput(f"{where}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
-    own = _own_ids(vocab, f"{where}: model.vocab")
+    model_ids = _model_ids(vocab, f"{where}: model.vocab")
     entries = _entries(content.get("added_tokens"), f"{where}: added_tokens")
-    entries += _entries_of_settings(settings, {entry["content"] for entry in entries}, where)
-    ids = given_ids(own, [entry["content"] for entry in entries])
+    entries += _settings_entries(settings, {entry["content"] for entry in entries}, where)
+    ids = assign_ids(model_ids, [entry["content"] for entry in entries])
     return TokenizerDefinition(
         where=where,
         kind=_kind(model),
         content=content,
         settings=settings,
-        model_ids=own,
+        model_ids=model_ids,
         ids=ids,
         added={entry["content"]: {flag: bool(entry.get(flag, FLAGS[flag])) for flag in FLAGS} for entry in entries},
         misnumbered=tuple(entry["content"] for entry in entries if entry["id"] != ids[entry["content"]]),
@@ -205,76 +203,76 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) 
     )
 
 
-def given_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
-    """Ids of the model's tokens and of added ones, in the order in which they are added.
+def assign_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
+    """Return the ids of the model's tokens and of added tokens, in the order in which they are added.
 
-    An added token that the model has keeps its id. The others are counted on from the *number* of the model's tokens;
-    so where a vocabulary has holes, an id can be given twice.
+    An added token that the model has keeps its id. The others are numbered from the *number* of the model's tokens. So
+    if a vocabulary has gaps, an id can occur twice.
     """
     ids = dict(model_ids)
-    following = len(model_ids)
+    next_id = len(model_ids)
     for token in added:
         if token not in ids:
-            ids[token], following = following, following + 1
+            ids[token], next_id = next_id, next_id + 1
     return ids
 
 
 def _kind(model: Mapping[str, Any]) -> str:
     if isinstance(model.get("type"), str):
         return str(model["type"])
-    if isinstance(model["vocab"], list):  # Older files do not say; what they have tells.
+    if isinstance(model["vocab"], list):  # Older files have no type, but their content reveals it.
         return "Unigram"
     return "BPE" if model.get("merges") is not None else ""
 
 
-def _own_ids(vocab: dict[str, Any] | list[Any], where: str) -> dict[str, int]:
+def _model_ids(vocab: dict[str, Any] | list[Any], where: str) -> dict[str, int]:
     if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
-        listed = [item[0] if isinstance(item, list) and len(item) == 2 else None for item in vocab]
-        if not all(isinstance(token, str) for token in listed):
+        tokens = [item[0] if isinstance(item, list) and len(item) == 2 else None for item in vocab]
+        if not all(isinstance(token, str) for token in tokens):
             raise InvalidInput(where, found="entries that are no tokens", expected="[token, score]")
-        return {str(token): number for number, token in enumerate(listed)}
+        return {str(token): number for number, token in enumerate(tokens)}
     if not all(type(number) is int and number >= 0 for number in vocab.values()):
         raise InvalidInput(where, found="ids that are not whole numbers from 0", expected="token → id")
     return dict(vocab)
 
 
-def _entries(listed: object, where: str) -> list[dict[str, Any]]:
-    entries = listed or []
+def _entries(value: object, where: str) -> list[dict[str, Any]]:
+    entries = value or []
     if not isinstance(entries, list):
-        raise InvalidInput(where, found=f"{listed!r:.40}", expected="a list of tokens")
-    found: dict[str, dict[str, Any]] = {}
+        raise InvalidInput(where, found=f"{value!r:.40}", expected="a list of tokens")
+    by_token: dict[str, dict[str, Any]] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
             raise InvalidInput(where, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
         if entry["id"] < 0:
             raise InvalidInput(where, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
-        if entry["content"]:  # The library passes over an empty one.
-            found.setdefault(entry["content"], entry)
-    return list(found.values())
+        if entry["content"]:  # The library ignores an empty token.
+            by_token.setdefault(entry["content"], entry)
+    return list(by_token.values())
 
 
-def _entries_of_settings(settings: Mapping[str, Any], known: set[str], where: str) -> list[dict[str, Any]]:
-    """Added tokens that only ``tokenizer_config.json`` has: transformers adds them in the order of their ids."""
-    listed = settings.get("added_tokens_decoder")
-    if not isinstance(listed, Mapping):
+def _settings_entries(settings: Mapping[str, Any], listed: set[str], where: str) -> list[dict[str, Any]]:
+    """Return added tokens that only ``tokenizer_config.json`` lists, ordered by id, as transformers adds them."""
+    decoder = settings.get("added_tokens_decoder")
+    if not isinstance(decoder, Mapping):
         return []
-    more = []
-    for number, entry in listed.items():
+    entries = []
+    for number, entry in decoder.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
             if len(str(number)) > 12:
                 raise InvalidInput(f"{where}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
-            if entry["content"] and entry["content"] not in known:
-                more.append({**entry, "id": int(number)})
-    return sorted(more, key=lambda entry: int(entry["id"]))
+            if entry["content"] and entry["content"] not in listed:
+                entries.append({**entry, "id": int(number)})
+    return sorted(entries, key=lambda entry: int(entry["id"]))
 
 
-def _merges(listed: object, where: str) -> tuple[tuple[str, str], ...]:
-    if listed is None:
+def _merges(value: object, where: str) -> tuple[tuple[str, str], ...]:
+    if value is None:
         return ()
-    if not isinstance(listed, list):
-        raise InvalidInput(where, found=f"{listed!r:.40}", expected="a list of pairs")
+    if not isinstance(value, list):
+        raise InvalidInput(where, found=f"{value!r:.40}", expected="a list of pairs")
     pairs = []
-    for entry in listed:  # Half a million of them: looked at with as few calls as can be.
+    for entry in value:  # Up to half a million entries, so the loop makes as few calls as possible.
         parts = entry.split(" ") if type(entry) is str else entry
         if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
             raise InvalidInput(where, found=f"{entry!r:.60}", expected="two tokens")

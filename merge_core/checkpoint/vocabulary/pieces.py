@@ -1,7 +1,7 @@
-"""The pieces of a SentencePiece model, read from its file without the library.
+"""Read the pieces of a SentencePiece model from its file, without the library.
 
-The file is a protocol buffer (https://github.com/google/sentencepiece, ``sentencepiece_model.proto``): field 1 of the
-message is repeated, one piece each, whose field 1 is its text.
+The file is a protocol buffer (https://github.com/google/sentencepiece, ``sentencepiece_model.proto``). Field 1 of the
+message is repeated, once per piece. Field 1 of a piece is its text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _TEXT = 1
 
 
 def read_pieces(content: bytes) -> tuple[str, ...] | None:
-    """Return the pieces in the order of their ids; None if ``content`` is not a SentencePiece model."""
+    """Return the pieces in the order of their ids, or None if ``content`` is not a SentencePiece model."""
     try:
         pieces = [
             text.decode()
@@ -20,45 +20,45 @@ def read_pieces(content: bytes) -> tuple[str, ...] | None:
             for field, text in _fields(message)
             if field == _TEXT
         ]
-    except (ValueError, IndexError):  # UnicodeDecodeError among them
+    except (ValueError, IndexError):  # UnicodeDecodeError is a ValueError.
         return None
     return tuple(pieces) or None
 
 
 def _fields(content: bytes) -> list[tuple[int, bytes]]:
-    """Return the fields of a message: number and bytes. Numbers and floats have none.
+    """Return number and bytes of the length-delimited fields of a message. Numeric fields are skipped.
 
     Raises:
-        ValueError: It is not a message.
-        IndexError: It ends within a field.
+        ValueError: The content is not a message.
+        IndexError: The content ends within a field.
     """
-    found, at = [], 0
-    while at < len(content):
-        key, at = _varint(content, at)
+    fields, position = [], 0
+    while position < len(content):
+        key, position = _varint(content, position)
         kind, number = key & 7, key >> 3
         if kind == 2:
-            length, at = _varint(content, at)
-            found.append((number, content[at : at + length]))
-            at += length
+            length, position = _varint(content, position)
+            fields.append((number, content[position : position + length]))
+            position += length
         elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
+            position += 8 if kind == 1 else 4
         elif kind == 0:
-            _, at = _varint(content, at)
+            _, position = _varint(content, position)
         else:
             raise ValueError("not a protocol buffer")
-    if at != len(content):
+    if position != len(content):
         raise IndexError("a field ends after the message")
-    return found
+    return fields
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a place, and the place after it."""
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return the variable-length integer at a position, and the position after it."""
     value = shift = 0
     while True:
-        byte = content[at]
+        byte = content[position]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        position, shift = position + 1, shift + 7
         if byte < 128:
-            return value, at
+            return value, position
         if shift > 63:
             raise ValueError("a number of more than 64 bits")

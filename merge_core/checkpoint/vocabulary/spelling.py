@@ -1,6 +1,6 @@
-"""The bytes that a token stands for, so that tokens of two tokenizers can be told to be the same.
+"""Convert tokens to the bytes that they represent, so that tokens of two tokenizers can be compared.
 
-``Ġthe`` of a byte-level tokenizer and ``▁the`` of SentencePiece are one token, written in two ways.
+``Ġthe`` of a byte-level tokenizer and ``▁the`` of SentencePiece are two spellings of the same token.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from mergegate.merge_core.checkpoint.vocabulary.definition import TokenizerDefin
 
 
 def token_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
-    """Bytes → id of every ordinary token; added tokens by their text, with a zero byte in front that no text has.
+    """Return the id of every token by the bytes that it represents.
 
-    Of several tokens that stand for the same bytes the first counts.
+    Added tokens are listed by their text with a leading zero byte, which does not occur in texts. If several tokens
+    represent the same bytes, the first one counts.
     """
     byte_level = "ByteLevel" in set(_types(tokenizer.content.get("decoder"))) | set(
         _types(tokenizer.content.get("pre_tokenizer"))
     )
     metaspace = not byte_level and any("▁" in token for token in tokenizer.model_ids)
-    found: dict[bytes, int] = {}
+    ids: dict[bytes, int] = {}
     for token, number in tokenizer.ids.items():
         if token in tokenizer.added:
-            found.setdefault(b"\0" + token.encode(), number)
+            ids.setdefault(b"\0" + token.encode(), number)
         elif byte_level:
-            found.setdefault(_of_byte_level(token), number)
+            ids.setdefault(_byte_level_bytes(token), number)
         elif metaspace:
-            found.setdefault(_of_metaspace(token), number)
+            ids.setdefault(_metaspace_bytes(token), number)
         else:
-            found.setdefault(token.encode(), number)
-    return found
+            ids.setdefault(token.encode(), number)
+    return ids
 
 
 def _types(part: Any) -> Iterator[str]:
@@ -46,21 +47,21 @@ def _types(part: Any) -> Iterator[str]:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable characters of Latin-1 stand for themselves, the other bytes for those from U+0100."""
+    """Return GPT-2's table: printable Latin-1 characters are their own bytes, U+0100 and up are the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-def _of_byte_level(token: str) -> bytes:
+def _byte_level_bytes(token: str) -> bytes:
     table = _byte_of_character()
     if all(character in table for character in token):
         return bytes(table[character] for character in token)
     return token.encode()
 
 
-def _of_metaspace(token: str) -> bytes:
+def _metaspace_bytes(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])

@@ -1,7 +1,7 @@
-"""The token → id mapping of a checkpoint, and where two of them disagree.
+"""Read the ids of all tokens of a checkpoint, and compare them between checkpoints.
 
-Merging embeddings row by row is right only when row 17 means the same token in every model. Nothing in the weights
-says so, and nothing fails when it does not: the result just talks nonsense.
+Merging embeddings row by row is only correct if each row belongs to the same token in every model. The weights do not
+reveal a mismatch, and the merge does not fail, but the result generates nonsense.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mergegate.merge_core.checkpoint.vocabulary.pieces import read_pieces
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and their ids; added tokens (special ones, chat markers) included.
+    """Tokens and their ids, including added tokens such as special tokens and chat markers.
 
     Args:
-        ids: Token → id. Complete if ``is_complete``; else only added tokens.
-        digests: sha256 by name of vocabulary files that only their own library reads.
-        is_complete: Whether ``ids`` has every token.
-        model_tokens: Tokens that are not added ones, if they are known.
+        ids: Ids by token. Contains only added tokens unless ``is_complete`` is true.
+        digests: sha256 by name of the vocabulary files that need a library of their own.
+        is_complete: Whether ``ids`` contains every token.
+        model_tokens: Tokens of the model's vocabulary, without added tokens. None if they are unknown.
     """
 
     ids: Mapping[str, int]
@@ -34,18 +34,18 @@ class Vocabulary:
 
     @property
     def added(self) -> dict[str, int]:
-        """Ids of the tokens that the model of the tokenizer lacks."""
+        """Ids of the tokens that are not in the vocabulary of the tokenizer's model."""
         return {token: number for token, number in self.ids.items() if token not in (self.model_tokens or ())}
 
 
 def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint; None if it has no tokenizer files.
+    """Return the vocabulary of a checkpoint, or None if it has no tokenizer files.
 
     Args:
         source: Files of the checkpoint, or its directory.
 
     Raises:
-        InvalidInput: A tokenizer file that is not what its name says, or is not a plain file in its directory.
+        InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
     """
     files = list_companions(source) if isinstance(source, Path) else source
     contents = {name: files.read(name) for name in files if is_binary_vocabulary(name)}
@@ -54,33 +54,35 @@ def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
         return Vocabulary(definition.ids, digests, model_tokens=frozenset(definition.model_ids))
     if not digests:
         return None
-    pieces = next((found for content in contents.values() if (found := read_pieces(content)) is not None), None)
+    pieces = next((items for content in contents.values() if (items := read_pieces(content)) is not None), None)
     added = added_ids(files, read_settings(files))
     return Vocabulary(added, digests, is_complete=False, model_tokens=None if pieces is None else frozenset(pieces))
 
 
-def vocabulary_differences(one: Vocabulary, other: Vocabulary) -> tuple[list[str], list[str], list[str]]:
-    """Compare the tokens that both files list: tokens with another id, tokens only in ``one``, only in ``other``.
+def vocabulary_differences(first: Vocabulary, second: Vocabulary) -> tuple[list[str], list[str], list[str]]:
+    """Compare the ids of two vocabularies. If one of them is incomplete, only added tokens are compared.
 
-    A token that only one side has, at an id where the other side has a different token, counts as "another id": that
-    row means two things. Of vocabularies that are not complete, added tokens are compared.
+    Returns:
+        Tokens with different ids, tokens only in ``first``, and tokens only in ``second``. A token that only one
+        vocabulary has, at an id that the other one uses for a different token, counts as a token with different ids,
+        because that row has two meanings.
     """
-    first, second = one.ids, other.ids
-    if not (one.is_complete and other.is_complete):
-        inside = (one.model_tokens or frozenset()) | (other.model_tokens or frozenset())
-        first, second = (
-            {token: number for token, number in ids.items() if token not in inside} for ids in (first, second)
+    ids_1, ids_2 = first.ids, second.ids
+    if not (first.is_complete and second.is_complete):
+        model_tokens = (first.model_tokens or frozenset()) | (second.model_tokens or frozenset())
+        ids_1, ids_2 = (
+            {token: number for token, number in ids.items() if token not in model_tokens} for ids in (ids_1, ids_2)
         )
-    names_one = {number: token for token, number in first.items()}
-    names_other = {number: token for token, number in second.items()}
-    moved = [token for token, number in first.items() if token in second and second[token] != number]
-    moved_ones = set(moved)
+    tokens_1 = {number: token for token, number in ids_1.items()}
+    tokens_2 = {number: token for token, number in ids_2.items()}
+    moved = [token for token, number in ids_1.items() if token in ids_2 and ids_2[token] != number]
+    moved_set = set(moved)
     clashing = [
         token
-        for number, token in names_one.items()
-        if number in names_other and names_other[number] != token and token not in moved_ones and token not in second
+        for number, token in tokens_1.items()
+        if number in tokens_2 and tokens_2[number] != token and token not in moved_set and token not in ids_2
     ]
-    clashing_ones = set(clashing)
-    only_one = [token for token in first if token not in second and token not in clashing_ones]
-    only_other = [token for token, number in second.items() if token not in first and number not in names_one]
-    return moved + clashing, only_one, only_other
+    clashing_set = set(clashing)
+    only_1 = [token for token in ids_1 if token not in ids_2 and token not in clashing_set]
+    only_2 = [token for token, number in ids_2.items() if token not in ids_1 and number not in tokens_1]
+    return moved + clashing, only_1, only_2

@@ -1,9 +1,10 @@
-"""Rows for tokens that a model never had, made of rows that it has.
+"""Compute embedding rows for tokens that a model lacks, as combinations of its existing rows.
 
-A token that both tokenizers have ties the two models' spaces of embeddings together. A new token's row in the donor is
-written as a combination of a few such tokens' rows in the donor; the same combination of *their rows in the model* is
-the new row (arXiv:2506.06607). The combination is found by orthogonal matching pursuit: take the row that points most
-in the direction of what is left, fit all taken ones by least squares, go on with the rest.
+Tokens that both tokenizers have connect the embedding spaces of the two models. The donor's row of a new token is
+approximated by a combination of the donor's rows of a few shared tokens. The same combination of *the model's rows* of
+these tokens is the new row (arXiv:2506.06607). Orthogonal matching pursuit determines the combination. In each step, it
+selects the row that is best aligned with the residual, fits all selected rows by least squares, and updates the
+residual.
 """
 
 from __future__ import annotations
@@ -15,69 +16,70 @@ if TYPE_CHECKING:
 
 TransplantMethod = Literal["omp", "mean"]
 METHODS: tuple[str, ...] = get_args(TransplantMethod)
-# A remainder below this share of the target is rounding.
+# A residual below this fraction of the target is rounding error.
 _DONE = 1e-6
 
 
-def sparse_combinations(wanted: torch.Tensor, atoms: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthogonal matching pursuit of many targets at once.
+def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Approximate many targets by sparse combinations of atoms, with orthogonal matching pursuit.
 
     Args:
-        wanted: Targets [n, d], float32 or float64.
-        atoms: Rows to combine [s, d], in the same format; those of zeros are never taken.
-        k: How many atoms at most make one target, from 1.
+        targets: Targets [n, d], float32 or float64.
+        atoms: Rows to combine [s, d], in the same format. Zero rows are never selected.
+        k: Largest number of atoms per target, from 1.
 
     Returns:
-        Numbers of the atoms [n, k] and coefficients [n, k]; an atom that was not needed has the coefficient 0.
+        Indices of the atoms [n, k] and coefficients [n, k]. An unneeded atom has the coefficient 0.
     """
     import torch
 
-    count, width = wanted.shape
+    count, width = targets.shape
     k = max(1, min(k, len(atoms), width))
     lengths = atoms.norm(dim=1)
     directions = atoms / lengths.clamp_min(torch.finfo(atoms.dtype).tiny)[:, None]
     usable = (lengths > 0).to(atoms.dtype)
-    chosen = torch.zeros(count, k, dtype=torch.long, device=wanted.device)
-    basis = wanted.new_zeros(count, k, width)
-    upper = torch.eye(k, dtype=wanted.dtype, device=wanted.device).repeat(count, 1, 1)
-    along = wanted.new_zeros(count, k)
-    open_atoms = usable.repeat(count, 1)
-    left, size = wanted.clone(), wanted.norm(dim=1)
-    everyone = torch.arange(count, device=wanted.device)
+    indices = torch.zeros(count, k, dtype=torch.long, device=targets.device)
+    basis = targets.new_zeros(count, k, width)
+    upper = torch.eye(k, dtype=targets.dtype, device=targets.device).repeat(count, 1, 1)
+    along = targets.new_zeros(count, k)
+    available = usable.repeat(count, 1)
+    residual, size = targets.clone(), targets.norm(dim=1)
+    rows = torch.arange(count, device=targets.device)
     for step in range(k):
-        match = (left @ directions.T).abs() * open_atoms
-        number = match.argmax(dim=1)
-        chosen[:, step] = number
-        open_atoms[everyone, number] = 0
-        atom = directions[number]
-        # Twice is enough (Kahan, Parlett): one pass loses orthogonality where atoms are nearly parallel.
-        inside = wanted.new_zeros(count, step)
+        match = (residual @ directions.T).abs() * available
+        index = match.argmax(dim=1)
+        indices[:, step] = index
+        available[rows, index] = 0
+        atom = directions[index]
+        # One pass loses orthogonality if atoms are nearly parallel. Two passes are enough (Kahan, Parlett).
+        inside = targets.new_zeros(count, step)
         for _ in range(2):
             part = torch.einsum("nkd,nd->nk", basis[:, :step], atom)
             atom = atom - torch.einsum("nk,nkd->nd", part, basis[:, :step])
             inside = inside + part
         length = atom.norm(dim=1)
-        needed = (length > _DONE) & (left.norm(dim=1) > _DONE * size) & (match.amax(dim=1) > 0)
+        needed = (length > _DONE) & (residual.norm(dim=1) > _DONE * size) & (match.amax(dim=1) > 0)
         direction = torch.where(needed[:, None], atom / length.clamp_min(_DONE)[:, None], torch.zeros_like(atom))
         basis[:, step] = direction
         upper[:, :step, step] = torch.where(needed[:, None], inside, torch.zeros_like(inside))
         upper[:, step, step] = torch.where(needed, length, torch.ones_like(length))
-        along[:, step] = (left * direction).sum(1)
-        left = left - along[:, step, None] * direction
+        along[:, step] = (residual * direction).sum(1)
+        residual = residual - along[:, step, None] * direction
     weights = torch.linalg.solve_triangular(upper, along[:, :, None], upper=True)[:, :, 0]
-    return chosen, weights / lengths[chosen].clamp_min(torch.finfo(atoms.dtype).tiny)
+    return indices, weights / lengths[indices].clamp_min(torch.finfo(atoms.dtype).tiny)
 
 
-def combined_rows(chosen: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same combinations of other rows.
+def combined_rows(indices: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Apply the combinations to the rows of another space.
 
     Args:
-        chosen, weights: From :func:`sparse_combinations`, [n, k].
-        rows: What the atoms are in the other space [s, h].
+        indices: Indices [n, k] from :func:`sparse_combinations`.
+        weights: Coefficients [n, k] from :func:`sparse_combinations`.
+        rows: Rows in the other space that correspond to the atoms [s, h].
 
     Returns:
-        [n, h].
+        Combined rows [n, h].
     """
     import torch
 
-    return torch.einsum("nk,nkh->nh", weights.to(rows.dtype), rows[chosen])
+    return torch.einsum("nk,nkh->nh", weights.to(rows.dtype), rows[indices])

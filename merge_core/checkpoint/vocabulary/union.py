@@ -1,19 +1,19 @@
-"""One tokenizer made of several: the base's, and what the others have beside it.
+"""Join several tokenizers into one: the tokenizer of the base, extended by tokens of the other tokenizers.
 
-*Siblings* have the same model (the same ordinary tokens, merges, scores, switches) and cut text in the same way; they
-differ in added tokens, and in which id a token has. Their union is exact: every text that holds none of the new tokens
-is cut as before, in each of them. *Strangers* differ in the model. There is no tokenizer that cuts as two of them do,
-so a recipe says what is to become of the tokens that the base lacks:
+*Siblings* have the same model (the same ordinary tokens, merges, scores and options) and split text in the same way.
+They differ in added tokens and in ids. Their union is exact: every tokenizer splits a text without new tokens as
+before. *Strangers* have different models. No single tokenizer can split text like two strangers, so a recipe declares
+how to treat the tokens that the base lacks:
 
 ========  ============================================================================================================
-refuse    nothing: the union is refused. What is not said is not done
-specials  only added tokens are taken over
-dormant   ordinary tokens get an id and no merges: they can be decoded, and no text is cut into them (BPE)
-appended  ordinary tokens get an id, and merges behind the base's: some texts are cut into them (BPE), in another way
-          than the base was trained on. Words of WordLevel and WordPiece are simply added
+refuse    refuse the union. This is the default
+specials  take over only added tokens
+dormant   give ordinary tokens an id but no merges, so that they can be decoded but no text is split into them (BPE)
+appended  give ordinary tokens an id, and merges after those of the base. Some texts are then split into them (BPE),
+          in a way that the base was not trained on. Words of WordLevel and WordPiece are simply added
 ========  ============================================================================================================
 
-Ids of the base stay; new tokens come behind them, in the order of the models and of their ids.
+The ids of the base do not change. New tokens follow, in the order of the models and of their ids.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from mergegate.merge_core.checkpoint.vocabulary.comparison import model_differences, pipeline_differences
-from mergegate.merge_core.checkpoint.vocabulary.definition import NAME, SETTINGS, TokenizerDefinition, given_ids
+from mergegate.merge_core.checkpoint.vocabulary.definition import NAME, SETTINGS, TokenizerDefinition, assign_ids
 from mergegate.merge_core.errors import InvalidInput
 
 Strangers = Literal["refuse", "specials", "dormant", "appended"]
 STRANGERS: tuple[str, ...] = get_args(Strangers)
-_CUT_BY = ("normalizer", "pre_tokenizer")
+_SPLITTING_PARTS = ("normalizer", "pre_tokenizer")
 _TRANSPLANT = "mergegate transplant-tokenizer gives one model the other's tokenizer"
-# Files that say the same as the model part of tokenizer.json, for other readers.
+# Files for other libraries that duplicate the model part of tokenizer.json.
 _OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
 @dataclass(frozen=True)
 class JoinedTokenizer:
-    """A tokenizer that did not exist before.
+    """A tokenizer that was joined from several.
 
     Args:
-        content: Its ``tokenizer.json``.
+        content: Content of its ``tokenizer.json``.
         ids: Ids of all its tokens.
-        new_added: Added tokens that the base lacked, or had as ordinary ones, with their flags.
-        model_changed: Whether the base's model has other tokens or merges now.
-        remarks: What a person should know of it.
+        new_added: New added tokens with their flags. The base lacks them or has them as ordinary tokens.
+        model_changed: Whether the model of the base got new tokens or merges.
+        remarks: Remarks for the user.
     """
 
     content: Mapping[str, Any]
@@ -54,18 +54,19 @@ class JoinedTokenizer:
     remarks: tuple[str, ...]
 
 
-def stranger_because(base: TokenizerDefinition, other: TokenizerDefinition) -> str:
-    """Why the two are no siblings: the first part that differs; empty where they are."""
+def stranger_reason(base: TokenizerDefinition, other: TokenizerDefinition) -> str:
+    """Return why two tokenizers are strangers: the first part that differs. Return an empty string for siblings."""
     for difference in model_differences(base, other):
         return f"{difference.key}: {difference.found}, not {difference.expected}"
     for difference in pipeline_differences(base, other):
-        if difference.key in _CUT_BY:
+        if difference.key in _SPLITTING_PARTS:
             return f"{difference.key}: {difference.found}, not {difference.expected}"
-    lacking, more = _ordinary(base, other), _ordinary(other, base)
-    if lacking or more:
-        shown = repr((more or lacking)[0])
+    only_base, only_other = _ordinary(base, other), _ordinary(other, base)
+    if only_base or only_other:
+        example = repr((only_other or only_base)[0])
         return (
-            f"{len(more)} ordinary tokens that the base lacks, {len(lacking)} that only the base has, such as {shown}"
+            f"{len(only_other)} ordinary tokens that the base lacks, {len(only_base)} that only the base has, such as"
+            f" {example}"
         )
     return ""
 
@@ -77,45 +78,45 @@ def join_tokenizers(
     where: str,
     more: Mapping[str, Mapping[str, bool]] | None = None,
 ) -> JoinedTokenizer:
-    """The base's tokenizer with what the ``others`` have beside it.
+    """Extend the tokenizer of the base by tokens of other tokenizers.
 
     Args:
-        base: Whose ids stay.
-        others: By model, in the order of the recipe.
-        strangers: What becomes of ordinary tokens that the base lacks.
-        where: Place in the recipe, for messages.
-        more: Further tokens to add, with their flags.
+        base: Tokenizer of the base, whose ids do not change.
+        others: Other tokenizers by model, in the order of the recipe.
+        strangers: Treatment of ordinary tokens that the base lacks, see the module docstring.
+        where: Location in the recipe, for messages.
+        more: Additional tokens to add, with their flags.
 
     Raises:
-        InvalidInput: Strangers that are to be refused, or that cannot be joined in the way that is asked for; ids that
-            would be given twice.
+        InvalidInput: Strangers are refused or cannot be joined in the selected way, or two tokens would have the same
+            id.
     """
     content = {**base.content, "model": dict(base.model)}
     ordinary: dict[str, None] = {}
     merges: list[tuple[str, str]] = []
     remarks: list[str] = []
     for name, other in others.items():
-        if not (reason := stranger_because(base, other)):
+        if not (reason := stranger_reason(base, other)):
             continue
-        _refuse(base, other, name, reason, strangers, where)
+        _require_joinable(base, other, name, reason, strangers, where)
         if strangers == "specials":
             continue
-        wanted = sorted(_ordinary(other, base), key=lambda token: other.model_ids[token])
+        new_tokens = sorted(_ordinary(other, base), key=lambda token: other.model_ids[token])
         if strangers == "dormant":
-            active = [token for token in wanted if _is_atom(token, base)]
-            wanted = [token for token in wanted if not _is_atom(token, base)]
+            active = [token for token in new_tokens if _is_atom(token, base)]
+            new_tokens = [token for token in new_tokens if not _is_atom(token, base)]
             if active:
                 remarks.append(f"{len(active)} single characters of {name} are left out: they would be used at once")
         else:
             merges += other.merges
-        ordinary.update(dict.fromkeys(wanted))
+        ordinary.update(dict.fromkeys(new_tokens))
     added = _new_added(base, others, more or {})
     changed = bool(ordinary or merges)
-    entries = [dict(entry) for entry in _listed(base)]
+    entries = [dict(entry) for entry in _added_entries(base)]
     if changed:
         _extend_model(content["model"], base, list(ordinary), merges, where)
     model_ids = content["model"]["vocab"] if changed else base.model_ids
-    ids = given_ids(model_ids, [*base.added, *added])
+    ids = assign_ids(model_ids, [*base.added, *added])
     for token, flags in added.items():
         entries.append({"id": ids[token], "content": token, **flags})
     content["added_tokens"] = sorted(entries, key=lambda entry: int(entry["id"]))
@@ -126,29 +127,29 @@ def join_tokenizers(
 def rewritten_files(
     joined: JoinedTokenizer, base: TokenizerDefinition, companions: Sequence[str]
 ) -> dict[str, bytes | None]:
-    """Files of the base's tokenizer that are otherwise with the joined one, by name; None: not there.
+    """Return the files of the base's tokenizer that change, by name. None stands for a file to remove.
 
     Args:
-        joined: The new tokenizer.
-        base: The one that it began with.
-        companions: Names of the files that the base has.
+        joined: The joined tokenizer.
+        base: Tokenizer of the base.
+        companions: Names of the base's files.
     """
     files: dict[str, bytes | None] = {NAME: _json(joined.content)}
-    if joined.model_changed:  # They describe the model as it was.
+    if joined.model_changed:  # The other formats describe the old model.
         files |= dict.fromkeys(name for name in companions if name in _OTHER_FORMS or name.endswith(".tiktoken"))
     decoder = base.settings.get("added_tokens_decoder")
     if SETTINGS in companions and isinstance(decoder, Mapping):
-        more = {str(joined.ids[token]): {"content": token, **flags} for token, flags in joined.new_added.items()}
-        files[SETTINGS] = _json({**base.settings, "added_tokens_decoder": {**decoder, **more}})
+        entries = {str(joined.ids[token]): {"content": token, **flags} for token, flags in joined.new_added.items()}
+        files[SETTINGS] = _json({**base.settings, "added_tokens_decoder": {**decoder, **entries}})
     if "added_tokens.json" in companions:
         files["added_tokens.json"] = _json({token: joined.ids[token] for token in (*base.added, *joined.new_added)})
     return files
 
 
-def _refuse(
+def _require_joinable(
     base: TokenizerDefinition, other: TokenizerDefinition, name: str, reason: str, strangers: Strangers, where: str
 ) -> None:
-    """Raise where these two cannot be joined so."""
+    """Raise InvalidInput if two strangers cannot be joined in the selected way."""
     found = f"{name} has another tokenizer than the base: {reason}"
     if strangers == "refuse":
         ways = "specials" if base.kind == "Unigram" else "specials, dormant or appended"
@@ -192,17 +193,17 @@ def _refuse(
             )
 
 
-def _ordinary(one: TokenizerDefinition, other: TokenizerDefinition) -> list[str]:
-    """Ordinary tokens of one that the other lacks; what is an added token in either is none."""
+def _ordinary(tokenizer: TokenizerDefinition, other: TokenizerDefinition) -> list[str]:
+    """Return the ordinary tokens of a tokenizer that the other lacks, without added tokens of either."""
     return [
         token
-        for token in one.model_ids
-        if token not in other.ids and token not in one.added and token not in other.added
+        for token in tokenizer.model_ids
+        if token not in other.ids and token not in tokenizer.added and token not in other.added
     ]
 
 
 def _is_atom(token: str, base: TokenizerDefinition) -> bool:
-    """Whether BPE would begin with the token, without any merge: one character (marks aside), or one byte."""
+    """Return whether BPE produces the token without a merge: it is one character (without marks) or one byte."""
     bare = token.removeprefix(base.model.get("continuing_subword_prefix") or "")
     bare = bare.removesuffix(base.model.get("end_of_word_suffix") or "")
     is_byte = bool(base.model.get("byte_fallback")) and len(token) == 6 and token.startswith("<0x")
@@ -212,20 +213,20 @@ def _is_atom(token: str, base: TokenizerDefinition) -> bool:
 def _new_added(
     base: TokenizerDefinition, others: Mapping[str, TokenizerDefinition], more: Mapping[str, Mapping[str, bool]]
 ) -> dict[str, Mapping[str, bool]]:
-    """Added tokens of the others that the base does not have as such; the first definition of each wins."""
-    found: dict[str, Mapping[str, bool]] = {}
+    """Return added tokens of the others that are not added tokens of the base. The first definition counts."""
+    added: dict[str, Mapping[str, bool]] = {}
     for other in others.values():
-        for token in sorted(other.added, key=lambda one: other.ids[one]):
+        for token in sorted(other.added, key=lambda item: other.ids[item]):
             if token not in base.added:
-                found.setdefault(token, other.added[token])
+                added.setdefault(token, other.added[token])
     for token, flags in more.items():
         if token not in base.ids:
-            found.setdefault(token, flags)
-    return found
+            added.setdefault(token, flags)
+    return added
 
 
-def _listed(base: TokenizerDefinition) -> Iterator[Mapping[str, Any]]:
-    """The base's added tokens with the ids that they have."""
+def _added_entries(base: TokenizerDefinition) -> Iterator[Mapping[str, Any]]:
+    """Yield entries for the base's added tokens with the ids that the library assigns."""
     for token, flags in base.added.items():
         yield {"id": base.ids[token], "content": token, **flags}
 
@@ -237,10 +238,10 @@ def _extend_model(
     merges: Sequence[tuple[str, str]],
     where: str,
 ) -> None:
-    """Write further tokens and merges into a model.
+    """Write additional tokens and merges into a model.
 
-    The base's added tokens come into its vocabulary, too: an added token that is not there has the id after the last
-    ordinary one, and would move.
+    The vocabulary also receives the base's added tokens. Without an entry there, an added token has the id after the
+    last ordinary token, so its id would change.
     """
     vocab = dict(base.ids)
     size = 1 + max(vocab.values(), default=-1)
@@ -248,16 +249,16 @@ def _extend_model(
         vocab[token], size = size, size + 1
     model["vocab"] = vocab
     if base.kind == "BPE":
-        known = set(base.merges)
-        fitting = [
+        base_merges = set(base.merges)
+        new_merges = [
             pair
             for pair in dict.fromkeys(merges)
-            if pair not in known and pair[0] in vocab and pair[1] in vocab and _merged(pair, base) in vocab
+            if pair not in base_merges and pair[0] in vocab and pair[1] in vocab and _merge_result(pair, base) in vocab
         ]
-        model["merges"] = [list(pair) for pair in (*base.merges, *fitting)]
+        model["merges"] = [list(pair) for pair in (*base.merges, *new_merges)]
 
 
-def _merged(pair: tuple[str, str], base: TokenizerDefinition) -> str:
+def _merge_result(pair: tuple[str, str], base: TokenizerDefinition) -> str:
     return pair[0] + pair[1].removeprefix(base.model.get("continuing_subword_prefix") or "")
 
 
@@ -277,5 +278,5 @@ def _require_distinct(ids: Mapping[str, int], where: str) -> None:
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
-    # Without indents: they would take the slow encoder, seconds for a large vocabulary.
+    # No indentation, because it would select json's slow encoder, which takes seconds for a large vocabulary.
     return (json.dumps(content, ensure_ascii=False) + "\n").encode()
