@@ -1,4 +1,4 @@
-"""Directories that exist whole or not at all, outside the store, and the rule for what mergegate may delete there.
+"""Create output directories outside the store atomically, and delete only directories that mergegate wrote.
 
 mergegate fills ``<name>.partial`` and renames it to its final name when it is complete. The partial directory carries
 a mark, a file that only mergegate writes, from the moment it exists. A directory without the mark belongs to the user:
@@ -50,18 +50,19 @@ def new_directory(
     by: str = "command that writes it",
     remedy: str = "wait for it, or name another directory",
 ) -> Iterator[Path]:
-    """Yield the directory in which to write ``out``; at the end of the block it is renamed to ``out``.
+    """Yield the directory in which to write ``out``, and rename it to ``out`` at the end of the block.
 
     Args:
         out: The final directory.
         partial: The directory to write into, next to ``out``. Default: ``<out>.partial``.
-        resume: Keep what a killed run left in the partial directory, and keep it after an error. Otherwise the block
-            starts with an empty directory and an error leaves nothing.
-        by: What else may be writing ``out``, for the message.
-        remedy: What to do then, for the message.
+        resume: Whether to keep the files of a killed run in the partial directory, and to keep them after an error.
+            By default the block starts with an empty directory and an error leaves nothing.
+        by: Description of another process that may be writing ``out``, for the error message.
+        remedy: Advice for that case, for the error message.
 
     Raises:
-        InvalidInput: ``out`` exists or is not the name of a directory, or the partial directory is not ours.
+        InvalidInput: ``out`` exists or is not the name of a directory, or mergegate did not create the partial
+            directory.
         Refused: Another process is writing ``out``.
     """
     _require_absent(out)
@@ -81,7 +82,7 @@ def new_directory(
             if not resume or list(partial.iterdir()) == [partial / MARK]:
                 remove_any(partial)
             raise
-        # Not before: a run that is killed between these two lines leaves a directory that is complete and ours.
+        # Remove the mark last. A run that is killed before this line leaves a complete directory that is still marked.
         (out / MARK).unlink()
     finally:
         os.close(descriptor)
@@ -93,13 +94,13 @@ def _require_absent(out: Path) -> None:
 
 
 def finish_directory(out: Path) -> None:
-    """Remove the mark from a complete directory, where a run was killed just after it renamed the directory."""
+    """Remove the mark from a complete directory, which a run leaves if it is killed just after the rename."""
     if has_mark(out / MARK):
         (out / MARK).unlink()
 
 
 def _claim(partial: Path) -> int | None:
-    """Return the open mark of ``partial``, locked; None while another process holds it. Create both if needed."""
+    """Open and lock the mark of ``partial``, creating both if needed; return None while another process holds it."""
     while True:
         if not os.path.lexists(partial):
             _create(partial)
@@ -118,12 +119,12 @@ def _claim(partial: Path) -> int | None:
 
 def _create(partial: Path) -> None:
     """Create ``partial`` and its mark in one step, unless another process is quicker."""
-    step = partial.with_name(f".{secrets.token_hex(8)}.partial")
-    step.mkdir()
+    temporary = partial.with_name(f".{secrets.token_hex(8)}.partial")
+    temporary.mkdir()
     try:
-        (step / MARK).write_bytes(MARK_CONTENT)
-        step.rename(partial)
+        (temporary / MARK).write_bytes(MARK_CONTENT)
+        temporary.rename(partial)
     except OSError:
-        remove_any(step)
+        remove_any(temporary)
         if not os.path.lexists(partial):
             raise
