@@ -56,7 +56,7 @@ def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str,
 def undescribed_key(part: TextPart, depth: int) -> str | None:
     """Return a key that may affect single layers and is not in the family's description, or None.
 
-    Such a key is recognized by its name (``..._pattern``, ``..._interval``, ``layer_types``) or its shape (a list with
+    The search recognizes such a key by its name (``..._pattern``, ``..._interval``, ``layer_types``) or its shape (a list with
     ``depth`` entries). A value that is unset, false, or a period of one affects all layers equally.
     """
     known = {*(part.family.keys if part.family else ()), *_leftovers(part)}

@@ -1,4 +1,4 @@
-"""Compare the settings in ``config.json`` that determine what a network computes with its weights.
+"""Compare the settings in ``config.json`` that determine the function of a network with given weights.
 
 Every key counts unless it matches :data:`_NO_EFFECT`, which lists keys that do not change the function: names,
 versions, number formats, dropout, initialization, training losses, text generation. Alternative spellings are unified
@@ -98,7 +98,7 @@ class ModelSetting:
 
 
 def has_effect(key: str) -> bool:
-    """Return whether a key of ``config.json`` may change what a network computes."""
+    """Return whether a key of ``config.json`` may change the function that a network computes."""
     return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
 
 
@@ -123,7 +123,7 @@ def differing_settings(
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
-    """Return the settings in ``config`` that affect what the network computes, by name.
+    """Return the settings in ``config`` that affect the function of the network, by name.
 
     The settings of the language model have plain names (``sliding_window``), regardless of their position in the file.
     """
