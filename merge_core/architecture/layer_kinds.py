@@ -56,8 +56,8 @@ def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str,
 def undescribed_key(part: TextPart, depth: int) -> str | None:
     """Return a key that may affect single layers and is not in the family's description, or None.
 
-    The search recognizes such a key by its name (``..._pattern``, ``..._interval``, ``layer_types``) or its shape (a list with
-    ``depth`` entries). A value that is unset, false, or a period of one affects all layers equally.
+    A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), or if its value is
+    a list with ``depth`` entries. A value that is unset, false, or a period of one affects all layers equally.
     """
     known = {*(part.family.keys if part.family else ()), *_leftovers(part)}
     for key, value in part.config.items():
