@@ -1,6 +1,6 @@
-"""What networks do, from names and configurations alone: layers and their kinds, heads, parts beside the text, layouts.
+"""Derive the structure of networks from tensor names and configurations: layers and their kinds, heads, parts, layouts.
 
-What single families do is data, in ``families/``; everything else holds for all of them.
+Facts about single families are data in ``families/``. Everything else applies to all families.
 """
 
 from mergegate.merge_core.architecture.architecture import (

@@ -1,4 +1,4 @@
-"""What the engine must know about networks, from names and configs alone: heads, tied embeddings, layer counts."""
+"""Derive facts about networks from tensor names and configurations: heads, tied embeddings, layer counts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from mergegate.merge_core.checkpoint import (
     ties_embeddings,
 )
 
-# Further tensors with a row for each token: biases of heads, heads of encoders, and T5's table, which is no embedding
-# that could stand for a head: where T5's head is tied, it is scaled.
+# Additional tensors with one row per token: biases of heads, heads of encoders, and T5's table. T5's table cannot
+# replace a head like other embeddings, because a tied head of T5 is scaled.
 _TOKEN_ROWS = re.compile(
     r"^(?:.*\.)?(?:(?:lm_head|embed_out|lm_head\.decoder|predictions|predictions\.decoder)\.bias"
     r"|(?:lm_head|predictions)\.decoder\.weight)$|^shared\.weight$|^generator_lm_head\.bias$"
 )
-# Buffers that some versions of a library stored and others compute.
+# Buffers that some versions of a library store and others compute.
 _BUFFERS = ("rotary_emb.inv_freq", "position_ids", "masked_bias", "attn.bias")
 
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Whether the tensor has one row per token: embeddings, heads and their biases."""
+    """Return whether the tensor has one row per token: an embedding, a head or the bias of a head."""
     return is_embedding(name) or is_head(name) or bool(_TOKEN_ROWS.match(name))
 
 
 def class_difference(first: Checkpoint, second: Checkpoint) -> Literal["none", "head", "network"]:
-    """Return in what the networks of two checkpoints differ, from ``model_type`` and ``architectures``.
+    """Return how the networks of two checkpoints differ, according to ``model_type`` and ``architectures``.
 
-    ``head``: one is the base network of the other's family (``BertModel``), or its config names no class. Models with
-    two different heads, or of two families, differ as networks.
+    Returns:
+        ``head`` if one is the base network of the other's family (``BertModel``) or its config names no class,
+        ``network`` for two different heads or two families, and ``none`` otherwise.
     """
     classes = (first.class_name, second.class_name)
     if classes[0] == classes[1] != "":
@@ -60,12 +61,12 @@ def is_base_class(name: str) -> bool:
 
 
 def is_optional(name: str) -> bool:
-    """Whether checkpoints of one architecture may differ in having the tensor."""
+    """Return whether a checkpoint may lack the tensor while another one of the same architecture has it."""
     return name.endswith(_BUFFERS) or is_head(name)
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
-    """The tensor of that name; for a head that is tied and not stored, the embedding it is tied to."""
+    """Return the tensor called ``name``, or the embedding that it is tied to for a tied head that is not stored."""
     tensor = checkpoint.tensors.get(name)
     if tensor is not None or not is_head(name) or ties_embeddings(checkpoint.config) is False:
         return tensor
@@ -82,49 +83,49 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 def layer_count(config: Mapping[str, Any]) -> int | None:
     """Return the number of layers that a config, or its text part, states or lists.
 
-    Layers that predict further tokens do not count.
+    Layers for multi-token prediction do not count.
     """
     count: int | None = _first(config, *LAYER_COUNT_KEYS)
     if count is not None:
         return count
     text = text_part(config)
-    listed = (text.config.get(key) for key in (text.family.depth_of if text.family else ()))
-    return next((len(kinds) for kinds in listed if kinds), None)
+    lists = (text.config.get(key) for key in (text.family.depth_of if text.family else ()))
+    return next((len(kinds) for kinds in lists if kinds), None)
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first of ``keys`` that a config, or its text part, sets. Types are checked where it is opened."""
+    """Return the first value of ``keys`` that a config, or its text part, sets. Its type was checked on opening."""
     values = (part.get(key) for part in config_parts(config) for key in keys)
     return next((value for value in values if value is not None), None)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """``config`` that names ``dtype`` as the format of most of the weights; None: as it was."""
-    changed: dict[str, Any] = copy.deepcopy(dict(config))
-    parts: list[Any] = config_parts(changed)
+    """Return a copy of ``config`` that states ``dtype`` as the format of most weights. None leaves it unchanged."""
+    result: dict[str, Any] = copy.deepcopy(dict(config))
+    parts: list[Any] = config_parts(result)
     if dtype is not None:
         keys = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
-        for part, key in keys or [(changed, "torch_dtype")]:
+        for part, key in keys or [(result, "torch_dtype")]:
             part[key] = dtype.torch_name
-    return changed
+    return result
 
 
 def dtype_in(config: Mapping[str, Any]) -> str:
-    """Format of most of the weights (``bfloat16``) as a configuration names it, and a loader takes it; else empty."""
-    named = (part.get(key) for part in config_parts(config) for key in ("dtype", "torch_dtype"))
-    return next((name.removeprefix("torch.") for name in named if isinstance(name, str)), "")
+    """Return the format of most weights that a configuration states, such as ``bfloat16``, or an empty string."""
+    dtypes = (part.get(key) for part in config_parts(config) for key in ("dtype", "torch_dtype"))
+    return next((name.removeprefix("torch.") for name in dtypes if isinstance(name, str)), "")
 
 
 def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """``config`` for ``size`` embedding rows, in every part that names their number."""
-    changed: dict[str, Any] = copy.deepcopy(dict(config))
-    parts: list[Any] = config_parts(changed)
+    """Return a copy of ``config`` with ``size`` embedding rows, in every part that states the vocabulary size."""
+    result: dict[str, Any] = copy.deepcopy(dict(config))
+    parts: list[Any] = config_parts(result)
     for part in parts:
         if part.get("vocab_size") is not None:
             part["vocab_size"] = size
-    return changed
+    return result
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether the output projection is a table of its own: stored, and not said to be the embedding."""
+    """Return whether the checkpoint stores an output projection that is not tied to the embedding."""
     return any(is_head(name) for name in checkpoint.tensors) and ties_embeddings(checkpoint.config) is not True

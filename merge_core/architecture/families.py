@@ -1,12 +1,13 @@
-"""What families of networks do with the number of a layer: facts as data, one JSON file a family in ``families/``.
+"""Load descriptions of network families, which state how the layer number affects a layer.
 
-A family that nobody has described has no facts, and nothing is guessed for it: whole models need none, because no
-layer leaves its place, and slices are refused. So a description only adds.
+Each family has one JSON file in ``families/``. mergegate makes no assumptions about a family without a description.
+Merges of whole models do not need one, because every layer keeps its position, and merges of slices are refused. So a
+description only enables more merges.
 
-A file says for which ``model_type`` it speaks, where that can be looked up (``source``), and which *kinds* a layer can
-be of: sliding or full attention, dense or with experts, and so on. A kind is read from a list with an entry a layer,
-else by a rule from the layer's number. :mod:`~merge_core.architecture.layer_kinds` reads them,
-:mod:`~merge_core.architecture.stacking` writes them for other layers.
+A file states its ``model_type``, a reference (``source``), and the *kinds* of layers: sliding or full attention, dense
+or with experts, and so on. The kind of a layer comes from a list with one entry per layer, or from a rule about the
+layer number. :mod:`~merge_core.architecture.layer_kinds` reads kinds from a configuration, and
+:mod:`~merge_core.architecture.stacking` writes them for another sequence of layers.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ _DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transforme
 
 @dataclass(frozen=True)
 class LayerCondition:
-    """One thing that is asked of a layer's number ``i`` and the configuration. Exactly one question is set.
+    """Condition on a layer number ``i`` and the configuration.
+
+    Exactly one of ``every``, ``below``, ``numbered_in``, ``enabled``, ``given`` and ``kind`` is set.
 
     Args:
-        every: ``(i + shift) % every == at``; a key of the configuration, or a number.
-        below: ``i < below``; a key.
-        numbered_in: ``i`` is in the list of layer numbers under this key.
-        enabled: The key's value counts as true.
-        given: The key is there and not null.
-        kind: The layer's kind of this name equals ``equals``.
-        default: The key's value where the configuration has none.
-        at: See ``every``; a number, or a key with ``at_default``.
-        negated: The answer is turned round.
+        every: Tests ``(i + shift) % every == at``. A key of the configuration, or a number.
+        below: Tests ``i < below``. A key.
+        numbered_in: Tests whether ``i`` is in the list of layer numbers under this key.
+        enabled: Tests whether the value of this key is truthy.
+        given: Tests whether this key is present and not null.
+        kind: Tests whether the layer's kind of this name equals ``equals``.
+        equals: Value for ``kind``.
+        default: Value of the key if the configuration lacks it.
+        shift: Offset for ``every``.
+        at: Remainder for ``every``. A number, or a key with the default ``at_default``.
+        at_default: Value of the key ``at`` if the configuration lacks it.
+        negated: Whether to negate the result.
     """
 
     every: str | int | None = None
@@ -55,14 +61,17 @@ class LayerCondition:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that it reads."""
-        asked = (self.every, self.below, self.numbered_in, self.enabled, self.given, self.at)
-        return tuple(key for key in asked if isinstance(key, str))
+        """Keys of the configuration that the condition reads."""
+        keys = (self.every, self.below, self.numbered_in, self.enabled, self.given, self.at)
+        return tuple(key for key in keys if isinstance(key, str))
 
 
 @dataclass(frozen=True)
 class Clause:
-    """``value`` for a layer of which all of ``when`` is true; with ``by_number`` no two layers are of one kind."""
+    """Rule clause: a layer for which all conditions in ``when`` are true has the kind ``value``.
+
+    With ``by_number``, no two layers are of the same kind.
+    """
 
     value: Any
     when: tuple[LayerCondition, ...] = ()
@@ -71,14 +80,15 @@ class Clause:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to write down which layers are of the kind ``of``, for families that read no list of kinds.
+    """Way to write which layers are of the kind ``of``, for families that do not read a list of kinds.
 
     Args:
-        of: The value that is written; every other layer is of another.
-        numbers: Key of a list of the numbers of those layers.
-        first: Key that holds how many they are, where they are the first ones.
-        period: Key of a period; with ``offset`` the key of the number that the first has.
-        also: Other keys, and the values that they must hold for it.
+        of: Kind of the layers that are written. All other layers are of another kind.
+        numbers: Key of a list with the numbers of these layers.
+        first: Key with the number of these layers, if they are the first ones.
+        period: Key of the period in which these layers repeat.
+        offset: Key with the number of the first of these layers, for ``period``.
+        also: Other keys and their required values.
     """
 
     of: Any
@@ -90,21 +100,21 @@ class Form:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that it writes."""
+        """Keys of the configuration that this form writes."""
         return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *dict(self.also)) if key)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One respect in which layers of a family differ.
+    """Property in which the layers of a family differ.
 
     Args:
-        name: What it is called in messages.
-        listed_in: Key of a list with one entry a layer; it decides where it is set.
-        spelt_in: Key of a text with one letter a layer.
-        required: Whether the list must be there.
-        rule: What decides otherwise: the first clause that fits.
-        write: How it can be written, beside the list.
+        name: Name of the property in messages.
+        listed_in: Key of a list with one entry per layer, which takes precedence if it is set.
+        spelt_in: Key of a string with one letter per layer.
+        required: Whether the list must be present.
+        rule: Clauses that determine the value without a list. The first match applies.
+        write: Ways to write the property in addition to the list.
     """
 
     name: str
@@ -116,7 +126,7 @@ class LayerKind:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that have to do with it, the most telling ones first."""
+        """Keys of the configuration that are related to the property, the most informative ones first."""
         read = [key for clause in self.rule for condition in clause.when for key in condition.keys]
         written = [key for form in self.write for key in form.keys]
         return tuple(dict.fromkeys(key for key in (self.listed_in, self.spelt_in, *read, *written) if key))
@@ -124,22 +134,21 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a family.
+    """Description of a network family.
 
     Args:
-        model_types: Values of ``model_type`` that it speaks for.
-        source: Where that can be looked up.
-        kinds: In what its layers differ; empty where all are alike.
-        text: For networks of several parts: key of the text part's configuration, and the family it is of where it
-            does not say.
-        text_optional: Whether older configurations hold the text part's settings at the top.
-        before: Parts of names, beside the usual ones, of what stands before the layers.
-        after: The same of what stands after them.
-        predictions: First parts of names of layers that predict further tokens, beside the network.
-        prediction_keys: Keys that count layers of that use behind the last one.
-        depth_of: Keys of lists or texts whose length is the number of layers, where no key counts them.
-        layouts: Renamings of the beginnings of tensor names, each from an older layout to a newer one.
-        ignored: Keys that sound as if they had to do with layers, and have not.
+        model_types: Values of ``model_type`` that the description covers.
+        source: Reference for the description.
+        kinds: Properties in which the layers differ. Empty if all layers are of the same kind.
+        text: For networks with several parts, the key of the text part's configuration and its default ``model_type``.
+        text_optional: Whether older configurations have the settings of the text part at the top level.
+        before: Additional name parts of tensors before the layers.
+        after: Additional name parts of tensors after the layers.
+        predictions: Name parts of the layers for multi-token prediction that are outside the main stack.
+        prediction_keys: Keys with the number of layers for multi-token prediction at the end of the main stack.
+        depth_of: Keys of lists or strings whose length is the number of layers, for families without a layer count.
+        layouts: Renamings of name prefixes, each from an older layout to a newer one.
+        ignored: Keys whose names suggest an effect on single layers but have none.
         refused: ``(keys, reason)`` for families whose layers cannot be cut.
     """
 
@@ -159,20 +168,21 @@ class Family:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that it knows the meaning of."""
+        """Keys of the configuration that the description covers."""
         own = (*self.ignored, *self.prediction_keys, *self.depth_of)
         return (*own, *(key for kind in self.kinds for key in kind.keys))
 
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """What transformers assumes for a ``model_type``.
+    """Default settings of a ``model_type`` in transformers.
 
     Args:
-        values: Default of each key that the family reads.
-        names: Other spellings of keys.
-        rope: Default parameters of rotary positions, by type of layer where those differ. None: the family has none.
-        derived: Keys whose default follows from other keys in a way that is not known here.
+        values: Default value of each key that the family reads.
+        names: Standard names of keys with alternative spellings.
+        rope: Default parameters of rotary positions, by layer type if they differ. None if the family has no rotary
+            positions.
+        derived: Keys whose default depends on other keys in a way that this module does not know.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -183,13 +193,13 @@ class FamilyDefaults:
 
 @dataclass(frozen=True)
 class TextPart:
-    """The part of a configuration that the main layers follow.
+    """Part of a configuration that describes the main layers.
 
     Args:
-        key: Where it stands; None: at the top.
-        config: What it says.
-        family: Description of its family. None: it has none, or the network around it has none.
-        usual: ``model_type`` where ``config`` does not state the one of the language model.
+        key: Key of the part, or None for the top level.
+        config: Content of the part.
+        family: Description of its family. None if the family or the network around it has no description.
+        usual: ``model_type`` of the language model if ``config`` does not state it.
     """
 
     key: str | None
@@ -204,22 +214,22 @@ class TextPart:
 
 
 def described_families() -> tuple[Family, ...]:
-    """All that have been described."""
+    """Return all described families."""
     return tuple(_read(path) for path in sorted(_DIRECTORY.glob("*.json")))
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family of a configuration by its ``model_type``; None where nobody has described it."""
-    named = config.get("model_type")
-    return _by_type().get(named) if isinstance(named, str) else None
+    """Return the family of a configuration by its ``model_type``, or None if the family has no description."""
+    model_type = config.get("model_type")
+    return _by_type().get(model_type) if isinstance(model_type, str) else None
 
 
 def text_part(config: Mapping[str, Any]) -> TextPart:
-    """Return the part of ``config`` that the main stack of layers follows, with what is known of it."""
+    """Return the part of ``config`` that describes the main stack of layers, with the description of its family."""
     family = find_family(config)
     if family is None or family.text is None:
         key = next((key for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
-        if family is None and key is not None:  # A container that has no description.
+        if family is None and key is not None:  # A network with several parts and no description.
             return TextPart(key, config[key], None)
         return TextPart(None, config, family)
     key, usual = family.text
@@ -246,7 +256,7 @@ def _by_type() -> dict[str, Family]:
 
 @cache
 def _read(path: Path) -> Family:
-    # Our own file: a word that is misspelt in it ends in TypeError, in the test that reads them all.
+    # This file is part of mergegate, so no validation is needed. A misspelled key raises TypeError in the tests.
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     text, refused = content.pop("text", None), content.pop("refused", None)
     words: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Of which kind each layer of a network is, from its configuration and the layer's number.
+"""Derive the kind of each layer of a network from its configuration and the layer number.
 
-A kind is what the same number means in another place: layer 3 of a parent that becomes layer 7 of the result must be
-of the kind there that it was here.
+A layer that moves must keep its kind. For example, if layer 3 of a parent becomes layer 7 of the merge, layer 7 must
+have the kind that layer 3 had in the parent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mergegate.merge_core.architecture.families import (
 )
 from mergegate.merge_core.errors import InvalidInput
 
-# Keys that sound as if a layer's number decided something.
+# Keys whose names suggest an effect of the layer number.
 _TELLING = re.compile(
     r"(?:^|_)(?:pattern|interval|period|offset|every|freq|first_k|step|indices|idxs?|ids)(?:_|$)"
     r"|layers?_(?:types?|block_type|ids?|idxs?|indices|list|map)|block_types?$|_layers$|per_layer|layer_index"
 )
-# Those that count layers, or sound alike by chance: time steps, dropout, initialisation, tokens, sides of an image.
+# Exceptions: layer counts, and keys that match by chance (time steps, dropout, initialization, tokens, image sizes).
 _HARMLESS = re.compile(
     r"^num_(?:hidden_)?layers$|^n_layers?$|time_step|drop|init|token|vision|image|video|audio|spatial|norm_eps|^num_.*_layers$"
     r"|mrope|quantiz|position|^use_|chunk|label"
@@ -33,28 +33,31 @@ _HARMLESS = re.compile(
 
 
 def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str, Any]:
-    """Name of each respect in which layers of the family differ → what layer ``index`` is.
+    """Return the kind of layer ``index`` for each property in which the layers of the family differ.
 
     Args:
         part: Configuration and family.
-        index: The layer's number.
+        index: Layer number.
         depth: Number of layers.
-        where: What messages call the configuration.
+        where: Name of the configuration in error messages.
+
+    Returns:
+        The kind by the name of the property. Empty for a family without a description.
 
     Raises:
-        InvalidInput: A key has a value that cannot mean anything, a list too few entries.
+        InvalidInput: A key has an invalid value, or a list has too few entries.
     """
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for kind in part.family.kinds if part.family else ():
-        found[kind.name] = _kind(kind, part.config, index, depth, found, where)
-    return found
+        kinds[kind.name] = _kind(kind, part.config, index, depth, kinds, where)
+    return kinds
 
 
 def undescribed_key(part: TextPart, depth: int) -> str | None:
-    """Return a key that may say something about single layers and that the family's description does not know.
+    """Return a key that may affect single layers and is not in the family's description, or None.
 
-    Such a key is recognized by its name (``..._pattern``, ``..._interval``, ``layer_types``) or its shape (a list with
-    ``depth`` entries). A value that is unset, false, or a period of one says the same of every layer.
+    A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), or if its value is
+    a list with ``depth`` entries. A value that is unset, false, or a period of one affects all layers equally.
     """
     known = {*(part.family.keys if part.family else ()), *_leftovers(part)}
     for key, value in part.config.items():
@@ -62,9 +65,9 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
             continue
         if _HARMLESS.search(key):
             continue
-        listed = isinstance(value, list) and len(value) == depth > 2 and key != "architectures"
-        numbered = isinstance(value, Mapping) and bool(value) and all(str(one).isdecimal() for one in value)
-        if listed or numbered or _TELLING.search(key):
+        is_per_layer = isinstance(value, list) and len(value) == depth > 2 and key != "architectures"
+        is_numbered = isinstance(value, Mapping) and bool(value) and all(str(number).isdecimal() for number in value)
+        if is_per_layer or is_numbered or _TELLING.search(key):
             return key
     return None
 
@@ -72,8 +75,8 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
 def _leftovers(part: TextPart) -> set[str]:
     """Return keys that have no effect on single layers in this family, although they have one in others.
 
-    Derived configuration classes write them: a ``max_window_layers`` where no window slides, or a number that another
-    family reads and transformers does not read in this one.
+    Derived configuration classes write such keys. Examples are ``max_window_layers`` without a sliding window, and a
+    number that transformers reads only for another family.
     """
     config, defaults = part.config, family_defaults(part.model_type)
     inert = set() if config.get("use_sliding_window") and config.get("sliding_window") else {"max_window_layers"}
@@ -84,7 +87,7 @@ def _leftovers(part: TextPart) -> set[str]:
 
 
 def _kind(
-    kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, found: Mapping[str, Any], where: str
+    kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, kinds: Mapping[str, Any], where: str
 ) -> Any:
     if kind.listed_in is not None and config.get(kind.listed_in):
         return _entry(config, kind.listed_in, list, index, depth, where)
@@ -95,7 +98,7 @@ def _kind(
             f"{where}: {kind.listed_in}", found="nothing", expected=f"a list with {depth} entries, one a layer"
         )
     for clause in kind.rule:
-        if all(_holds(one, config, index, found, where) != one.negated for one in clause.when):
+        if all(_holds(condition, config, index, kinds, where) != condition.negated for condition in clause.when):
             return _value(clause, index)
     return None
 
@@ -106,31 +109,34 @@ def _value(clause: Clause, index: int) -> Any:
 
 def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, where: str) -> Any:
     value = config[key]
-    if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # it has a length where it is one
+    if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # ``shape`` is list or str.
         found = f"{len(value)} entries" if isinstance(value, shape) else type(value).__name__  # type: ignore[arg-type]
         raise InvalidInput(f"{where}: {key}", found=found, expected=f"one for each of {depth} layers")
     return value[index]  # type: ignore[index]
 
 
-def _holds(one: LayerCondition, config: Mapping[str, Any], index: int, found: Mapping[str, Any], where: str) -> bool:
-    if one.every is not None:
-        period = one.every if isinstance(one.every, int) else _number(config, one.every, one.default, where, least=1)
-        at = one.at if isinstance(one.at, int) else _number(config, one.at, one.at_default, where)
-        return (index + one.shift) % period == at
-    if one.below is not None:
-        return index < _number(config, one.below, one.default, where)
-    if one.numbered_in is not None:
-        numbers = config.get(one.numbered_in)
+def _holds(rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], where: str) -> bool:
+    """Return whether a condition is true for layer ``index``, without regard to ``negated``."""
+    if rule.every is not None:
+        period = (
+            rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, where, least=1)
+        )
+        remainder = rule.at if isinstance(rule.at, int) else _number(config, rule.at, rule.at_default, where)
+        return (index + rule.shift) % period == remainder
+    if rule.below is not None:
+        return index < _number(config, rule.below, rule.default, where)
+    if rule.numbered_in is not None:
+        numbers = config.get(rule.numbered_in)
         if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
             raise InvalidInput(
-                f"{where}: {one.numbered_in}", found=f"{numbers!r:.80}", expected="a list of numbers of layers"
+                f"{where}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of numbers of layers"
             )
         return index in (numbers or ())
-    if one.enabled is not None:
-        return bool(config.get(one.enabled, one.default))
-    if one.given is not None:
-        return config.get(one.given) is not None
-    return bool(found[str(one.kind)] == one.equals)
+    if rule.enabled is not None:
+        return bool(config.get(rule.enabled, rule.default))
+    if rule.given is not None:
+        return config.get(rule.given) is not None
+    return bool(kinds[str(rule.kind)] == rule.equals)
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any, where: str, least: int = 0) -> int:

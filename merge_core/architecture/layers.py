@@ -1,7 +1,8 @@
-"""From a tensor's name to its place in the network: which stack of layers, which layer, which part of it.
+"""Locate a tensor in the network by its name: the stack of layers, the layer and the part of the layer.
 
-Names carry this in every Hugging Face layout (``model.layers.3.mlp.up_proj.weight``, ``transformer.h.3.…``), so no
-table of architectures is needed. Only the first numbered container counts: experts inside a layer are parts of it.
+Names contain this in every Hugging Face layout (``model.layers.3.mlp.up_proj.weight``, ``transformer.h.3.…``), so no
+table of architectures is needed. Only the first numbered container counts. Experts inside a layer are parts of the
+layer.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ _FIRST = re.compile(r"embed|wte|wpe|patch|tok_emb", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """``stack`` (``model.layers``), ``index`` (3) and ``part`` (``mlp.up_proj.weight``)."""
+    """Location of a tensor: ``stack`` (``model.layers``), ``index`` (3) and ``part`` (``mlp.up_proj.weight``)."""
 
     stack: str
     index: int
     part: str
 
 
-# A plan asks many times; a mixture of 384 experts in 61 layers has 70,000 names.
+# A plan calls this many times. A mixture with 384 experts in 61 layers has 70,000 names.
 @lru_cache(maxsize=1 << 17)
 def parse_layer_place(name: str) -> LayerPlace | None:
-    """Place of a tensor in a stack of layers; None for embeddings, final norm, heads."""
+    """Return the location of a tensor in a stack of layers, or None for embeddings, the final norm and heads."""
     match = _NUMBERED.match(name)
-    # The same few words for all layers: each is kept once.
+    # All layers use the same few strings, so store each only once.
     return LayerPlace(sys.intern(match[1]), int(match[2]), sys.intern(match[3])) if match else None
 
 
 def stacks(names: Iterable[str]) -> dict[str, int]:
-    """Number of layers of each stack that occurs in ``names``."""
+    """Return the number of layers of each stack in ``names``."""
     counts: dict[str, int] = {}
     for name in names:
-        at = parse_layer_place(name)
-        if at is not None and at.index >= counts.get(at.stack, 0):
-            counts[at.stack] = at.index + 1
+        place = parse_layer_place(name)
+        if place is not None and place.index >= counts.get(place.stack, 0):
+            counts[place.stack] = place.index + 1
     return counts
 
 
 def is_before_layers(name: str) -> bool:
-    """True for what stands before the layers (embeddings), False for what stands after them (norm, head)."""
+    """Return whether the tensor is before the layers (embeddings) and not in or after them (layers, norm, head)."""
     return parse_layer_place(name) is None and bool(_FIRST.search(name))

@@ -1,7 +1,7 @@
-"""Layouts of the same tensors: a parent with older names, or another prefix, is read under the donor's names.
+"""Read a parent whose tensors have older names or another prefix under the names of the donor.
 
-The result is a view: another table over the same bytes. Each tensor keeps its name on disk next to the name in the
-table, as a tied head has the head's name and is stored as the embedding.
+The result is a view, that is, a new table over the same bytes. Each tensor keeps its name on disk in addition to its
+name in the table.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from mergegate.merge_core.checkpoint import Checkpoint
 
 
 def rename_to_layout(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """Return ``other`` under the names of ``donor``; unchanged if it has them already or no renaming gives them.
+    """Return ``other`` under the names of ``donor``, unchanged if it already has them or no renaming produces them.
 
-    The renamings are those of the donor's family, in both directions, and the prefix of the base network (``bert.``,
-    ``model.``, ``transformer.``): models with a head store it, and the base network alone does not. transformers adds
-    or strips that prefix when it loads a model. A family's renaming is taken if it gives every tensor of the donor that
-    all models of an architecture have, a prefix if it makes the layers agree.
+    The candidates are the renamings of the donor's family, in both directions, and the prefix of the base network
+    (``bert.``, ``model.``, ``transformer.``). Models with a head store this prefix, and the base network alone does
+    not. transformers adds or strips it when it loads a model.
+
+    A renaming of the family is used if it produces every tensor of the donor that all models of an architecture have. A
+    prefix is used if it makes the layer names agree.
     """
     if donor.tensors.keys() <= other.tensors.keys():
         return other
@@ -38,21 +40,21 @@ def rename_to_layout(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
 
 
 def _with_prefix_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """Return ``other`` with the donor's prefix of the base network, added or stripped; unchanged if no prefix fits."""
-    mine, theirs = (
-        frozenset(at.stack for name in one.tensors if (at := parse_layer_place(name)) is not None)
-        for one in (donor, other)
+    """Return ``other`` with the prefix of the base network added or stripped, unchanged if no prefix fits."""
+    donor_stacks, other_stacks = (
+        frozenset(place.stack for name in checkpoint.tensors if (place := parse_layer_place(name)) is not None)
+        for checkpoint in (donor, other)
     )
-    if mine & theirs:
+    if donor_stacks & other_stacks:
         return other
-    for prefix in sorted({f"{stack.partition('.')[0]}." for stack in mine | theirs if "." in stack}):
-        if all(prefix + stack in mine for stack in theirs):
+    for prefix in sorted({f"{stack.partition('.')[0]}." for stack in donor_stacks | other_stacks if "." in stack}):
+        if all(prefix + stack in donor_stacks for stack in other_stacks):
             # Heads have no prefix in either layout.
             names = {
                 prefix + name if parse_layer_place(name) or prefix + name in donor.tensors else name: name
                 for name in other.tensors
             }
-        elif all(stack.removeprefix(prefix) in mine for stack in theirs):
+        elif all(stack.removeprefix(prefix) in donor_stacks for stack in other_stacks):
             names = {name.removeprefix(prefix): name for name in other.tensors}
         else:
             continue
@@ -62,10 +64,10 @@ def _with_prefix_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
 
 
 def _renamed(names: Mapping[str, object], pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """``(new name, name)``: of each name the longest beginning that one of ``pairs`` replaces."""
+    """Yield ``(new name, name)`` for each name, replacing its longest prefix that is in ``pairs``."""
     ordered = sorted(pairs, key=lambda pair: -len(pair[0]))
     for name in names:
-        # What has the new beginning already is in no need of it: 'model.' is one of 'model.language_model.'.
+        # A name that already has the new prefix stays as it is. 'model.' is also a prefix of 'model.language_model.'.
         if any(name.startswith(new) and new.startswith(old) for old, new in ordered):
             yield name, name
             continue

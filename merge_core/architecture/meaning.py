@@ -1,9 +1,9 @@
-"""Settings of ``config.json`` that decide what a network computes with its weights, one spelling for each.
+"""Compare the settings in ``config.json`` that determine the function of a network with given weights.
 
-Every key counts unless :data:`_NO_EFFECT` says that it does not change the function: names, versions, number formats,
-dropout, initialization, training losses, text generation. Spellings are unified (``rope_theta`` and ``rope_scaling``
-with ``rope_parameters``, ``n_embd`` with ``hidden_size``), and a missing key means the default of its family, which is
-in ``defaults.json``. ``tests/merge_core/test_meaning.py`` generates that file from transformers.
+Every key counts unless it matches :data:`_NO_EFFECT`, which lists keys that do not change the function: names,
+versions, number formats, dropout, initialization, training losses, text generation. Alternative spellings are unified
+(``rope_theta`` and ``rope_scaling`` with ``rope_parameters``, ``n_embd`` with ``hidden_size``). A missing key has the
+default of its family from ``defaults.json``, which ``tests/merge_core/test_meaning.py`` generates from transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_EFFECT = re.compile(
     r"^_|^(?:architectures|auto_map|model_type|dtype|torch_dtype|quantization_config|torchscript|use_bfloat16"
     r"|task_specific_params|finetuning_task|problem_type|id2label|label2id|num_labels|prefix|tokenizer_class)$"
     r"|version|unsloth|attn_implementation|flash_attn|_name$|_name_or_path$"
-    # The vocabulary, which has checks of its own.
+    # The vocabulary, which other code checks.
     r"|^(?:vocab_size|unpadded_vocab_size|tie_word_embeddings)$|_token_ids?$|_token_index$|_token_indices$"
     # Training.
     r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss"
@@ -33,7 +33,7 @@ _NO_EFFECT = re.compile(
     r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan|mem_eff_path)$|^num_logits_to_keep$"
     r"|^is_encoder_decoder$|^residual_in_fp32$|^(?:mamba_)?chunk_size$"
     r"|^(?:chunk_size_feed_forward|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|pruned_heads)$"
-    # Longest texts; where they change the positions, _rope_settings counts them.
+    # Maximum lengths. If they affect the positions, _rope_settings includes them.
     r"|^(?:max_position_embeddings|original_max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length"
     r"|model_max_length|max_sequence_length|seq_length)$"
     # Text generation, which older configurations contain.
@@ -41,13 +41,13 @@ _NO_EFFECT = re.compile(
     r"|(?:repetition|length|exponential_decay_length)_penalty|(?:encoder_)?no_repeat_ngram_size|bad_words_ids"
     r"|num_return_sequences|remove_invalid_values|(?:begin_)?suppress_tokens|min_length)$"
 )
-# Positions are compared as a whole, see _rope_settings. The second spelling of each is that of older configurations.
+# Rotary positions are compared as a whole, see _rope_settings. The later spellings are those of older configurations.
 _THETA_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")
 _LOCAL_THETA_KEYS = ("rope_local_base_freq", "local_rope_theta")
 _PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 _ROPE_KEYS = frozenset(("rope_scaling", "rope_parameters", *_THETA_KEYS, *_LOCAL_THETA_KEYS, *_PARTIAL_KEYS))
 _ROPE_TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
-# Parameters that only scaled positions have, with their defaults.
+# Parameters that only scaled rotary positions have, with their defaults.
 _SCALING: Mapping[str, Any] = {
     "factor": None,
     "attention_factor": None,
@@ -64,25 +64,25 @@ _SCALING: Mapping[str, Any] = {
 }
 _LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-# Names of one activation function.
+# Alternative names of activation functions.
 _ACTIVATIONS = {
     "swish": "silu",
     "gelu_python": "gelu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate"), "gelu_pytorch_tanh"),
 }
-# Layers are compared one by one, but no network has more than these.
+# Limit for comparing layers one by one. No network has more layers.
 _MOST_LAYERS = 2000
 
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """A setting as a configuration states it.
+    """Setting of a configuration.
 
     Args:
-        key: The key in ``config.json``, with dots between its parts.
-        value: The value, in the one spelling that is compared.
+        key: Key in ``config.json``, with dots between its parts.
+        value: Value in its standard spelling.
         source: ``stated``, ``default`` of the family, ``derived`` from other keys by the family, or ``missing``.
-        is_read: Whether the family is known to read the key, or is not known.
+        is_read: Whether the family reads the key. True if this is not known.
     """
 
     key: str
@@ -98,39 +98,39 @@ class ModelSetting:
 
 
 def has_effect(key: str) -> bool:
-    """Return whether a key of ``config.json`` may change what a network computes."""
+    """Return whether a key of ``config.json`` may change the function that a network computes."""
     return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
 
 
 def differing_settings(
     first: Mapping[str, Any], other: Mapping[str, Any]
 ) -> Iterator[tuple[ModelSetting, ModelSetting]]:
-    """Yield the settings in which two configurations of one architecture mean different things.
+    """Yield the pairs of settings in which two configurations of one architecture differ in meaning.
 
     Args:
-        first: A ``config.json``.
-        other: Another one.
+        first: Content of a ``config.json``.
+        other: Content of another ``config.json``.
     """
-    mine, theirs = settings(first), settings(other)
-    for name in {**mine, **theirs}:
-        known = mine.get(name) or theirs[name]
-        missing = ModelSetting(known.key, None, "missing", known.is_read)
-        one, two = mine.get(name, missing), theirs.get(name, missing)
-        stated = one if two is missing else two
-        unset = (one is missing or two is missing) and stated.value in (None, False)
-        if one.value != two.value and repr(one.value) != repr(two.value) and not unset:
-            yield one, two
+    first_settings, other_settings = settings(first), settings(other)
+    for name in {**first_settings, **other_settings}:
+        present = first_settings.get(name) or other_settings[name]
+        missing = ModelSetting(present.key, None, "missing", present.is_read)
+        left, right = first_settings.get(name, missing), other_settings.get(name, missing)
+        stated = left if right is missing else right
+        is_unset = (left is missing or right is missing) and stated.value in (None, False)
+        if left.value != right.value and repr(left.value) != repr(right.value) and not is_unset:
+            yield left, right
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
-    """Return what ``config`` says of the function that a network computes, by name of the setting.
+    """Return the settings in ``config`` that affect the function of the network, by name.
 
-    The settings of the language model have plain names (``sliding_window``), wherever the file keeps them.
+    The settings of the language model have plain names (``sliding_window``), regardless of their position in the file.
     """
     part = text_part(config)
     defaults = family_defaults(part.model_type)
     if config.get("auto_map"):
-        defaults = None  # Code of the checkpoint's own may read anything.
+        defaults = None  # The checkpoint's own code may read any key.
     if part.key is None:
         return _part_settings(part, defaults, "")
     outer = {key: value for key, value in config.items() if key != part.key}
@@ -139,50 +139,50 @@ def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
 
 
 def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:
-    config, known = part.config, defaults or FamilyDefaults()
+    config, family = part.config, defaults or FamilyDefaults()
     skipped = _ROPE_KEYS | _layer_keys(part)
     result: dict[str, ModelSetting] = {}
     for key, value in config.items():
-        name = known.names.get(key, key)
+        name = family.names.get(key, key)
         if not has_effect(key) or not has_effect(name) or key in skipped or name in skipped:
             continue
-        is_read = defaults is None or name in known.values
+        is_read = defaults is None or name in family.values
         if isinstance(value, Mapping):
             inner = TextPart(None, value, None)
             nested = _part_settings(inner, family_defaults(value.get("model_type")), f"{prefix}{key}.")
             result |= {f"{key}.{inner_name}": setting for inner_name, setting in nested.items()}
         else:
-            result[name] = ModelSetting(prefix + key, _spelled_once(value), is_read=is_read)
-    for key, value in known.values.items():
+            result[name] = ModelSetting(prefix + key, _standard_spelling(value), is_read=is_read)
+    for key, value in family.values.items():
         if key not in skipped and has_effect(key):
-            source = "derived" if key in known.derived else "default"
-            result.setdefault(key, ModelSetting(prefix + key, _spelled_once(value), source))
-    if defaults is None or "num_attention_heads" in known.values:
+            source = "derived" if key in family.derived else "default"
+            result.setdefault(key, ModelSetting(prefix + key, _standard_spelling(value), source))
+    if defaults is None or "num_attention_heads" in family.values:
         _derive_heads(result, prefix)
     _apply_window_flag(result, part, defaults)
     return result | _rope_settings(config, defaults, prefix)
 
 
-def _spelled_once(value: Any) -> Any:
+def _standard_spelling(value: Any) -> Any:
     if isinstance(value, str):
         return _ACTIVATIONS.get(value, value)
     return None if value == [] else value
 
 
 def _layer_keys(part: TextPart) -> set[str]:
-    """Return keys that only decide the kinds of single layers, which are compared one by one.
+    """Return the keys that only determine the kinds of single layers.
 
-    See :func:`merge_core.plan.stacking.differing_kinds`.
+    :func:`merge_core.plan.stacking.differing_kinds` compares these kinds layer by layer.
     """
     if part.family is None or part.family.refused is not None:
         return set()
     conditions = [condition for kind in part.family.kinds for clause in kind.rule for condition in clause.when]
-    valued = {condition.enabled for condition in conditions}
-    return set(part.family.keys) - valued
+    value_keys = {condition.enabled for condition in conditions}
+    return set(part.family.keys) - value_keys
 
 
 def _derive_heads(result: dict[str, ModelSetting], prefix: str) -> None:
-    """Fill in the sizes of attention that follow from others where they are null or missing."""
+    """Add the attention sizes that follow from other settings, if they are null or missing."""
     sizes = {name: setting.value for name, setting in result.items()}
     heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
     if type(heads) is not int or heads < 1:
@@ -194,7 +194,7 @@ def _derive_heads(result: dict[str, ModelSetting], prefix: str) -> None:
 
 
 def _apply_window_flag(result: dict[str, ModelSetting], part: TextPart, defaults: FamilyDefaults | None) -> None:
-    """Set the window of attention to null where no layer uses it."""
+    """Set the attention window to null if no layer uses it."""
     flag, window = result.pop("use_sliding_window", None), result.get("sliding_window")
     if window is None or window.value is None:
         return
@@ -209,9 +209,9 @@ def _reads_layer_types(part: TextPart, defaults: FamilyDefaults | None) -> bool:
 
 
 def _has_windows(part: TextPart) -> bool:
-    """Return whether any layer attends to a window, or may do so."""
-    listed = part.config.get("layer_types")
-    if not listed:
+    """Return whether any layer uses an attention window, or may do so."""
+    layer_types = part.config.get("layer_types")
+    if not layer_types:
         depth = min(layer_count(part.config) or 0, _MOST_LAYERS)
         try:
             kinds = [layer_kinds(part, index, depth, "config.json") for index in range(depth)]
@@ -219,12 +219,12 @@ def _has_windows(part: TextPart) -> bool:
             return True
         if not any("attention" in layer for layer in kinds):
             return True
-        listed = [str(layer["attention"]) for layer in kinds]
-    return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in listed)
+        layer_types = [str(layer["attention"]) for layer in kinds]
+    return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in layer_types)
 
 
 def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:
-    """Return base frequency, rotated share and scaling of rotary positions, for each type of layer with its own."""
+    """Return the base frequency, rotated fraction and scaling of rotary positions, by layer type if they differ."""
     usual = defaults.rope if defaults is not None else None
     if usual is None and not any(config.get(key) is not None for key in _ROPE_KEYS):
         return {}
@@ -236,7 +236,7 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
     for label in usual_groups or groups or [""]:
         default = usual_groups.get(label, {}) if usual_groups else usual or {}
         is_local = bool(usual_groups) and "sliding" in label
-        # Scaling without a type of layer is that of the layers that see the whole text.
+        # Scaling without a layer type applies to the layers with full attention.
         own = groups.get(label, {}) if groups else {} if is_local and source == "rope_scaling" else stated
         path = f"{prefix}{source}.{label}." if label in groups else f"{prefix}{source}."
         for name, spellings, value in (
@@ -260,16 +260,16 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults | None) -> dict[str, Any]:
-    """Return how positions are scaled: the type, and the parameters that it reads."""
+    """Return the scaling of rotary positions: its type and the parameters that the type reads."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = _ROPE_TYPES.get(kind, kind)
     skipped = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_SCALING if kind == "default" else ())}
     values = {key: value for key, value in rope.items() if key not in skipped and value is not None}
     values = {key: value for key, value in values.items() if _SCALING.get(key) != value}
-    known = defaults.values if defaults is not None else {}
-    length, original = (config.get(key) or known.get(key) for key in _LENGTHS)
+    default_values = defaults.values if defaults is not None else {}
+    length, original = (config.get(key) or default_values.get(key) for key in _LENGTHS)
     if kind in _WITH_ORIGINAL_LENGTH:
-        if _LENGTHS[1] in known:
+        if _LENGTHS[1] in default_values:
             values[_LENGTHS[1]] = original  # These families read the key outside the parameters.
         values.setdefault(_LENGTHS[1], original or length)
     if kind == "dynamic" or (kind in ("yarn", "longrope") and "factor" not in values):

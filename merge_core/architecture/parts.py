@@ -1,5 +1,7 @@
-"""Which tensors belong to the main layers, which stand before and after them, and which beside: towers for images or
-sound with what joins them to the text, and layers that predict further tokens.
+"""Assign tensors to the parts of a network: the main layers, the tensors before and after them, and all other parts.
+
+Other parts are image or audio towers with the projections that join them to the text, and layers for multi-token
+prediction.
 """
 
 from __future__ import annotations
@@ -21,29 +23,29 @@ _BEFORE = frozenset({
 })  # fmt: skip
 _LAST_NORMS = frozenset({"norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"})
 _AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
-# Parts of a path that say that a stack of layers is not the text's.
+# Parts of a path that identify a stack of layers outside the text network.
 _OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
-# In a layer that predicts further tokens: what joins the last state with the embedding of the next token.
+# Projection in a layer for multi-token prediction that joins the last state with the embedding of the next token.
 _JOINT = "eh_proj.weight"
 
 
 def is_of_head(name: str) -> bool:
-    """Return whether the tensor is outside what all classes of a family share: of a head, or a pooler."""
+    """Return whether the tensor belongs to a head or a pooler, which the classes of a family do not share."""
     words = name.split(".")
     return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
 def main_stack(checkpoint: Checkpoint, where: str) -> str:
-    """The stack of layers that ``slices`` cuts.
+    """Return the stack of layers that ``slices`` cuts.
 
     Raises:
-        InvalidInput: The network has no layers, or several stacks of which none has the config's layer count alone.
+        InvalidInput: The network has no layers, or several stacks and not exactly one with the config's layer count.
     """
     depths = stacks(checkpoint.tensors)
     candidates = list(depths)
     if len(depths) > 1:
-        named = layer_count(checkpoint.config)
-        candidates = [stack for stack in depths if named in (depths[stack], _depth(checkpoint, stack, depths[stack]))]
+        count = layer_count(checkpoint.config)
+        candidates = [stack for stack in depths if count in (depths[stack], _depth(checkpoint, stack, depths[stack]))]
     if len(candidates) > 1:
         candidates = [stack for stack in candidates if not _is_beside(stack)]
     if len(candidates) != 1:
@@ -59,74 +61,75 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
 
 
 def main_depth(checkpoint: Checkpoint, stack: str) -> int:
-    """Number of layers of ``stack``, without those behind the last one that predict further tokens."""
+    """Return the number of layers of ``stack``, without the layers for multi-token prediction at its end."""
     return _depth(checkpoint, stack, stacks(checkpoint.tensors).get(stack, 0))
 
 
 def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
-    """Names of the tensors of layers that predict further tokens (multi-token prediction), wherever they stand."""
+    """Return the names of all tensors that belong to layers for multi-token prediction."""
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
     roots = {root for family in (text.family, outer) if family for root in family.predictions}
     ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
-    found = set()
+    tensors = set()
     for name in checkpoint.tensors:
-        at = parse_layer_place(name)
-        if roots.intersection(name.split(".")) or (at is not None and at.index >= ends[at.stack]):
-            found.add(name)
-    return frozenset(found)
+        place = parse_layer_place(name)
+        if roots.intersection(name.split(".")) or (place is not None and place.index >= ends[place.stack]):
+            tensors.add(name)
+    return frozenset(tensors)
 
 
 def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
-    """Where tensors that are in no layer of ``stack`` stand to it.
+    """Return the position of tensors outside the layers of ``stack``, by name.
 
-    ``unknown`` where neither name nor family says it. What stands beside belongs together, whatever its name: the
-    embeddings of an image, the layers that it goes through, and the projection into the text.
+    Returns:
+        ``before`` or ``after`` the layers; ``beside`` for a part next to the text network, such as the embeddings,
+        layers and projection of an image tower; or ``unknown`` if neither the name nor the family determines it.
     """
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
-    known = [family for family in (text.family, outer) if family is not None]
-    before = _BEFORE.union(*(family.before for family in known))
-    after = frozenset(word for family in known for word in family.after)
-    others = tuple(_others(stack, stacks(checkpoint.tensors)))
-    # In a network of parts the text's own tensors are under its prefix, or are the head.
-    own = stack.rsplit(".", 1)[0] + "." if "." in stack and (others or text.key is not None) else ""
-    found: dict[str, Side] = {}
+    families = [family for family in (text.family, outer) if family is not None]
+    before = _BEFORE.union(*(family.before for family in families))
+    after = frozenset(word for family in families for word in family.after)
+    other_prefixes = tuple(_other_prefixes(stack, stacks(checkpoint.tensors)))
+    # In a network with several parts, the tensors of the text network have its prefix or are the head.
+    own_prefix = stack.rsplit(".", 1)[0] + "." if "." in stack and (other_prefixes or text.key is not None) else ""
+    sides: dict[str, Side] = {}
     for name in names:
         words = frozenset(name.split("."))
-        if name.startswith(others) or not (name.startswith(own) or is_head(name)):
-            found[name] = "beside"
+        if name.startswith(other_prefixes) or not (name.startswith(own_prefix) or is_head(name)):
+            sides[name] = "beside"
         elif words & after:
-            found[name] = "after"
+            sides[name] = "after"
         elif words & before:
-            found[name] = "before"
+            sides[name] = "before"
         else:
-            found[name] = "after" if is_head(name) or words & _AFTER else "unknown"
-    return found
+            sides[name] = "after" if is_head(name) or words & _AFTER else "unknown"
+    return sides
 
 
 def _depth(checkpoint: Checkpoint, stack: str, depth: int) -> int:
-    named = layer_count(checkpoint.config)
-    if named is None or not 0 < named < depth or _is_beside(stack):
+    count = layer_count(checkpoint.config)
+    if count is None or not 0 < count < depth or _is_beside(stack):
         return depth
     text = text_part(checkpoint.config)
-    counted = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
-    joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in range(named, depth))
-    return named if joined or depth - named in counted else depth
+    prediction_counts = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
+    are_joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in range(count, depth))
+    return count if are_joined or depth - count in prediction_counts else depth
 
 
 def _is_beside(stack: str) -> bool:
     return any(sense in stack for sense in _OTHER_SENSES)
 
 
-def _others(stack: str, known: Iterable[str]) -> list[str]:
-    """Prefixes of the parts of the network that hold the other stacks: ``model.vision_tower.``."""
-    own = stack.split(".")
-    found = []
-    for other in known:
-        if other == stack:
+def _other_prefixes(stack: str, all_stacks: Iterable[str]) -> list[str]:
+    """Return the prefixes of the network parts that contain the other stacks, such as ``model.vision_tower.``."""
+    own_words = stack.split(".")
+    prefixes = []
+    for other_stack in all_stacks:
+        if other_stack == stack:
             continue
-        words = other.split(".")
-        same = 0
-        while same < min(len(own), len(words)) - 1 and own[same] == words[same]:
-            same += 1
-        found.append(".".join(words[: same + 1]) + ".")
-    return found
+        words = other_stack.split(".")
+        shared = 0
+        while shared < min(len(own_words), len(words)) - 1 and own_words[shared] == words[shared]:
+            shared += 1
+        prefixes.append(".".join(words[: shared + 1]) + ".")
+    return prefixes

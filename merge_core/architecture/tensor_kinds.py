@@ -1,7 +1,7 @@
-"""What a tensor does in a network, from its name: query, up-projection, norm, embedding, ...
+"""Derive the role of a tensor in a network from its name: query, up projection, norm, embedding and so on.
 
-The names of the parts are few, and each means one thing in every Hugging Face layout; fused projections (one matrix for
-query, key and value) are kinds of their own. A bias counts with its weight.
+Hugging Face layouts use few names for the parts of a layer, and each name has the same meaning in all of them. Fused
+projections, such as one matrix for query, key and value, are separate kinds. A bias has the kind of its weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mergegate.merge_core.checkpoint import is_head
 
 TensorKind = Literal["q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm", "embedding", "head", "other"]
 
-# In the order in which data flows through a layer; those outside the layers last.
+# Ordered by the flow of data through a layer, with the kinds outside the layers last.
 KINDS: tuple[TensorKind, ...] = (
     "q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", "norm", "other", "embedding", "head",
 )  # fmt: skip
@@ -31,13 +31,13 @@ _NAMES: dict[str, TensorKind] = {
     "gate_up_proj": "gate_up",
     **dict.fromkeys(("down_proj", "fc2", "dense_4h_to_h", "w2", "fc_out"), "down"),
 }
-# These are the output of whichever part they stand in.
+# Output projections of attention or of the feed-forward network, depending on the rest of the name.
 _OUTPUTS = frozenset({"c_proj", "dense"})
 _NORM = re.compile(r"norm|^ln|_ln$|^ln_", re.IGNORECASE)
 
 
 def tensor_kind(name: str) -> TensorKind:
-    """Kind of the tensor called ``name``; ``other`` for what no layout has taught us (routers, adapters, ...)."""
+    """Return the kind of a tensor, or ``other`` for names that are not in the table, such as routers and adapters."""
     if is_head(name):
         return "head"
     parts = name.split(".")
@@ -47,7 +47,7 @@ def tensor_kind(name: str) -> TensorKind:
             return _NAMES[word]
         if word in _OUTPUTS:
             return "o" if _ATTENTION.search(name) else "down"
-        # From the inside out: q_norm inside attention is a norm.
+        # The innermost name decides, so q_norm inside attention is a norm.
         if _NORM.search(word):
             return "norm"
     return "embedding" if parse_layer_place(name) is None and is_before_layers(name) else "other"
@@ -58,22 +58,27 @@ _PROJECTIONS = frozenset({"q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "d
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether the tensor called ``name`` is one of many experts': in memory all of them are one parameter, mostly."""
+    """Return whether the tensor belongs to a routed expert. In memory, one parameter usually holds all experts."""
     return ".experts." in name
 
 
 def is_projection(name: str) -> bool:
-    """Whether the tensor called ``name`` belongs to a linear layer inside a layer of the network: attention's and the
-    feed-forward network's, not a router, a norm, an embedding or the head."""
+    """Return whether the tensor belongs to a linear projection of attention or of the feed-forward network.
+
+    Routers, norms, embeddings and heads are not projections.
+    """
     return tensor_kind(name) in _PROJECTIONS and parse_layer_place(name) is not None
 
 
 def is_inputs_first(name: str) -> bool:
-    """Whether the projection called ``name`` is ``[in, out]``: one expert of a tensor in which all of them lie so
-    (Llama 4, GPT-OSS). Every other is ``[out, in]``."""
+    """Return whether the projection has the shape ``[in, out]``.
+
+    This is the case for an expert in a tensor that holds all experts in this form (Llama 4, GPT-OSS). All other
+    projections have the shape ``[out, in]``.
+    """
     return is_routed_expert(name) and not name.endswith((".weight", ".bias")) and is_projection(name)
 
 
 def input_width(name: str, shape: tuple[int, ...]) -> int:
-    """How many numbers flow into the matrix called ``name``."""
+    """Return the number of inputs of the projection called ``name``."""
     return shape[0] if is_inputs_first(name) else shape[-1]

@@ -1,7 +1,7 @@
 """Durable files: atomic writes, hashes, locks, and state that survives a crash.
 
-Everything that mergegate writes and later believes goes through here: files are written next to their final path,
-synced and renamed, and damaged state is moved aside instead of being read.
+mergegate uses this package for everything that it writes and later reads back. It writes each file next to its final
+path, syncs it and renames it. It moves damaged state aside instead of reading it.
 """
 
 from mergegate.merge_core.files.database import set_sqlite_aside, sqlite_fault

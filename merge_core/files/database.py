@@ -1,4 +1,4 @@
-"""SQLite files of ours: when one counts as damaged, and how it is set aside with what SQLite keeps beside it."""
+"""Detect damaged SQLite databases and set them aside together with their journal files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
 
-_BESIDE = ("", "-journal", "-wal", "-shm")
-# Somebody else holds it, or the disk says no: nothing is wrong with the file.
-_NOT_ITS_FAULT = frozenset(
+_FILE_SUFFIXES = ("", "-journal", "-wal", "-shm")
+# Another process holds a lock, or the disk refuses the operation. The file itself is intact.
+_ENVIRONMENT_ERRORS = frozenset(
     {
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_LOCKED,
@@ -23,41 +23,47 @@ _NOT_ITS_FAULT = frozenset(
 
 
 def sqlite_is_damaged(error: sqlite3.Error, database: Path) -> bool:
-    """Whether ``error`` says that the file is none of ours: no database, another schema, something else in its place.
+    """Return whether ``error`` means that the file is not a valid database with the expected schema.
 
-    False where it is locked, or cannot be read or written for reasons of the machine.
+    A database that is locked, or that the machine cannot read or write at the moment, is not damaged.
     """
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the rest says more of the same
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # The low byte is the primary code.
     if code == sqlite3.SQLITE_CANTOPEN:
         return bool(misplaced_file(database))
-    return code not in _NOT_ITS_FAULT
+    return code not in _ENVIRONMENT_ERRORS
 
 
 def sqlite_fault(database: Path, *, patience_s: float) -> str:
-    """Why the database cannot be used; empty where it is whole, or not there yet. Every page is read.
+    """Return why the database cannot be used, or an empty string if it is intact or does not exist yet.
+
+    SQLite reads every page for this check.
 
     Args:
-        patience_s: How long to wait for somebody who holds it. Then it counts as whole.
+        database: Path of the database.
+        patience_s: Seconds to wait for a lock. A database that stays locked counts as intact.
     """
-    if beside := misplaced_file(database):
-        return f"{beside.name} is no file"
+    if misplaced := misplaced_file(database):
+        return f"{misplaced.name} is no file"
     if not database.exists():
         return ""
     try:
         with closing(sqlite3.connect(database, timeout=patience_s)) as connection:
-            said = connection.execute("PRAGMA quick_check(1)").fetchone()
+            result = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.Error as error:
         return str(error) if sqlite_is_damaged(error, database) else ""
-    return "" if said == ("ok",) else f"damaged: {said}"
+    return "" if result == ("ok",) else f"damaged: {result}"
 
 
 def set_sqlite_aside(database: Path, why: str) -> None:
-    """Set the database aside; its journals with it, which belong to no other."""
-    for suffix in _BESIDE:
+    """Set the database aside, together with its journal files."""
+    for suffix in _FILE_SUFFIXES:
         set_aside_damaged(database.with_name(database.name + suffix), why)
 
 
 def misplaced_file(database: Path) -> Path | None:
-    """What stands in the place of the database or of a file beside it and is no file. SQLite waits for pipes."""
-    places = (database.with_name(database.name + suffix) for suffix in _BESIDE)
-    return next((at for at in places if is_misplaced(at, through_links=True)), None)
+    """Return the path of the database or of one of its journals if something other than a file is at that path.
+
+    Callers check this before they open the database, because SQLite would wait for a pipe.
+    """
+    paths = (database.with_name(database.name + suffix) for suffix in _FILE_SUFFIXES)
+    return next((path for path in paths if is_misplaced(path, through_links=True)), None)

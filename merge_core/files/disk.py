@@ -1,7 +1,7 @@
-"""What a disk says no to, in words: one message for every place that writes, with what to do about it.
+"""Turn disk errors into refusals that explain the problem and how to fix it.
 
-A disk that is full or read-only is nobody's input and no judgement. It ends a run like a refusal, because a person has
-to do something; but no remedy of the recipe is tried for it, and running again goes on where it stopped.
+A full or read-only disk is neither invalid input nor a verdict about the merge. It ends a run like a refusal, because
+an operator has to act. mergegate does not try the recipe's remedies for it, and the next run resumes the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mergegate.merge_core.errors import DiskRefused
 _FULL = ("the disk is full", "room for what is to be written", "free some space, or choose a place on another disk")
 _RIGHTS = ("the right to read and write here", "have the permissions changed, or choose another place")
 _LIMIT = ("fewer open files, or a higher limit", "raise the limit (ulimit -n)")
-_SAID: dict[int, tuple[str, str, str]] = {
+# For each error number: what is wrong, what is expected, and the remedy.
+_EXPLANATIONS: dict[int, tuple[str, str, str]] = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: ("the disk is full: this user's share of it is used up", *_FULL[1:]),
     errno.EFBIG: ("the file is larger than is allowed here", _FULL[1], "raise the limit (ulimit -f), or choose a disk"),
@@ -30,18 +31,18 @@ _SAID: dict[int, tuple[str, str, str]] = {
     errno.ENFILE: ("", *_LIMIT),
     errno.ENAMETOOLONG: ("", "a path that the file system can hold", "choose shorter names"),
 }
-# What is said of a disk, in distinction from the network: connections fail with an OSError, too.
-_OF_DISKS = frozenset(_SAID)
+# Failed network connections raise OSError too, so the error number decides.
+_DISK_ERRORS = frozenset(_EXPLANATIONS)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether ``error`` is one that a disk, its rights or its limits cause."""
-    return isinstance(error, OSError) and error.errno in _OF_DISKS
+    """Return whether ``error`` comes from a disk, its permissions or its limits."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 @contextmanager
 def disk_errors_refused(where: str | Path = "") -> Iterator[None]:
-    """Turn what a disk says no to into a refusal; other errors of the system (of the network) stay what they are."""
+    """Raise a disk error inside the block as a refusal, and let other system errors (such as network errors) pass."""
     try:
         yield
     except OSError as error:
@@ -51,19 +52,19 @@ def disk_errors_refused(where: str | Path = "") -> Iterator[None]:
 
 
 def disk_refusal(error: OSError, where: str | Path = "") -> DiskRefused:
-    """``error`` as a refusal that says where, what and what to do.
+    """Return a refusal that explains a disk error and names the path, the problem and the remedy.
 
     Args:
-        error: Of the operating system.
-        where: What was to be read or written, if the error does not name it.
+        error: Error from the operating system.
+        where: File that was being read or written, used if the error does not name one.
     """
-    named = error.filename if isinstance(error.filename, (str, bytes)) else None
-    place = os.fsdecode(named) if named else str(where)
+    filename = error.filename if isinstance(error.filename, (str, bytes)) else None
+    location = os.fsdecode(filename) if filename else str(where)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-    said, expected, remedy = _SAID.get(error.errno or 0, ("", "", "see what stands there, then run again"))
+    problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "see what stands there, then run again"))
     return DiskRefused(
-        place or "the operating system",
-        found=said or f"cannot be read or written: {reason}",
+        location or "the operating system",
+        found=problem or f"cannot be read or written: {reason}",
         expected=expected,
         remedy=remedy,
     )

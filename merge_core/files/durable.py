@@ -1,4 +1,4 @@
-"""Making sure that what was written stays written, also when the machine goes down the next moment."""
+"""Flush files and directories to the disk, so that they survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def fsync(path: Path) -> None:
 
 
 def fsync_directories(root: Path) -> None:
-    """Flush the entries of ``root`` and of every directory below it: names are data, too."""
+    """Flush the entries of ``root`` and of every directory below it, so that new file names survive a crash."""
     for directory in (root, *(path for path in root.rglob("*") if path.is_dir())):
         fsync(directory)

@@ -1,14 +1,15 @@
-"""sha256 of files, each read once: remembered by (device, inode, size, mtime, ctime), much as git's index does.
+"""Compute sha256 digests of files and cache them by (device, inode, size, mtime, ctime), much like git's index.
 
-Hashing a 70 B checkpoint takes minutes; a nightly run that finds nothing new must take seconds. A file that was
-rewritten, truncated, replaced or touched is hashed again, also when its time of modification was put back: nobody can
-set the time of change (ctime). ``HashMemo.sha256(path, trust=False)`` always reads it.
+Hashing a 70 B checkpoint takes minutes, but a scheduled run that finds nothing new must finish in seconds. mergegate
+hashes a file again after it was rewritten, truncated, replaced or touched. Resetting the modification time does not
+hide a change, because programs cannot set the change time (ctime). ``HashMemo.sha256(path, trust=False)`` always reads
+the file.
 
-Clocks of file systems tick every few milliseconds. What is written twice within one tick has the same times, so a file
-is read for a memory only when the tick of its last change is over.
+File system clocks tick every few milliseconds, and two writes within one tick leave the same timestamps. ``HashMemo``
+therefore waits until the tick of the last change has passed before it reads a file.
 
-The table is believed as far as it can be read: one that is damaged or of another schema is set aside and begun anew,
-one that is locked or on a full disk is left alone, and files are hashed as if it were not there.
+The cache never stops a run. A table that is damaged or has another schema is set aside and rebuilt. While a table is
+locked or its disk is full, files are hashed without it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from mergegate.merge_core.files.database import misplaced_file, set_sqlite_aside
 from mergegate.merge_core.files.state import state_directory
 from mergegate.merge_core.parsing import plain_file
 
-HASHES = "hashes.sqlite"  # what the table of a store is called
+HASHES = "hashes.sqlite"  # File name of the hash table in a store.
 _CHUNK = 1 << 22
-# Longer than a tick of any clock that files are stamped with (10 ms where the kernel's timer has 100 Hz).
+# Longer than one tick of any file system clock (10 ms with a 100 Hz kernel timer).
 _TICK_NS = 20_000_000
 _COLUMNS = ("device", "inode", "size", "mtime_ns", "ctime_ns")
-# A table that somebody holds for longer, or that cannot be written, is not asked again for a while.
-_PATIENCE_S, _LEAVE_ALONE_S = 5.0, 60.0
-_LEFT_ALONE: dict[Path, float] = {}
+# After a table stays locked for _PATIENCE_S or cannot be written, it is not used for _RETRY_AFTER_S.
+_PATIENCE_S, _RETRY_AFTER_S = 5.0, 60.0
+_UNUSABLE_UNTIL: dict[Path, float] = {}
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
 class FileIdentity(NamedTuple):
-    """What is other when a file was replaced, or anything was done to it. Times in nanoseconds."""
+    """Metadata that changes whenever a file is replaced or modified. Times are in nanoseconds."""
 
     device: int
     inode: int
@@ -51,29 +52,34 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(file: Path | int) -> FileIdentity:
-    """Of the file at a path (of what a link leads to), or of an open one.
+    """Return the identity of a file, following links.
+
+    Args:
+        file: Path, or the descriptor of an open file.
 
     Raises:
-        OSError: There is none.
+        OSError: The file does not exist.
     """
     status = file.stat() if isinstance(file, Path) else os.fstat(file)
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None = None) -> None:
-    """See that nothing was done to a file since ``identity`` was taken, and that its name still leads to it.
+    """Require that a file was neither modified nor replaced since ``identity`` was taken.
 
     Args:
-        descriptor: Where it is open, too.
+        path: Path of the file.
+        identity: Earlier result of :func:`file_identity`.
+        descriptor: Descriptor of the open file, if it must be the same file, too.
 
     Raises:
-        ChangedInput: Something was.
+        ChangedInput: The file was modified, replaced or removed.
     """
     try:
-        same = all(file_identity(one) == identity for one in (path, descriptor) if one is not None)
+        is_same = all(file_identity(file) == identity for file in (path, descriptor) if file is not None)
     except OSError:
-        same = False
-    if not same:
+        is_same = False
+    if not is_same:
         raise ChangedInput(
             str(path),
             found="it was changed or replaced while it was merged",
@@ -83,57 +89,59 @@ def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None
 
 
 def sha256_file(path: Path) -> str:
-    """Return the sha256 of a plain file, 64 hex digits.
+    """Return the sha256 of a plain file as 64 hex digits.
 
     Raises:
         InvalidInput: The path names a pipe, a device or a directory.
         OSError: The file cannot be read.
     """
-    if not path.is_file():  # opening a pipe would wait for a writer
+    if not path.is_file():  # Opening a pipe would wait for a writer.
         plain_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK).hexdigest()
 
 
 class HashMemo:
-    """A small SQLite table from file identity to sha256. Safe for several processes; losing it costs only time.
+    """SQLite table that maps file identities to sha256 digests.
+
+    Several processes may use it at the same time. Losing the table costs only time.
 
     Args:
-        database: Where the table lives; created on first use.
-        about_to_read: Told of a file before it is read, which may take minutes; what it raises is let through.
+        database: Path of the table, created on first use.
+        about_to_read: Called with a path before the file is read, which may take minutes. Its exceptions propagate.
     """
 
     def __init__(self, database: Path, about_to_read: Callable[[Path], None] = lambda path: None) -> None:
         self._database, self._about_to_read = database, about_to_read
 
     def sha256(self, path: Path, *, trust: bool = True) -> str:
-        """sha256 of ``path``; from memory when the file is the one that was hashed before and ``trust`` allows it."""
+        """Return the sha256 of ``path``, from the table if the file is unchanged and ``trust`` is true."""
         identity = file_identity(path)
-        if trust and (known := self._recall(identity)):
-            return known
+        if trust and (cached := self._recall(identity)):
+            return cached
         self._about_to_read(path)
         _wait_for_tick(identity)
         identity = file_identity(path)
         sha256 = sha256_file(path)
-        if file_identity(path) == identity:  # not written to while we read it
+        if file_identity(path) == identity:  # No process wrote to the file while it was read.
             self._remember(identity, sha256)
         return sha256
 
     def known(self, path: Path) -> str | None:
-        """sha256 of ``path`` as ``sha256`` would give it, where it need not be read for that."""
+        """Return the sha256 of ``path`` if it is in the table, without reading the file; otherwise None."""
         if not (self._database.is_file() and path.is_file()):
             return None
         return self._recall(file_identity(path))
 
     def remember(self, path: Path, sha256: str) -> None:
-        """Note a hash that was computed while the file was written, so that it is never read just for hashing."""
+        """Record a hash that was computed while the file was written, so that the file need not be read again."""
         identity = file_identity(path)
         _wait_for_tick(identity)
         if file_identity(path) == identity:
             self._remember(identity, sha256)
 
     def forget(self, files: Iterable[Path]) -> None:
-        """Files that are about to be deleted: without it the table would grow for ever."""
+        """Remove the entries of files that are about to be deleted, so that the table does not grow forever."""
         inodes = []
         for file in files:
             with suppress(OSError):
@@ -146,41 +154,41 @@ class HashMemo:
             with connection:
                 connection.executemany("DELETE FROM hashes WHERE device=? AND inode=?", inodes)
 
-        self._asked(delete)
+        self._query(delete)
 
     def _recall(self, identity: FileIdentity) -> str | None:
-        which = " AND ".join(f"{column}=?" for column in _COLUMNS)
-        row = self._asked(
+        condition = " AND ".join(f"{column}=?" for column in _COLUMNS)
+        row = self._query(
             lambda connection: connection.execute(
-                f"SELECT sha256 FROM hashes WHERE {which}", _stored(identity)
+                f"SELECT sha256 FROM hashes WHERE {condition}", _stored(identity)
             ).fetchone()
         )
-        return _vouched(identity, row[0]) or None if row is not None else None
+        return _verified_hash(identity, row[0]) or None if row is not None else None
 
     def _remember(self, identity: FileIdentity, sha256: str) -> None:
         def insert(connection: sqlite3.Connection) -> None:
             with connection:
                 connection.execute(
                     "INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?)",
-                    (*_stored(identity), _noted(identity, sha256)),
+                    (*_stored(identity), _hash_with_checksum(identity, sha256)),
                 )
 
-        self._asked(insert)
+        self._query(insert)
 
-    def _asked(self, question: Callable[[sqlite3.Connection], R]) -> R | None:
-        """What the table answers; None where there is no asking it: it only saves time, and is no reason to stop."""
+    def _query(self, query: Callable[[sqlite3.Connection], R]) -> R | None:
+        """Return the result of ``query``, or None if the table cannot be used. The table never stops a run."""
         for _ in range(2):
-            if time.monotonic() < _LEFT_ALONE.get(self._database, 0):
+            if time.monotonic() < _UNUSABLE_UNTIL.get(self._database, 0):
                 return None
-            if beside := misplaced_file(self._database):
-                set_sqlite_aside(self._database, f"{beside.name} is no file")
+            if misplaced := misplaced_file(self._database):
+                set_sqlite_aside(self._database, f"{misplaced.name} is no file")
             try:
                 with closing(self._open()) as connection:
-                    return question(connection)
+                    return query(connection)
             except sqlite3.Error as error:
                 if not sqlite_is_damaged(error, self._database):
                     _log.warning("%s: %s; files are hashed again", self._database, error)
-                    _LEFT_ALONE[self._database] = time.monotonic() + _LEAVE_ALONE_S
+                    _UNUSABLE_UNTIL[self._database] = time.monotonic() + _RETRY_AFTER_S
                     return None
                 set_sqlite_aside(self._database, str(error))
         return None
@@ -188,31 +196,32 @@ class HashMemo:
     def _open(self) -> sqlite3.Connection:
         state_directory(self._database.parent, private=True)
         connection = sqlite3.connect(self._database, timeout=_PATIENCE_S)
-        # What a power cut takes costs time and what it mangles is told (_vouched), so no file waits for the disk.
+        # A power cut may lose rows, which costs only time, or mangle them, which _verified_hash detects. So no file
+        # has to wait for the disk.
         connection.execute("PRAGMA synchronous=OFF")
         columns = ", ".join(f"{column} INTEGER" for column in _COLUMNS)
         connection.execute(f"CREATE TABLE IF NOT EXISTS hashes ({columns}, sha256 TEXT, PRIMARY KEY (device, inode))")
         return connection
 
 
-def _noted(identity: FileIdentity, sha256: str) -> str:
-    """The hash as it stands in the table, with a check over it and the file it is of: an altered one is none."""
+def _hash_with_checksum(identity: FileIdentity, sha256: str) -> str:
+    """Return the table's form of a hash, with a checksum over the hash and the file identity to detect damage."""
     return f"{sha256} {hashlib.sha256(f'{tuple(identity)} {sha256}'.encode()).hexdigest()[:16]}"
 
 
-def _vouched(identity: FileIdentity, noted: object) -> str:
-    """The hash of what :func:`_noted` made; empty for anything else."""
-    sha256 = str(noted)[:64]
-    return sha256 if noted == _noted(identity, sha256) else ""
+def _verified_hash(identity: FileIdentity, entry: object) -> str:
+    """Return the hash in a table entry, or an empty string if its checksum does not match."""
+    sha256 = str(entry)[:64]
+    return sha256 if entry == _hash_with_checksum(identity, sha256) else ""
 
 
 def _wait_for_tick(identity: FileIdentity) -> None:
-    """Wait until whatever is done to the file from now on gives it another time; 20 ms at most."""
+    """Wait, for at most 20 ms, until the next change of the file would get a different timestamp."""
     age = time.time_ns() - identity.ctime_ns
     if 0 <= age < _TICK_NS:
         time.sleep((_TICK_NS - age) / 1e9)
 
 
 def _stored(identity: FileIdentity) -> tuple[int, ...]:
-    # SQLite integers are signed; inode numbers of some file systems use all 64 bits.
+    # SQLite integers are signed, and the inode numbers of some file systems use all 64 bits.
     return tuple(number - (1 << 64) if number >= 1 << 63 else number for number in identity)

@@ -1,13 +1,14 @@
-"""Locks on files and directories (flock): one holder at a time, or several that share; gone with their process.
+"""Lock files and directories with flock, exclusively or shared. The kernel releases a lock when its process ends.
 
-A holder may remove the file on its way out, so that nothing is left behind. Whoever waited then holds a lock on a file
-that nobody else will find: a lock counts only while its file is still the one at that path::
+A holder may remove the lock file when it is done, so that nothing is left behind. A process that waited for the lock
+then holds a file that other processes can no longer open. A lock therefore counts only while its file is still the one
+at that path::
 
     with locked(root / "locks" / name, remove=True):
-        ...                                            # nobody else is here
+        ...                                            # only one process at a time
 
-Some network file systems have no locks. ``required=False`` goes on without, as if nobody else were there, and logs a
-warning; otherwise it is an error.
+Some network file systems do not support locks. With ``required=False``, mergegate logs a warning and proceeds without
+a lock; by default it raises an error.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pathlib import Path
 
 from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
 
-# What opening says where a directory, a link or a socket stands in place of ours.
-_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
+# Errors of open() for a directory, a link or a socket at the path of a lock file.
+_NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _log = logging.getLogger(__name__)
 
@@ -33,13 +34,13 @@ _log = logging.getLogger(__name__)
 def locked(
     path: Path, *, remove: bool = False, required: bool = True, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold ``path`` alone, a directory or a file, which is made if it is absent; waits until it is free.
+    """Hold an exclusive lock on a directory or a file for the duration of the block; wait until it is free.
 
     Args:
-        path: In a directory that exists.
-        remove: Remove the file at the end; so it is a file, never a directory.
-        required: See the module docstring.
-        on_wait: Called once if somebody else holds it.
+        path: Directory or file, whose parent directory exists. A missing file is created.
+        remove: Whether to remove the file at the end. ``path`` is then always a file.
+        required: Whether to raise an error if the file system does not support locks. See the module docstring.
+        on_wait: Called once if another process holds the lock.
     """
     flags = os.O_RDONLY if path.is_dir() and not remove else os.O_RDWR | os.O_CREAT
     descriptor = try_open_locked(path, flags, required=required)
@@ -57,7 +58,7 @@ def locked(
 
 
 def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | None:
-    """``path``, opened with ``flags`` and locked for this descriptor alone; None while somebody else holds it."""
+    """Open and lock ``path`` exclusively and return the descriptor, or None while another process holds the lock."""
     try:
         return _open_locked(path, flags, fcntl.LOCK_EX | fcntl.LOCK_NB, required)
     except BlockingIOError:
@@ -65,14 +66,14 @@ def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | N
 
 
 def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool = True, required: bool = True) -> bool:
-    """Lock a file that is open; whether it is locked now, and still the file at ``path``.
+    """Lock an open file and return whether it is locked and still the file at ``path``.
 
     Args:
-        descriptor: The open file. A lock that it holds already is changed into this one.
-        path: Where it was opened.
-        shared: Others may hold it as well, if they share it too.
-        wait: Until it is free; otherwise False is returned at once.
-        required: See the module docstring.
+        descriptor: Descriptor of the open file. A lock that it already holds is converted.
+        path: Path that the file was opened with.
+        shared: Whether other processes may share the lock.
+        wait: Whether to wait until the lock is free. If false, return False without waiting.
+        required: Whether to raise an error if the file system does not support locks. See the module docstring.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -83,44 +84,44 @@ def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool =
 
 
 def unlock_file(descriptor: int) -> None:
-    """Let others have the file, which stays open."""
-    with suppress(OSError):  # Where there are no locks, none is held.
+    """Release the lock on an open file without closing it."""
+    with suppress(OSError):  # A file system without locks has no lock to release.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:
     while True:
-        descriptor, held = _opened(path, flags), False
+        descriptor, is_locked = _open(path, flags), False
         try:
             _flock(descriptor, path, operation, required)
-            held = _is_linked(descriptor, path)
+            is_locked = _is_linked(descriptor, path)
         finally:
-            if not held:
+            if not is_locked:
                 os.close(descriptor)
-        if held:
+        if is_locked:
             return descriptor
 
 
-def _opened(path: Path, flags: int) -> int:
-    """Whoever asks for a file to be made has named it: what is there instead is damage, and set aside."""
+def _open(path: Path, flags: int) -> int:
+    """Open ``path``; with ``O_CREAT``, set aside anything at the path that is not a file."""
     if not flags & os.O_CREAT:
         return os.open(path, flags | os.O_CLOEXEC)
-    ours = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    all_flags = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, ours, 0o644)
+        descriptor = os.open(path, all_flags, 0o644)
     except PermissionError:
         if path.parent.stat().st_uid != os.geteuid() or path.lstat().st_uid != os.geteuid():
-            raise  # Somebody else's, who may hold it.
+            raise  # The file belongs to another user, who may hold the lock.
     except OSError as error:
-        if error.errno not in _NO_FILE:
+        if error.errno not in _NOT_A_FILE:
             raise
     else:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    if is_misplaced(path) or not os.access(path, os.R_OK | os.W_OK):  # nobody was quicker
+    if is_misplaced(path) or not os.access(path, os.R_OK | os.W_OK):  # Another process may have repaired it already.
         set_aside_damaged(path, "no file to be locked")
-    return os.open(path, ours, 0o644)
+    return os.open(path, all_flags, 0o644)
 
 
 def _flock(descriptor: int, path: Path, operation: int, required: bool) -> None:
@@ -133,7 +134,7 @@ def _flock(descriptor: int, path: Path, operation: int, required: bool) -> None:
 
 
 def _is_linked(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one that ``path`` names now, not one that was removed or replaced meanwhile."""
+    """Return whether the open file is still the one at ``path``, and was not removed or replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

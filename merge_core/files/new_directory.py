@@ -1,4 +1,4 @@
-"""Directories that exist whole or not at all, outside the store, and the rule for what mergegate may delete there.
+"""Create output directories outside the store atomically, and delete only directories that mergegate wrote.
 
 mergegate fills ``<name>.partial/output`` and renames it to its final name when it is complete. The partial directory
 carries a mark, a file that only mergegate writes, next to the output. A directory without the mark belongs to the user,
@@ -49,18 +49,19 @@ def new_directory(
     by: str = "command that writes it",
     remedy: str = "wait for it, or name another directory",
 ) -> Iterator[Path]:
-    """Yield the directory in which to write ``out``; at the end of the block it is renamed to ``out``.
+    """Yield the directory in which to write ``out``, and rename it to ``out`` at the end of the block.
 
     Args:
         out: The final directory.
         partial: The directory that holds the output until it is complete. Default: ``<out>.partial``.
-        resume: Keep what a killed run left in the partial directory, and keep it after an error. Otherwise the block
-            starts with an empty directory and an error leaves nothing.
-        by: What else may be writing ``out``, for the message.
-        remedy: What to do then, for the message.
+        resume: Whether to keep the files of a killed run in the partial directory, and to keep them after an error.
+            By default the block starts with an empty directory and an error leaves nothing.
+        by: Description of another process that may be writing ``out``, for the error message.
+        remedy: Advice for that case, for the error message.
 
     Raises:
-        InvalidInput: ``out`` exists or is not the name of a directory, or the partial directory is not ours.
+        InvalidInput: ``out`` exists or is not the name of a directory, or mergegate did not create the partial
+            directory.
         Refused: Another process is writing ``out``.
     """
     _require_absent(out)
@@ -113,7 +114,7 @@ def _is_ours(partial: Path) -> bool:
 
 
 def _claim(partial: Path) -> int | None:
-    """Return the open mark of ``partial``, locked; None while another process holds it. Create both if needed."""
+    """Open and lock the mark of ``partial``, creating both if needed; return None while another process holds it."""
     while True:
         try:
             partial.mkdir()

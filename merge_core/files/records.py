@@ -1,18 +1,19 @@
-"""A journal of what a stage has computed so far, so that a killed one goes on where it was.
+"""Keep a journal of what a stage has computed, so that a killed stage can resume.
 
-It lies in the directory in which the artifact is made, under the name ``JOURNAL``, and goes when that is sealed::
+The journal is in the directory of the unfinished artifact, under the name ``JOURNAL``, and is removed when the artifact
+is complete::
 
     with open_journal(JournalPlace(out / JOURNAL, key)) as journal:
-        for value in journal.records:          # of the run that was killed: whole, in order
+        for value in journal.records:          # complete records of the killed run, in order
             ...
-        journal.append(value)                  # one piece of work is done
+        journal.append(value)                  # one more unit of work is done
 
-A line is a digest and the record as JSON. Each digest covers the key and every record up to its own, so what a crash
-left half written, blocks of another file, and the journal of other inputs end the belief at the line where they begin;
-the file is cut there.
+Each line holds a digest and the record as JSON. The digest covers the key and all records up to and including its own.
+Reading stops at the first line whose digest does not match: a line that a crash left incomplete, blocks of another
+file, or a journal of other inputs. The file is truncated there.
 
-After ``kill -9`` all that was appended is there. It is flushed to the disk every few seconds, so that after a crash of
-the machine at most those are lost.
+All appended records survive ``kill -9``. The journal is flushed to the disk every few seconds, so a crash of the
+machine loses at most the records of the last few seconds.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from mergegate.merge_core.system import flush_data
 
 JOURNAL = "unfinished.journal"
 
-# To be raised whenever a stage keeps something else than before: what an older program left is not continued.
+# Increase this number whenever the records of a stage change. Journals of an older format are not resumed.
 _FORMAT = 1
-_FLUSH_EVERY = 5.0  # seconds
-# In bytes; garbage need not have line breaks.
+_FLUSH_EVERY = 5.0  # Seconds.
+# Bytes. Bounds the memory for a damaged file without line breaks.
 _LONGEST_LINE = 256 << 20
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JournalPlace:
-    """Where the unfinished work of one stage call is kept.
+    """Location of the journal of one stage call.
 
     Args:
-        path: Of the file; it is made with the first record.
-        key: Of everything that decides the records. A journal under another one is not continued.
+        path: Path of the file, created with the first record.
+        key: Key of everything that determines the records. A journal with another key is not resumed.
     """
 
     path: Path
@@ -57,33 +58,33 @@ class JournalPlace:
 
 
 class LineChain:
-    """Lines that vouch for each other: each begins with a digest of the seed and of every body up to its own.
+    """Chain of lines. Each line begins with a digest of the seed and of every body up to its own.
 
     Args:
-        seed: What they belong to. Lines under another one do not fit.
+        seed: Identity of the chain. Lines that were written with another seed do not verify.
     """
 
     def __init__(self, seed: str) -> None:
         self._digest = hashlib.sha256(seed.encode())
 
     def line(self, body: bytes) -> bytes:
-        """The next line, of a body without line breaks."""
+        """Return the next line of the chain for a body without line breaks."""
         self._digest.update(body)
         return self._digest.hexdigest().encode() + b" " + body + b"\n"
 
     def whole(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
-        """Values from the beginning of ``file``, as far as lines vouch for each other; with the byte after each.
+        """Yield the values at the beginning of ``file`` as long as the chain verifies, each with its end offset.
 
         Args:
-            file: At its beginning.
-            fits: Whether a value is of the kind that is kept; the first that is not ends the belief, too.
+            file: File, positioned at its beginning.
+            fits: Returns whether a value has the expected form. Reading stops at the first value that does not.
         """
         end = 0
         while content := file.readline(_LONGEST_LINE):
-            claimed, _, body = content.rstrip(b"\n").partition(b" ")
-            seen = self._digest.copy()
-            seen.update(body)
-            if not content.endswith(b"\n") or claimed != seen.hexdigest().encode():
+            recorded, _, body = content.rstrip(b"\n").partition(b" ")
+            computed = self._digest.copy()
+            computed.update(body)
+            if not content.endswith(b"\n") or recorded != computed.hexdigest().encode():
                 return
             try:
                 value = json.loads(body)
@@ -91,17 +92,17 @@ class LineChain:
                 return
             if not fits(value):
                 return
-            self._digest = seen
+            self._digest = computed
             end += len(content)
             yield value, end
 
 
 class RecordJournal:
-    """A journal that is open.
+    """Open journal.
 
     Args:
-        place: None: nothing is kept.
-        fits: Whether a record is of the kind that is kept here; what an older program kept may not be.
+        place: Location of the journal. None disables it: no record is stored.
+        fits: Returns whether a record has the expected form. Records of an older version may not have it.
     """
 
     def __init__(self, place: JournalPlace | None, fits: Callable[[Any], bool] = lambda record: True) -> None:
@@ -112,13 +113,15 @@ class RecordJournal:
         if place is not None and os.path.lexists(place.path):
             try:
                 self._open(place.path)
-                self.records = tuple(self._whole_records(fits))
+                self.records = tuple(self._complete_records(fits))
             except OSError as error:
                 self._give_up(error)
 
     def append(self, record: object) -> None:
-        """Keep ``record``, of what JSON knows (floats are kept exactly). A disk that is full ends the journal, not the
-        stage."""
+        """Append a record of JSON types. Floats are stored exactly.
+
+        If the disk is full, the journal ends with a warning and the stage continues without it.
+        """
         if self._place is None:
             return
         body = json.dumps(record, separators=(",", ":")).encode()
@@ -135,7 +138,7 @@ class RecordJournal:
             self._give_up(error)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close the file and release its lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -149,14 +152,14 @@ class RecordJournal:
         if is_misplaced(path):
             set_aside_damaged(path, "no journal")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        # The process of a killed run may have a moment left to live.
+        # The process of a killed run may still be alive for a moment.
         lock_file(self._fd, path, required=False)
 
-    def _whole_records(self, fits: Callable[[Any], bool]) -> Iterator[Any]:
+    def _complete_records(self, fits: Callable[[Any], bool]) -> Iterator[Any]:
         end = 0
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            for record, end in self._lines.whole(file, fits):  # noqa: B007  # where the last one ends
+            for record, end in self._lines.whole(file, fits):  # noqa: B007  # The end of the last record is used below.
                 yield record
         if end < (size := os.fstat(self._fd).st_size):
             _log.warning("a journal is not believed from byte %d of %d on", end, size)
@@ -167,7 +170,10 @@ class RecordJournal:
 def open_journal(
     place: JournalPlace | None, fits: Callable[[Any], bool] = lambda record: True
 ) -> Iterator[RecordJournal]:
-    """The journal at ``place``, for this process alone; for None one that keeps nothing. See :class:`RecordJournal`."""
+    """Open the journal at ``place`` for this process alone, or a journal that stores nothing if ``place`` is None.
+
+    See :class:`RecordJournal`.
+    """
     journal = RecordJournal(place, fits)
     try:
         yield journal
@@ -176,8 +182,14 @@ def open_journal(
 
 
 def keep_only_journal(out: Path, beside: str = "") -> None:
-    """Empty ``out``, but for a journal that the stage which works there goes on from, and files ``beside`` it (a
-    pattern) of which it speaks: anything else in it is no part of what is made, and would be sealed with it."""
+    """Remove everything from ``out`` except the journal and the files that it refers to.
+
+    Other leftovers of a killed run are not part of the artifact, and would be sealed with it.
+
+    Args:
+        out: Directory of the unfinished artifact.
+        beside: Pattern for the names of files that the journal refers to. Default: no files.
+    """
     for path in out.iterdir():
         if path.name != JOURNAL and not (beside and path.match(beside) and path.is_file() and not path.is_symlink()):
             remove_any(path)

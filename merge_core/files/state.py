@@ -1,16 +1,17 @@
-"""Files of our own that may hold anything by now: read as a value, as damage, or as not there; damage is set aside.
+"""Read and write state files that may be damaged, and set damaged ones aside.
 
-Everything below the project's home and the store can be made again, so nothing that is found there may stop a run. One
-rule for all of it: whoever reads gets a value or learns that there is none, and what is in the way of the next one is
-renamed to ``<name>.damaged-<n>``, for a person to look at::
+mergegate can rebuild everything in its home directory and in the store, so damage there never stops a run. One rule
+applies to all state: a reader gets a value or learns that the file is missing or damaged. Damage that is in the way of
+new state is renamed to ``<name>.damaged-<n>``, so that an operator can inspect it::
 
     match read_state(path, Manifest.model_validate_json):
-        case Damaged() as damage: ...        # garbage, a directory, a loop of links, not readable: set it aside
-        case None: ...                       # not there
+        case Damaged() as damage: ...        # garbage, a directory, a link loop, not readable: set it aside
+        case None: ...                       # the file does not exist
         case manifest: ...
 
-What says something of the machine rather than of the file (no descriptor left, no memory) is raised. Setting aside
-needs a directory that can be written; where it cannot, that is raised too, because nothing could be built there.
+Errors of the machine rather than of the file (no descriptors left, no memory) are raised. Setting a file aside requires
+a writable directory. If the directory is not writable, that error is raised too, because nothing could be rebuilt
+there.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from typing import TypeVar
 from mergegate.merge_core.files.durable import fsync
 
 ASIDE = ".damaged-"
-# A name with the number of the writing process, and perhaps of its thread; a name from ``tempfile``; a key.
+# A name with the ID of the writing process and perhaps of its thread, a name from ``tempfile``, or a key.
 _TEMPORARY = re.compile(r"(.+\.\d+(-\d+)?|(runner|probe)-.+|[0-9a-f]{32}(\..+)?)\.partial")
-# Of each name the newest few are kept, and of each not more than this: a checkpoint is not worth a second copy.
+# Number of set-aside copies per name, and the size limit of each copy. A damaged checkpoint is not worth keeping whole.
 KEPT, KEPT_BYTES = 3, 64 << 20
-# No state of ours is larger; what is, is none.
+# Size limit of a state file. A larger file is damaged.
 MOST_BYTES = 1 << 30
 
-# What a reader trips over in content that is not what it should be.
-_NOT_PARSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# What opening says of the file itself; anything else (EMFILE, ENOMEM) is said of the machine.
-_OF_THE_FILE = {
+# Errors that a parser raises for invalid content.
+_PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# Errors of open() that concern the file itself. All others (EMFILE, ENOMEM) concern the machine.
+_FILE_ERRORS = {
     errno.ELOOP: "a link, where a file should be",
     errno.EISDIR: "a directory, where a file should be",
     errno.ENXIO: "no file",
@@ -58,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Damaged:
-    """State that cannot be believed: where it lies, and why."""
+    """Damaged state: its path and the reason."""
 
     path: Path
     why: str
@@ -68,23 +69,23 @@ class Damaged:
 
 
 def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTES) -> T | Damaged | None:
-    """What ``parse`` makes of the file at ``path``; None where nothing is there.
+    """Read and parse the file at ``path``; return None if it does not exist.
 
     Args:
-        path: A regular file. Links are not followed, pipes and devices not waited for.
-        parse: Raises what parsers raise for what it does not know.
-        most: Bytes; a longer file is damaged.
+        path: Regular file. Links are not followed, and opening a pipe or device does not block.
+        parse: Parser of the content. It may raise the usual exceptions for invalid content, such as ValueError.
+        most: Largest valid size in bytes. A longer file is damaged. Default: 1 GiB.
 
     Raises:
-        OSError: when the machine is at its limits; it says nothing of the file.
+        OSError: The machine is at its limits. This error does not concern the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno in _OF_THE_FILE:
-            return Damaged(path, _OF_THE_FILE[error.errno])
+        if error.errno in _FILE_ERRORS:
+            return Damaged(path, _FILE_ERRORS[error.errno])
         raise
     try:
         with os.fdopen(descriptor, "rb", closefd=False) as file:
@@ -95,25 +96,28 @@ def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTE
                 return Damaged(path, f"{status.st_size} bytes, at most {most} are expected")
             content = file.read()
         return parse(content)
-    except OSError as error:  # of reading: a disk that fails, a directory on systems that open it
-        if error.errno in _OF_THE_FILE:
-            return Damaged(path, _OF_THE_FILE[error.errno])
+    except OSError as error:  # Reading failed: a failing disk, or a directory on systems that can open one.
+        if error.errno in _FILE_ERRORS:
+            return Damaged(path, _FILE_ERRORS[error.errno])
         raise
-    except _NOT_PARSED as error:
-        said = " ".join(str(error).split())
-        return Damaged(path, said[:200] or type(error).__name__)
+    except _PARSE_ERRORS as error:
+        message = " ".join(str(error).split())
+        return Damaged(path, message[:200] or type(error).__name__)
     finally:
         os.close(descriptor)
 
 
 def move_aside(path: Path) -> Path | None:
-    """Rename whatever is at ``path``; where it is now, or None if nothing was there or it was too large to keep.
+    """Rename the file, link or directory at ``path`` and return its new path.
 
-    A link is renamed itself, what it points to is left alone.
+    A link itself is renamed, not its destination.
+
+    Returns:
+        The new path, or None if nothing was at ``path`` or it was too large to keep.
     """
-    place = path.with_name(f"{path.name}{ASIDE}{_last_number(path) + 1}")
+    aside = path.with_name(f"{path.name}{ASIDE}{_last_number(path) + 1}")
     try:
-        path.rename(place)
+        path.rename(aside)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -121,55 +125,59 @@ def move_aside(path: Path) -> Path | None:
             raise
         remove_any(path)
         return None
-    for old in _set_aside_before(place)[:-KEPT]:
+    for old in _set_aside_copies(aside)[:-KEPT]:
         remove_any(old)
-    _shrink(place)
-    return place if _is_there(place) else None
+    _shrink(aside)
+    return aside if os.path.lexists(aside) else None
 
 
 def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
-    """Whether something is at ``path`` that is no file. One look: what somebody removes meanwhile is not in the way.
+    """Return whether something other than a regular file is at ``path``.
+
+    The check uses a single system call. If another process removes the path at the same time, it is not misplaced.
 
     Args:
-        through_links: A link to a file counts as one.
+        path: Path to check.
+        through_links: Whether a link to a file counts as a file.
     """
     try:
         status = path.stat() if through_links else path.lstat()
-    except OSError:  # nothing, or a link that leads nowhere
+    except OSError:  # The path does not exist, or is a broken link.
         return path.is_symlink()
     return not stat.S_ISREG(status.st_mode)
 
 
 def is_set_aside(path: Path) -> bool:
-    """Return whether ``path`` has a name that only :func:`move_aside` gives."""
+    """Return whether :func:`move_aside` gave ``path`` its name."""
     return ASIDE in path.name and _number(path) > 0
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether ``path`` has a name that mergegate gives to a file of which only a part is written."""
+    """Return whether ``path`` has the name of a partially written file of mergegate."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def set_aside_damaged(path: Path, why: str) -> None:
-    """Set aside what is at ``path`` and cannot be believed, with a line in the log. Nothing there: nothing said."""
-    if _is_there(path):
-        place = move_aside(path)
-        _log.warning("%s: %s; %s", path, why, f"set aside as {place.name}" if place else "removed")
+    """Set aside the damaged file or directory at ``path`` and log a warning. Do nothing if the path does not exist."""
+    if os.path.lexists(path):
+        aside = move_aside(path)
+        _log.warning("%s: %s; %s", path, why, f"set aside as {aside.name}" if aside else "removed")
 
 
 def state_directory(path: Path, *, private: bool = False) -> Path:
-    """Make the directory ``path`` and those above it; what stands in its place and is no directory is set aside.
+    """Create the directory ``path`` and its parents; set aside anything at ``path`` that is not a directory.
 
     Args:
-        path: Its own name is ours: a file or a broken link under it is damage. Those above it are not.
-        private: For its owner alone, and for its group where it has the setgid bit, as directories that a team shares
-            have. One that is there already and ours is changed.
+        path: Directory with a name that only mergegate uses, so a file or a broken link at this path is damage. This
+            does not apply to its parents.
+        private: Whether only the owner may use the directory, and its group if it has the setgid bit, which
+            directories shared by a team have. An existing directory of this user is changed accordingly.
     """
     mode = 0o700 if private else 0o777
     if not path.is_dir():
-        for missing in reversed([above for above in path.parents if not above.exists()]):
+        for missing in reversed([parent for parent in path.parents if not parent.exists()]):
             missing.mkdir(mode=mode, exist_ok=True)
-        # Tried before anything is moved: others make the same directory at the same moment.
+        # Try before setting anything aside, because another process may be creating the same directory.
         try:
             path.mkdir(mode=mode, exist_ok=True)
         except FileExistsError:
@@ -181,7 +189,7 @@ def state_directory(path: Path, *, private: bool = False) -> Path:
 
 
 def write_state(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step, flushed to the disk. A directory in the way is set aside."""
+    """Write ``content`` to ``path`` atomically and flush it to the disk. A directory at ``path`` is set aside."""
     partial = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.partial")
     try:
         with partial.open("wb") as file:
@@ -189,7 +197,7 @@ def write_state(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            partial.rename(path)  # in place of a file, a link or a pipe
+            partial.rename(path)  # Replaces a file, a link or a pipe.
         except IsADirectoryError:
             set_aside_damaged(path, "a directory, where a file should be")
             partial.rename(path)
@@ -201,44 +209,42 @@ def write_state(path: Path, content: bytes) -> None:
 
 
 def remove_any(path: Path) -> None:
-    """Delete whatever is at ``path``: a file, a link, a directory with all in it, also one that may not be read."""
+    """Delete the file, link or directory tree at ``path``, even if its permissions forbid reading it."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, onerror=_once_more)
+        shutil.rmtree(path, onerror=_retry_with_permission)
     else:
         path.unlink(missing_ok=True)
 
 
 def regular_files(directory: Path) -> tuple[set[str], set[str]]:
-    """Relative names of all files below ``directory``; and of what is neither file nor directory (links, pipes)."""
+    """Return the relative names of all files below ``directory``, and of all entries that are not files or directories.
+
+    The second set holds links, pipes and the like.
+    """
     files: set[str] = set()
-    others: set[str] = set()
-    for above, directories, names in os.walk(directory):
+    special: set[str] = set()
+    for parent, directories, names in os.walk(directory):
         for name in (*names, *directories):
-            path = Path(above, name)
+            path = Path(parent, name)
             mode = path.lstat().st_mode
             if not stat.S_ISDIR(mode):
-                (files if stat.S_ISREG(mode) else others).add(path.relative_to(directory).as_posix())
-    return files, others
+                (files if stat.S_ISREG(mode) else special).add(path.relative_to(directory).as_posix())
+    return files, special
 
 
-def _is_there(path: Path) -> bool:
-    """Also a link that leads nowhere."""
-    return os.path.lexists(path)
-
-
-def _set_aside_before(place: Path) -> list[Path]:
-    """All of what has been set aside of the same name, oldest first."""
-    name = place.name.rpartition(ASIDE)[0]
-    found = [other for other in place.parent.iterdir() if other.name.rpartition(ASIDE)[0] == name]
-    return sorted((other for other in found if _number(other) > 0), key=_number)
+def _set_aside_copies(aside: Path) -> list[Path]:
+    """Return all set-aside copies with the same original name, oldest first."""
+    name = aside.name.rpartition(ASIDE)[0]
+    copies = [path for path in aside.parent.iterdir() if path.name.rpartition(ASIDE)[0] == name]
+    return sorted((path for path in copies if _number(path) > 0), key=_number)
 
 
 def _last_number(path: Path) -> int:
     try:
-        before = _set_aside_before(path.with_name(f"{path.name}{ASIDE}0"))
+        copies = _set_aside_copies(path.with_name(f"{path.name}{ASIDE}0"))
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    return _number(before[-1]) if before else 0
+    return _number(copies[-1]) if copies else 0
 
 
 def _number(aside: Path) -> int:
@@ -246,14 +252,14 @@ def _number(aside: Path) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def _shrink(place: Path) -> None:
-    """Remove the largest files of what was set aside until the rest is small. Best effort: it may not be ours."""
+def _shrink(aside: Path) -> None:
+    """Remove the largest files of a set-aside copy until it is small enough, ignoring files it cannot remove."""
     with suppress(OSError):
-        if not place.is_dir() or place.is_symlink():
-            if place.lstat().st_size > KEPT_BYTES:
-                place.unlink()
+        if not aside.is_dir() or aside.is_symlink():
+            if aside.lstat().st_size > KEPT_BYTES:
+                aside.unlink()
             return
-        files = sorted((file.lstat().st_size, file) for file in (place / name for name in regular_files(place)[0]))
+        files = sorted((file.lstat().st_size, file) for file in (aside / name for name in regular_files(aside)[0]))
         total = sum(size for size, _ in files)
         while files and total > KEPT_BYTES:
             size, file = files.pop()
@@ -263,13 +269,13 @@ def _shrink(place: Path) -> None:
 
 def _close_to_others(path: Path) -> None:
     status = path.stat()
-    wanted = stat.S_IMODE(status.st_mode) & (0o7770 if status.st_mode & stat.S_ISGID else 0o7700)
-    if status.st_uid == os.geteuid() and wanted != stat.S_IMODE(status.st_mode):
-        path.chmod(wanted)
+    private_mode = stat.S_IMODE(status.st_mode) & (0o7770 if status.st_mode & stat.S_ISGID else 0o7700)
+    if status.st_uid == os.geteuid() and private_mode != stat.S_IMODE(status.st_mode):
+        path.chmod(private_mode)
 
 
-def _once_more(function: Callable[[str], object], path: str, failure: object) -> None:
-    """What may not be looked into may still be ours to open up."""
+def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:
+    """Grant the owner access and retry a failed deletion."""
     Path(path).parent.chmod(0o700)
     if not Path(path).is_symlink():
         Path(path).chmod(0o700)

@@ -1,9 +1,10 @@
-"""The edge: bytes of a stranger to plain typed values, or to :class:`~merge_core.errors.InvalidInput`. Nothing else.
+"""Parse untrusted bytes into plain typed values, or raise :class:`~merge_core.errors.InvalidInput`.
 
-Every file that somebody else may have written (checkpoint, recipe, profile, task, card, results, release) comes in
-through here: opened as a plain file inside its directory (``files``), read up to a bound, parsed with bounds on depth,
-count, digits and aliases (``json_text``, ``yaml_text``). Whatever a parser lets out at a hostile input is turned into
-InvalidInput in one place (``edge``). Numbers beside the bounds say what honest files need.
+mergegate reads every untrusted file (checkpoint, recipe, profile, task, card, results, release) with this package. A
+file is opened only if it is a plain file inside its directory (``files``). It is read up to a size limit and parsed
+with limits on depth, number of values, digits and aliases (``json_text``, ``yaml_text``). The module ``input_errors``
+turns every exception that a parser raises for hostile input into InvalidInput. Comments next to the limits say how much
+legitimate files need.
 """
 
 from mergegate.merge_core.parsing.files import (

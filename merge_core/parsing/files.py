@@ -1,9 +1,10 @@
-"""Opening what a stranger has put into a directory: plain files that lie in it, and nothing else.
+"""Open files in untrusted directories, if they are plain files inside that directory.
 
-A checkpoint is a directory that somebody else filled. ``merges.txt`` may be a link to a private key, ``config.json`` a
-link to ``/dev/zero`` or a pipe that nobody writes to. So a file is looked at before it is opened (opening a pipe waits,
-opening a device does things), looked at again when it is open, and must lie inside its directory. The one exception is
-the Hub's cache, by name: ``models--org--name/snapshots/<commit>/`` is made of links into ``blobs/`` beside it.
+A checkpoint is a directory that a third party filled. ``merges.txt`` may be a link to a private key, and
+``config.json`` may be a link to ``/dev/zero`` or a pipe without a writer. mergegate therefore checks a file before
+opening it, because opening a pipe blocks and opening a device may have side effects. It checks the file again after
+opening it, and requires that it is inside its directory. The only exception is the Hub's cache, recognized by name:
+``models--org--name/snapshots/<commit>/`` consists of links into the neighboring directory ``blobs/``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import BinaryIO
 
 from mergegate.merge_core.errors import InvalidInput
 
-# Texts, prompts and traffic are read into memory as a whole.
+# Text, prompt and traffic files are read into memory completely.
 MAX_DATA_BYTES = 1 << 30
 MAX_CODE_BYTES = 16 << 20
 _KINDS = {
@@ -44,7 +45,7 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
             name of a file, or the file is larger than ``most``.
     """
     try:
-        # Not strict: where a link leads out, its target's existence is nobody's business.
+        # Resolve without checking existence, so as not to reveal whether a file outside the directory exists.
         real = Path(os.path.realpath(path))
         if within is not None and not _belongs(real, Path(os.path.realpath(within))):
             raise InvalidInput(
@@ -66,15 +67,15 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
 
 
 def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a plain file for reading, unbuffered; see :func:`plain_file`.
+    """Open a plain file for reading, unbuffered. See :func:`plain_file`.
 
     Raises:
-        FileNotFoundError: There is nothing of that name.
-        InvalidInput: As :func:`plain_file`, or the rights are missing.
+        FileNotFoundError: The file does not exist.
+        InvalidInput: The file is not valid for :func:`plain_file`, or is not readable by this user.
     """
     real = plain_file(path, within=within)
     try:
-        # What was plain a moment ago may be a link or a pipe by now: neither is followed or waited for.
+        # The file may have been replaced by a link or a pipe since the check. Do not follow the link or block.
         fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
@@ -89,10 +90,17 @@ def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> bytes:
-    """All bytes of a plain file of at most ``most`` bytes.
+    """Return the content of a plain file.
+
+    Args:
+        path: Path of the file.
+        most: Largest size in bytes.
+        within: Directory that the file must be in. Default: anywhere.
+        expected: Description of the expected file, for error messages.
+        remedy: Advice to the user, for error messages.
 
     Raises:
-        InvalidInput: As :func:`open_plain`; it is not there, or is larger.
+        InvalidInput: The file is missing, larger than ``most``, or not valid for :func:`open_plain`.
     """
     try:
         with open_plain(path, within=within) as file:
@@ -104,23 +112,28 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
 
 
 def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a plain file for reading in small pieces, such as lines; see :func:`open_plain`, which reads unbuffered."""
-    return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # a FileIO
+    """Open a plain file for buffered reading, for example by lines. See :func:`open_plain`."""
+    return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # open_plain returns a FileIO.
 
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
-    """All bytes of an open plain file of at most ``most`` bytes, which messages call ``path``.
+    """Return the content of an open plain file.
+
+    Args:
+        file: Open file.
+        path: Path of the file, for error messages.
+        most: Largest size in bytes.
 
     Raises:
-        InvalidInput: It is larger, grows while it is read, or the disk reports an error.
+        InvalidInput: The file is larger than ``most``, grows while it is read, or the disk reports an error.
     """
     try:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise InvalidInput(str(path), found=f"{size} bytes", expected=f"at most {most} bytes")
         content = b""
-        while len(content) <= most and (more := file.read(size + 1 if not content else 1 << 20)):
-            content += more
+        while len(content) <= most and (chunk := file.read(size + 1 if not content else 1 << 20)):
+            content += chunk
     except OSError as error:
         raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
     if len(content) > most:
@@ -129,10 +142,10 @@ def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> str:
-    """The UTF-8 text of a plain file of at most ``most`` bytes.
+    """Return the UTF-8 text of a plain file. See :func:`read_plain` for the arguments.
 
     Raises:
-        InvalidInput: As :func:`read_plain`, or it is no text.
+        InvalidInput: The file is not valid for :func:`read_plain`, or is not UTF-8 text.
     """
     try:
         return read_plain(path, most, within=within, expected=expected, remedy=remedy).decode()
@@ -143,17 +156,17 @@ def read_text(path: Path, most: int, *, within: Path | None = None, expected: st
 
 
 def check_entries(directory: Path, names: Iterable[str]) -> None:
-    """See that the files of those names in ``directory`` are plain files inside it. What is not there is not looked at.
+    """Require that the named entries of a directory, if they exist, are plain files or directories inside it.
 
-    For directories that are then given to a library which opens what it finds.
+    Call this before passing the directory to a library that opens these files itself.
 
     Raises:
-        InvalidInput: naming the first that is not.
+        InvalidInput: An entry is not a plain file inside the directory. The message names the first one.
     """
     for name in names:
         path = directory / name
         try:
-            if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112  # no error for names that are too long
+            if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112  # Path.is_dir raises for long names.
                 continue
             plain_file(path, within=directory)
         except FileNotFoundError:
@@ -161,13 +174,13 @@ def check_entries(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether there is something at ``path`` itself that is neither a plain file nor a directory: a link, a pipe, …"""
+    """Return whether ``path`` itself is neither a plain file nor a directory, but a link, a pipe or the like."""
     mode = path.lstat().st_mode
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _belongs(real: Path, directory: Path) -> bool:
-    """Whether a real path lies in a real directory, or in the blobs of the Hub's cache that it is part of."""
+    """Return whether a resolved path is inside a resolved directory, or in the blobs of the same Hub cache."""
     if real.is_relative_to(directory):
         return True
     snapshots = directory.parent

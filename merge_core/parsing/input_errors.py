@@ -1,8 +1,9 @@
-"""The one rule at the edge: a parser ends in a value or in InvalidInput, whatever it was given.
+"""Turn every exception that a parser raises for untrusted input into InvalidInput.
 
-Parsers of libraries let their own accidents out: RecursionError at a thousand brackets, OverflowError at 400 digits,
-UnicodeError at half a character, ValueError at a month 13. Catching each where it was once seen means finding the next
-one at night; so what parses a stranger's bytes stands inside :func:`parsing_errors`, and nothing else does.
+Parsers in libraries raise exceptions of many types: RecursionError for a thousand brackets, OverflowError for 400
+digits, UnicodeError for an unpaired surrogate, ValueError for a month 13. Catching only the types seen so far would let
+the next one crash a scheduled run. Therefore, all code that parses untrusted bytes runs inside :func:`parsing_errors`,
+and no other code does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 
-# Of one number. ``model_max_length`` of real tokenizers has 31 digits; Python refuses to print one of more than 4300.
+# Digits of one number. ``model_max_length`` in real tokenizers has 31 digits; Python does not print more than 4,300.
 MAX_DIGITS = 40
 
 T = TypeVar("T")
@@ -22,16 +23,16 @@ T = TypeVar("T")
 
 @contextmanager
 def parsing_errors(where: str, what: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
-    """Turn whatever parsing a stranger's bytes lets out into InvalidInput. Only parsing may stand inside.
+    """Raise every exception of the block as InvalidInput, except mergegate's own errors. Only parse inside the block.
 
     Args:
-        where: File or field, for the message.
-        what: What it is not, then: ``not JSON``, ``damaged``.
-        expected: What it should be.
-        remedy: What to do.
+        where: File or field, for the error message.
+        what: Description of the problem: ``not JSON``, ``damaged``.
+        expected: Description of the expected content.
+        remedy: Advice to the user.
 
     Raises:
-        InvalidInput: in place of any exception that is none of ours; ours go through.
+        InvalidInput: The block raised an exception that is not a MergegateError.
     """
     try:
         yield
@@ -45,22 +46,29 @@ def parsing_errors(where: str, what: str, *, expected: str = "", remedy: str = "
         raise InvalidInput(where, found=f"{what}: nested too deeply", expected=expected, remedy=remedy) from None
     except MemoryError:
         raise InvalidInput(where, found=f"{what}: too large for the memory", expected=expected, remedy=remedy) from None
-    except Exception as error:  # foreign parsers promise no set of types; the point of this file
-        # Of these the message alone says nothing: KeyError is a name, the others speak of our program.
-        if isinstance(error, JSONDecodeError):  # which counts characters, too
+    except Exception as error:  # Libraries do not document which exceptions their parsers raise.
+        if isinstance(error, JSONDecodeError):  # Its own text also gives the character offset, which is omitted.
             line = f"line {error.lineno}, " if error.lineno > 1 else ""
-            said = f"{error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
-            raise InvalidInput(where, found=f"{what}: {said}", expected=expected, remedy=remedy) from None
-        bare = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
-        kind = f"{type(error).__name__}: " if bare else ""
+            problem = f"{error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
+            raise InvalidInput(where, found=f"{what}: {problem}", expected=expected, remedy=remedy) from None
+        # The messages of these exceptions are not clear without the type. A KeyError, for example, has only a name.
+        needs_type = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
+        kind = f"{type(error).__name__}: " if needs_type else ""
         raise InvalidInput(where, found=f"{what}: {kind}{error}", expected=expected, remedy=remedy) from None
 
 
 def require_type(value: object, kind: type[T], where: str, expected: str, *, remedy: str = "") -> T:
-    """``value``, which must be of that very type (True is no int here).
+    """Return ``value`` if its type is exactly ``kind``. True is not an int here.
+
+    Args:
+        value: Value to check.
+        kind: Required type.
+        where: File or field, for the error message.
+        expected: Description of the expected value.
+        remedy: Advice to the user.
 
     Raises:
-        InvalidInput: It is something else.
+        InvalidInput: The value has another type.
     """
     if type(value) is not kind:
         raise InvalidInput(where, found=f"{value!r:.60}", expected=expected, remedy=remedy)
@@ -68,24 +76,26 @@ def require_type(value: object, kind: type[T], where: str, expected: str, *, rem
 
 
 def require_printable(value: object, where: str) -> None:
-    """See that every text in plain data is text: half a surrogate pair cannot be printed, hashed or be a file's name.
+    """Require that no string in plain data contains an unpaired surrogate.
+
+    Such a string cannot be printed, hashed or used as a file name.
 
     Raises:
-        InvalidInput: naming the first that is not.
+        InvalidInput: A string contains an unpaired surrogate. The message shows the string.
     """
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            if not one.isascii():
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            if not item.isascii():
                 try:
-                    one.encode()
+                    item.encode()
                 except UnicodeEncodeError:
                     raise InvalidInput(
-                        where, found=f"{one!r:.60}, which has half a character in it", expected="Unicode text"
+                        where, found=f"{item!r:.60}, which has half a character in it", expected="Unicode text"
                     ) from None
-        elif isinstance(one, Mapping):
-            waiting += one.keys()
-            waiting += one.values()
-        elif isinstance(one, (list, tuple)):
-            waiting += one
+        elif isinstance(item, Mapping):
+            pending += item.keys()
+            pending += item.values()
+        elif isinstance(item, (list, tuple)):
+            pending += item

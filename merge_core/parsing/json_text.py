@@ -1,7 +1,7 @@
-"""JSON, read with bounds: size, count of values, depth, digits; and JSON lines, one at a time.
+"""Parse JSON with limits on size, number of values, depth and digits, and read JSON Lines files line by line.
 
-Plain ``json.loads`` takes up to 25 times the text's size in memory, lets RecursionError out at a thousand brackets,
-accepts half characters, and makes of 4,000 digits a number that most arithmetic then refuses.
+Plain ``json.loads`` uses up to 25 times the size of the text in memory, raises RecursionError for a thousand nested
+brackets, accepts unpaired surrogates, and turns 4,000 digits into a number that most arithmetic rejects.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing.files import content_of, open_plain
 from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable
 
-# The closing quote may be missing: so every quote begins a match, and no start is tried in vain.
+# The closing quote is optional, so that every quote begins a match and the pattern never has to backtrack.
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-# Every digit as the same one: then a long number is found as a text is, ten times as fast as by a pattern.
+# Translating all digits to the same one finds a long number by substring search, ten times as fast as by a pattern.
 _DIGITS, _LONG_NUMBER = bytes.maketrans(b"123456789", b"0" * 9), b"0" * (MAX_DIGITS + 1)
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -28,12 +28,13 @@ _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(frozen=True)
 class JsonBounds:
-    """What honest files of a kind need, and some.
+    """Limits for one kind of file, larger than any legitimate file needs.
 
     Args:
-        size: Bytes.
-        values: Numbers, texts, lists and objects in all; each may take 100 bytes of memory.
-        depth: Of lists and objects in each other.
+        size: Size in bytes. Default: 16 MiB.
+        values: Total number of numbers, strings, lists and objects. Each may take 100 bytes of memory. Default:
+            1,000,000.
+        depth: Nesting depth of lists and objects. Default: 64.
     """
 
     size: int = 16 << 20
@@ -43,7 +44,7 @@ class JsonBounds:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Reads whole numbers of a bounded length."""
+    """Parser of integers with a limited number of digits."""
 
     where: str
 
@@ -62,35 +63,36 @@ SMALL = JsonBounds()
 def parse_json(
     content: bytes, where: str, *, bounds: JsonBounds = SMALL, pairs: Pairs | None = None, expected: str = ""
 ) -> Any:
-    """The value that a JSON text of UTF-8 says.
+    """Parse JSON text in UTF-8.
 
     Args:
-        content: The text.
-        where: What messages call it.
-        bounds: What is refused before it is parsed.
-        pairs: What makes a value of the pairs of each object; absent: a dict in which the last of a key wins.
-        expected: What it should be, for messages.
+        content: Bytes of the text.
+        where: Name of the text in error messages.
+        bounds: Limits that are checked before parsing.
+        pairs: Function that builds a value from the key-value pairs of each object. Default: a dict in which the last
+            of several equal keys wins.
+        expected: Description of the expected content, for error messages.
 
     Raises:
-        InvalidInput: Not JSON, or beyond the bounds.
+        InvalidInput: The text is not JSON or exceeds the limits.
     """
     _check_bounds(content, where, bounds)
     with parsing_errors(where, "not JSON", expected=expected):
-        # Digits are counted number by number only where there are so many beside each other: a table of tensors has
-        # half a million numbers.
+        # Check each number only if the text has a long run of digits, because a table of tensors has half a million
+        # numbers.
         numbers = _Numbers(where) if _LONG_NUMBER in content.translate(_DIGITS) else None
-        # Not bytes: json.loads would let halves of characters through.
+        # Decode first, because json.loads accepts unpaired surrogates in bytes.
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=pairs, parse_int=numbers)
-        if b"\\ud" in content or b"\\uD" in content:  # the only way for half a character into a text of UTF-8
+        if b"\\ud" in content or b"\\uD" in content:  # UTF-8 text can only contain a surrogate as an escape.
             require_printable(value, where)
     return value
 
 
 def parse_json_object(content: bytes, where: str, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """As :func:`parse_json`, which must be an object.
+    """Parse JSON text that contains an object. See :func:`parse_json`.
 
     Raises:
-        InvalidInput: As :func:`parse_json`, or something else.
+        InvalidInput: The text is not JSON, exceeds the limits, or is not an object.
     """
     value = parse_json(content, where, bounds=bounds)
     if not isinstance(value, dict):
@@ -99,10 +101,10 @@ def parse_json_object(content: bytes, where: str, *, bounds: JsonBounds = SMALL)
 
 
 def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """The JSON object in the file at ``path``, which must lie in its directory: no link out of it is followed.
+    """Return the JSON object in a file. A link that leads out of the file's directory is not followed.
 
     Raises:
-        InvalidInput: Missing, unreadable, no plain file, not JSON, beyond the bounds, not an object.
+        InvalidInput: The file is missing, unreadable, not a plain file, not JSON, beyond the limits, or not an object.
     """
     try:
         with open_plain(path, within=path.parent) as file:
@@ -113,15 +115,15 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
 
 
 def line_location(path: Path, number: int) -> str:
-    """What messages call line ``number`` (from 1) of ``path``."""
+    """Return the name of line ``number`` (from 1) of ``path`` for error messages."""
     return f"{path}: line {number}"
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object in line ``number`` (from 1) of ``path``.
+    """Parse the JSON object in line ``number`` (from 1) of ``path``.
 
     Raises:
-        InvalidInput: for a line that is no JSON object.
+        InvalidInput: The line is not a JSON object.
     """
     where = line_location(path, number)
     document = parse_json(line, where, expected="one JSON object a line")
@@ -131,17 +133,18 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, bytes]]:
-    """``(number from 1, line)`` of a plain file, one at a time: memory is that of a line.
+    """Yield the lines of a plain file, each with its number from 1. Only one line is in memory at a time.
 
     Args:
-        longest: Bytes of a line.
-        most: Lines.
+        path: Path of the file.
+        longest: Largest size of a line in bytes.
+        most: Largest number of lines.
 
     Raises:
-        InvalidInput: It cannot be read, or is beyond the bounds.
+        InvalidInput: The file cannot be read or exceeds the limits.
     """
     try:
-        with open_plain(path) as raw, open(raw.fileno(), "rb", closefd=False) as file:  # a descriptor
+        with open_plain(path) as raw, open(raw.fileno(), "rb", closefd=False) as file:  # Adds buffering.
             number = 0
             while line := file.readline(longest + 1):
                 number += 1
@@ -161,16 +164,17 @@ def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, by
 def _check_bounds(content: bytes, where: str, bounds: JsonBounds) -> None:
     if len(content) > bounds.size:
         raise InvalidInput(where, found=f"{len(content)} bytes", expected=f"at most {bounds.size} bytes")
-    # Each value but the first comes after one of these, also inside texts: an upper bound, and quick.
-    opened = content.count(b"[") + content.count(b"{")
-    values = opened + content.count(b",")
+    # Every value except the first follows one of these characters. Counting those inside strings too gives a fast
+    # upper bound.
+    brackets = content.count(b"[") + content.count(b"{")
+    values = brackets + content.count(b",")
     if values > bounds.values:
         raise InvalidInput(where, found=f"up to {values} values", expected=f"at most {bounds.values}")
-    if opened > bounds.depth and (depth := _depth(content)) > bounds.depth:
+    if brackets > bounds.depth and (depth := _depth(content)) > bounds.depth:
         raise InvalidInput(where, found=f"{depth} levels", expected=f"at most {bounds.depth} levels")
 
 
 def _depth(content: bytes) -> int:
-    """The deepest nesting of brackets outside texts. Where the text is not JSON, the parser will say so."""
+    """Return the nesting depth of brackets outside strings. The parser reports text that is not JSON."""
     brackets = _STRINGS.sub(b"", content).translate(None, delete=_NO_BRACKETS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

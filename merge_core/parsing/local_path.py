@@ -1,4 +1,4 @@
-"""The one type of paths that users write: in profiles, in settings and on the command line."""
+"""Define the type of local paths in profiles, settings and command-line options."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-_KIND = "local_path"  # as pydantic names the fault
-_LONGEST_NAME = 255  # bytes; the limit of ext4, XFS, Btrfs, APFS and NTFS
-_LONGEST_PATH = 4095  # bytes; PATH_MAX of Linux without the NUL byte at the end
+_KIND = "local_path"  # Name of the error type in pydantic.
+_LONGEST_NAME = 255  # Bytes. The limit of ext4, XFS, Btrfs, APFS and NTFS.
+_LONGEST_PATH = 4095  # Bytes. PATH_MAX of Linux without the final NUL byte.
 
 
 def parse_path(text: str) -> Path:
@@ -36,13 +36,13 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
-def _checked(value: Any) -> Any:
-    """Check a text; pydantic converts it, and refuses what is not a text."""
+def _check(value: Any) -> Any:
+    """Check a string. Pydantic converts it to a path afterward and rejects other types."""
     if isinstance(value, str):
         parse_path(value)
     return value
 
 
 LocalPath = Annotated[
-    Path, BeforeValidator(_checked), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
+    Path, BeforeValidator(_check), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
 ]

@@ -1,6 +1,6 @@
-"""What is said beside a profile for one run: ``evaluate.documents=200``, as ``mergegate run --set`` takes it.
+"""Override profile settings for one run, such as ``evaluate.documents=200`` from ``mergegate run --set``.
 
-The file stays as it is. What was said otherwise is part of the profile from then on, and of what is kept of the run.
+The profile's file does not change. The overrides are part of the loaded profile and of the record of the run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ _STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+)\]")
 
 
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``data`` of a profile with the values of ``KEY=VALUE``, in their order; the profile itself is not changed.
+    """Return a copy of a profile's data with overrides applied in order.
 
-    A key is a path (``evaluate.tasks[0].max_drop``), a value is YAML (``200``, ``null``, ``{max_drop: 2}``). Whether
-    there is such a key, and whether it can have such a value, is found out with all else that the profile says.
+    A key is a path (``evaluate.tasks[0].max_drop``), and a value is YAML (``200``, ``null``, ``{max_drop: 2}``). This
+    function does not check whether the key exists and the value is valid. The validation of the profile does.
+
+    Args:
+        data: Data of the profile.
+        overrides: Overrides of the form ``KEY=VALUE``.
 
     Raises:
-        InvalidInput: for what is no ``KEY=VALUE``, and a path that leads through a value that holds nothing.
+        InvalidInput: An override does not have the form ``KEY=VALUE``, or its path leads through a value that is not a
+            section or list.
     """
-    changed = deepcopy(dict(data))
+    result = deepcopy(dict(data))
     for text in overrides:
         path, is_set, value = text.partition("=")
         steps = _steps(path.strip())
@@ -36,34 +41,34 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         documents = parse_yaml(value, f"--set {text}", "a value in YAML") or [None]
         if len(documents) > 1:
             raise InvalidInput(f"--set {text}", found=f"{len(documents)} documents", expected="one value")
-        _put(changed, steps, documents[0], text)
-    return changed
+        _set_value(result, steps, documents[0], text)
+    return result
 
 
 def _steps(path: str) -> list[str | int]:
-    """``a.b[0]`` as ``['a', 'b', 0]``; empty for what is no path."""
-    found = list(_STEP.finditer(path))
-    if "".join(step.group() for step in found) != path or path.startswith("."):
+    """Split ``a.b[0]`` into ``['a', 'b', 0]``. The result is empty if ``path`` is not valid."""
+    matches = list(_STEP.finditer(path))
+    if "".join(match.group() for match in matches) != path or path.startswith("."):
         return []
-    return [step.group(1) or int(step.group(2)) for step in found]
+    return [match.group(1) or int(match.group(2)) for match in matches]
 
 
-def _put(data: dict[str, Any], steps: Sequence[str | int], value: object, text: str) -> None:
-    place: Any = data
-    for at, step in enumerate(steps):
-        is_last = at == len(steps) - 1
+def _set_value(data: dict[str, Any], steps: Sequence[str | int], value: object, text: str) -> None:
+    parent: Any = data
+    for index, step in enumerate(steps):
+        is_last = index == len(steps) - 1
         if isinstance(step, int):
-            if not isinstance(place, list) or step >= len(place):
-                raise _leads_nowhere(steps[:at], place, text, f"a list of more than {step} items")
-        elif not isinstance(place, dict):
-            raise _leads_nowhere(steps[:at], place, text, "a section")
+            if not isinstance(parent, list) or step >= len(parent):
+                raise _invalid_path(steps[:index], parent, text, f"a list of more than {step} items")
+        elif not isinstance(parent, dict):
+            raise _invalid_path(steps[:index], parent, text, "a section")
         if is_last:
-            place[step] = value
-        elif isinstance(step, str) and place.get(step) is None:
-            place[step] = {}
-        place = place[step]
+            parent[step] = value
+        elif isinstance(step, str) and parent.get(step) is None:
+            parent[step] = {}
+        parent = parent[step]
 
 
-def _leads_nowhere(steps: Sequence[str | int], there: object, text: str, expected: str) -> InvalidInput:
+def _invalid_path(steps: Sequence[str | int], value: object, text: str, expected: str) -> InvalidInput:
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-    return InvalidInput(f"--set {text}", found=f"{path or 'the profile'} is {there!r}", expected=f"{expected} there")
+    return InvalidInput(f"--set {text}", found=f"{path or 'the profile'} is {value!r}", expected=f"{expected} there")

@@ -1,4 +1,4 @@
-"""What pydantic says of a setting, in words for people who write YAML and do not know Python."""
+"""Rephrase pydantic's error messages for users who write YAML and do not know Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _Context = Mapping[str, Any]
-_LONGEST = 100  # characters of a value that is quoted
+_LONGEST = 100  # Maximum length of a quoted value in characters.
 
-# Patterns that settings have, in words. One that is not here is said as it is.
+# Descriptions of the patterns of settings. A pattern that is not listed is shown unchanged.
 _PATTERNS: Mapping[str, str] = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-', which begins with a letter or digit",
     r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$": "org/name",
@@ -18,24 +18,24 @@ _PATTERNS: Mapping[str, str] = {
     r"^https?://[^\s@]+$": "an address that begins with http:// or https://, without a user in it",
     r"^https?://[^/\s@]+/?$": "an address such as https://host:port, without path or user",
 }
-_BEGINNINGS: Mapping[str, str] = {"^s3://": "s3://bucket/prefix"}
+_PREFIXES: Mapping[str, str] = {"^s3://": "s3://bucket/prefix"}
 
-# By pydantic's name of a fault.
-_SAID: Mapping[str, Callable[[_Context], str]] = {
-    "string_pattern_mismatch": lambda said: f"expected {_in_words(str(said.get('pattern', '')))}",
-    "literal_error": lambda said: f"expected {said.get('expected')}",
-    "enum": lambda said: f"expected {said.get('expected')}",
-    "greater_than": lambda said: f"expected more than {_number(said.get('gt'))}",
-    "greater_than_equal": lambda said: f"expected {_number(said.get('ge'))} or more",
-    "less_than": lambda said: f"expected less than {_number(said.get('lt'))}",
-    "less_than_equal": lambda said: f"expected {_number(said.get('le'))} or less",
-    "too_short": lambda said: f"expected {said.get('min_length')} or more entries",
-    "too_long": lambda said: f"expected {said.get('max_length')} or fewer entries",
-    "string_too_short": lambda said: f"expected {said.get('min_length')} or more characters",
-    "string_too_long": lambda said: f"expected {said.get('max_length')} or fewer characters",
-    "union_tag_invalid": lambda said: f"{said.get('tag')!r} is unknown; expected {said.get('expected_tags')}",
-    "union_tag_not_found": lambda said: "says not which kind it is",
-    "finite_number": lambda said: "expected a finite number",
+# Messages by pydantic's error type.
+_MESSAGES: Mapping[str, Callable[[_Context], str]] = {
+    "string_pattern_mismatch": lambda context: f"expected {_describe_pattern(str(context.get('pattern', '')))}",
+    "literal_error": lambda context: f"expected {context.get('expected')}",
+    "enum": lambda context: f"expected {context.get('expected')}",
+    "greater_than": lambda context: f"expected more than {_number(context.get('gt'))}",
+    "greater_than_equal": lambda context: f"expected {_number(context.get('ge'))} or more",
+    "less_than": lambda context: f"expected less than {_number(context.get('lt'))}",
+    "less_than_equal": lambda context: f"expected {_number(context.get('le'))} or less",
+    "too_short": lambda context: f"expected {context.get('min_length')} or more entries",
+    "too_long": lambda context: f"expected {context.get('max_length')} or fewer entries",
+    "string_too_short": lambda context: f"expected {context.get('min_length')} or more characters",
+    "string_too_long": lambda context: f"expected {context.get('max_length')} or fewer characters",
+    "union_tag_invalid": lambda context: f"{context.get('tag')!r} is unknown; expected {context.get('expected_tags')}",
+    "union_tag_not_found": lambda context: "says not which kind it is",
+    "finite_number": lambda context: "expected a finite number",
 }
 _KINDS: Mapping[str, str] = {
     "string": "a text",
@@ -55,20 +55,20 @@ _KINDS: Mapping[str, str] = {
     "frozen_set": "a list",
     "none_required": "nothing",
 }
-_OF_A_KIND = ("_type", "_parsing", "_from_float")
+_KIND_SUFFIXES = ("_type", "_parsing", "_from_float")
 
 
-def expectation(fault: str, said: _Context, message: str) -> str:
-    """What a setting should have been.
+def expectation(fault: str, context: _Context, message: str) -> str:
+    """Return a description of the value that a setting should have had.
 
     Args:
-        fault: pydantic's name of what is wrong with it: ``greater_than_equal``.
-        said: What pydantic knows of it: ``{"ge": 0}``.
-        message: pydantic's own words, which stand where there are none here.
+        fault: Pydantic's error type, such as ``greater_than_equal``.
+        context: Context of the error, such as ``{"ge": 0}``.
+        message: Pydantic's own message, used for error types without a description.
     """
-    if fault in _SAID:
-        return _SAID[fault](said)
-    for ending in _OF_A_KIND:
+    if fault in _MESSAGES:
+        return _MESSAGES[fault](context)
+    for ending in _KIND_SUFFIXES:
         if fault.endswith(ending) and (kind := _KINDS.get(fault.removesuffix(ending))):
             return f"expected {kind}"
     if fault in _KINDS:
@@ -78,16 +78,16 @@ def expectation(fault: str, said: _Context, message: str) -> str:
 
 
 def join_expectations(messages: Sequence[str]) -> str:
-    """What is wrong with a value that may be of several kinds: ``3: expected a file name or a mapping``."""
-    first, *others = dict.fromkeys(messages)
-    head, found, _ = first.partition("expected ")
-    if not others or not found or not all(one.startswith(f"{head}expected ") for one in others):
-        return "; ".join((first, *others))
-    return " or ".join((first, *(one.removeprefix(f"{head}expected ") for one in others)))
+    """Join the messages about a value with several possible types: ``3: expected a file name or a mapping``."""
+    first, *rest = dict.fromkeys(messages)
+    head, separator, _ = first.partition("expected ")
+    if not rest or not separator or not all(message.startswith(f"{head}expected ") for message in rest):
+        return "; ".join((first, *rest))
+    return " or ".join((first, *(message.removeprefix(f"{head}expected ") for message in rest)))
 
 
 def format_value(value: object) -> str:
-    """A value for a message, as YAML would have it, and not too long."""
+    """Format a value for an error message in the style of YAML, shortened if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
@@ -99,7 +99,7 @@ def format_value(value: object) -> str:
 
 
 def describe_kind(value: object) -> str:
-    """What plain data are: ``a list``, ``nothing``."""
+    """Return the kind of plain data in words, such as ``a list`` or ``nothing``."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -111,9 +111,9 @@ def describe_kind(value: object) -> str:
     return "a number" if isinstance(value, int | float) else "a text" if isinstance(value, str) else "a value"
 
 
-def _in_words(pattern: str) -> str:
-    begun = (words for beginning, words in _BEGINNINGS.items() if pattern.startswith(beginning))
-    return _PATTERNS.get(pattern) or next(begun, f"what fits {pattern}")
+def _describe_pattern(pattern: str) -> str:
+    by_prefix = (description for prefix, description in _PREFIXES.items() if pattern.startswith(prefix))
+    return _PATTERNS.get(pattern) or next(by_prefix, f"what fits {pattern}")
 
 
 def _number(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Plain data as one line of YAML: what a person may paste into a file, and what our own reader reads back equal.
+"""Write plain data as one line of YAML that users can paste into a file and mergegate reads back unchanged.
 
 ::
 
@@ -15,26 +15,30 @@ import yaml
 
 
 class _FlowDumper(yaml.SafeDumper):
-    """Quotes only where it must, and then doubly: in single quotes a line break would be one in the file, too."""
+    """Dumper that quotes only when necessary, with double quotes so that line breaks are escaped."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # '&id001' means nothing to whoever reads the line
+        return True  # An alias such as '&id001' would confuse readers of the line.
 
     def choose_scalar_style(self) -> str:
         style: str = super().choose_scalar_style()
         return '"' if style == "'" else style
 
 
-# Text to PyYAML, a number to every reader of YAML 1.2 (editors): in quotes it is text to both.
+# PyYAML reads such a value as text, but readers of YAML 1.2, such as editors, read it as a number. Quotes make it text
+# for both.
 _FlowDumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?|\.\d)\d*[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
 def flow_yaml(value: object) -> str:
-    """``value`` (mappings, lists, texts, numbers, truth values, nothing) in YAML's flow style, in one line.
+    """Return ``value`` in YAML's flow style, in one line.
 
-    A text alone is written so that it may stand inside of brackets and braces, too.
+    A single string is quoted if necessary, so that it is valid inside brackets and braces, too.
+
+    Args:
+        value: Plain data: mappings, lists, strings, numbers, booleans and None.
     """
     text = yaml.dump(
         [value],

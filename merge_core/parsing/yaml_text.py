@@ -1,9 +1,9 @@
-"""YAML, read strictly and with bounds: what people write, and what strangers write to look like it.
+"""Parse YAML strictly and with limits, whether it comes from users or from untrusted sources.
 
-YAML lets a key stand twice in a mapping, and the later one wins in silence. Here that is an error, in everything that
-people write: recipes, profiles, licence tables, task definitions. Values are those that JSON has too: a date stays the
-text that it is, and sets, bytes and pairs are refused. The text is first read as a stream of events, which takes no
-more memory however deep it nests, and which tells how much the aliases would add, written out.
+YAML allows a mapping to contain the same key twice, and the last one silently wins. Here, a duplicate key is an error
+in all files that users write: recipes, profiles, license tables and task definitions. Only values that JSON also has
+are accepted. A date stays text, and sets, bytes and pairs are rejected. The parser first reads the text as a stream of
+events, which needs constant memory at any depth and shows how much the aliases would expand to.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors
 MAX_YAML_BYTES = 1 << 19
 _MAX_DEPTH = 50
 _MAX_DOCUMENTS = 256
-# What aliases add when they are written out, in characters; a value counts for 16. What is read here is printed, hashed
-# and stored as JSON, which has no aliases: 400 bytes of them can stand for gigabytes.
+# Limit for the expansion of aliases, in characters; each value adds 16. Parsed data are printed, hashed and stored as
+# JSON, which has no aliases, and 400 bytes of aliases can expand to gigabytes.
 _MAX_ADDED_BY_ALIASES = 2 << 20
 
-# libyaml, where PyYAML was built with it: ten times as fast, and the same language.
+# The libyaml loader, if PyYAML was built with it, reads the same language ten times as fast.
 if TYPE_CHECKING:
     _SafeLoader = yaml.SafeLoader
 else:
@@ -38,44 +38,44 @@ _PLAIN = tuple(f"{_TAG}{name}" for name in ("null", "bool", "str", "seq", "map")
 
 
 class StrictLoader(_SafeLoader):
-    """Plain data only, and a mapping may name a key only once.
+    """Loader of plain data that rejects duplicate keys.
 
-    ``text_keys``: whether keys must be text. A bare ``on``, ``no`` or ``1`` is not.
+    ``text_keys``: Whether all keys must be text. The keys ``on``, ``no`` and ``1`` without quotes are not text.
     """
 
     text_keys = True
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.key_faults: list[_KeyFault] = []  # reported together, when the whole text has been read
+        self.key_faults: list[_KeyFault] = []  # Reported together at the end of the text.
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             if key_node.tag == f"{_TAG}merge":
-                continue  # `<<: *anchor` may give defaults that are then overwritten.
+                continue  # `<<: *anchor` may provide defaults that later keys override.
             key = self.construct_object(key_node, deep=True)
             if self.text_keys and not isinstance(key, str):
                 self.key_faults.append(_KeyFault(f"the key {key!r} is not text", key_node.start_mark, _AS_TEXT))
                 continue
             if not isinstance(key, Hashable):
-                continue  # The super class says so.
-            if key in seen:
+                continue  # The superclass reports it.
+            if key in keys:
                 self.key_faults.append(_KeyFault(f"{key!r} is written twice", key_node.start_mark, "every key once"))
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """A number of few digits: Python neither prints long ones nor makes floats of them."""
+        """Construct a number, or record a fault if it is too long for Python to print or convert to a float."""
         if len(node.value) > MAX_DIGITS:
-            found = f"a number of {len(node.value)} digits"
-            self.key_faults.append(_KeyFault(found, node.start_mark, f"at most {MAX_DIGITS} digits"))
+            problem = f"a number of {len(node.value)} digits"
+            self.key_faults.append(_KeyFault(problem, node.start_mark, f"at most {MAX_DIGITS} digits"))
             return 0
         return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
 
 
-# Sets, pairs, bytes and dates are no plain values; an explicit tag of theirs is refused, and what looks like a date is
-# text, as in JSON.
+# Sets, pairs, bytes and dates are not plain values. Their explicit tags are rejected, and a value that looks like a
+# date is text, as in JSON.
 StrictLoader.yaml_constructors = {
     None: yaml.SafeLoader.yaml_constructors[None],
     **{tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _PLAIN},
@@ -83,13 +83,13 @@ StrictLoader.yaml_constructors = {
     f"{_TAG}float": StrictLoader.number,
 }
 StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag != f"{_TAG}timestamp"]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
-# What PyYAML says to programmers.
-_IN_WORDS = {
+# Explanations of PyYAML's messages for users.
+_EXPLANATIONS = {
     "found character that cannot start any token": "a character that nothing begins with; blanks, not tabs, indent it",
     "mapping values are not allowed in this context": "a ':' where none can stand; look at how the lines are indented",
     "did not find expected node content": "nothing where a value should stand; a bracket may not be closed",
@@ -100,7 +100,7 @@ _IN_WORDS = {
 
 
 class _KeyFault(yaml.MarkedYAMLError):
-    """Valid YAML that is not accepted."""
+    """Valid YAML that mergegate does not accept."""
 
     def __init__(self, problem: str, mark: yaml.Mark, expected: str) -> None:
         super().__init__(problem=problem, problem_mark=mark)
@@ -108,17 +108,17 @@ class _KeyFault(yaml.MarkedYAMLError):
 
 
 def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader) -> list[Any]:
-    """The documents of a YAML file, empty ones left out.
+    """Return the documents of a YAML file, without empty ones.
 
     Args:
-        path: UTF-8 text.
-        expected: What it should be, for messages: ``a recipe in YAML``.
-        remedy: What to do when it cannot be read.
-        loader: A loader with further tags.
+        path: Path of a UTF-8 text file.
+        expected: Description of the expected content, for error messages: ``a recipe in YAML``.
+        remedy: Advice to the user if the file cannot be read.
+        loader: Loader class, for example one with additional tags. Default: :class:`StrictLoader`.
 
     Raises:
-        InvalidInput: It cannot be read, is not YAML, has a key twice in a mapping, or is beyond the bounds; with line
-            and column.
+        InvalidInput: The file cannot be read, is not YAML, contains a duplicate key, or exceeds the limits. The message
+            gives the line and column.
     """
     text = read_text(path, MAX_YAML_BYTES, expected=expected, remedy=remedy)
     return parse_yaml(text, str(path), expected, loader=loader)
@@ -127,10 +127,12 @@ def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[Stric
 def read_yaml_mapping(
     path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader
 ) -> dict[str, Any]:
-    """The mapping in a YAML file of one document; empty if the file is. Arguments are those of :func:`read_yaml`.
+    """Return the mapping in a YAML file with one document, or an empty mapping for an empty file.
+
+    See :func:`read_yaml` for the arguments.
 
     Raises:
-        InvalidInput: As :func:`read_yaml`, or there are several documents, or something else than a mapping.
+        InvalidInput: The file is not valid for :func:`read_yaml`, or is not a single mapping.
     """
     documents = read_yaml(path, expected, remedy=remedy, loader=loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], dict):
@@ -142,15 +144,17 @@ def read_yaml_mapping(
 def parse_yaml(
     text: str, where: str, expected: str = "a YAML mapping", *, loader: type[StrictLoader] = StrictLoader
 ) -> list[Any]:
-    """The documents of a YAML text, empty ones left out.
+    """Return the documents of a YAML text, without empty ones.
 
     Args:
-        text: The text.
-        where: What messages call it.
-        expected: As for :func:`read_yaml`, and ``loader``.
+        text: YAML text.
+        where: Name of the text in error messages.
+        expected: Description of the expected content, for error messages.
+        loader: Loader class, for example one with additional tags. Default: :class:`StrictLoader`.
 
     Raises:
-        InvalidInput: Not YAML, a key twice in a mapping, or beyond the bounds; with line and column.
+        InvalidInput: The text is not YAML, contains a duplicate key, or exceeds the limits. The message gives the line
+            and column.
     """
     if len(text) > MAX_YAML_BYTES:
         raise InvalidInput(
@@ -159,27 +163,27 @@ def parse_yaml(
     with parsing_errors(where, "not YAML", expected=expected):
         try:
             _check_bounds(text, where, loader)
-            # The loader makes plain values only, as safe_load does.
-            documents, faults = _loaded(text, loader)
+            # The loader constructs only plain values, like safe_load.
+            documents, faults = _load(text, loader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
-            place = f"{where}, {_line(mark)}" if mark else where
-            problem = _IN_WORDS.get(str(error.problem), str(error.problem))
-            raise InvalidInput(place, found=f"not YAML: {problem}", expected=expected) from None
+            location = f"{where}, {_line(mark)}" if mark else where
+            problem = _EXPLANATIONS.get(str(error.problem), str(error.problem))
+            raise InvalidInput(location, found=f"not YAML: {problem}", expected=expected) from None
         log = FindingLog()
         for fault in sorted(faults, key=lambda fault: fault.problem_mark.index if fault.problem_mark else 0):
             log.fault(f"{where}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
         log.raise_faults(where)
-        if "\\" in text:  # escapes are the only way for half a character into a text
+        if "\\" in text:  # Text can only contain a surrogate as an escape.
             require_printable(documents, where)
         return documents
 
 
-def _loaded(text: str, loader: type[StrictLoader]) -> tuple[list[Any], list[_KeyFault]]:
-    """Return the documents that are not empty, and what is valid YAML but not accepted."""
+def _load(text: str, loader: type[StrictLoader]) -> tuple[list[Any], list[_KeyFault]]:
+    """Return the documents that are not empty, and the faults that make valid YAML unacceptable."""
     reader, documents = loader(text), []
     try:
-        while reader.check_data():  # type: ignore[no-untyped-call]  # of PyYAML's stubs
+        while reader.check_data():  # type: ignore[no-untyped-call]  # PyYAML's stubs are incomplete.
             documents.append(reader.get_data())
     finally:
         reader.dispose()
@@ -191,10 +195,10 @@ def _line(mark: yaml.Mark | None) -> str:
 
 
 def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
-    """Raise InvalidInput if a text nests too deeply, or its aliases stand for too much, before it is loaded."""
-    added = 0  # by aliases, in the whole text
-    sizes: list[int] = [0]  # of the collections that are open, the outermost first
-    names: list[str | None] = []  # their anchors
+    """Raise InvalidInput if a text nests too deeply or its aliases expand too far. Call this before loading it."""
+    added = 0  # Characters added by all aliases so far.
+    sizes: list[int] = [0]  # Sizes of the open collections, outermost first.
+    names: list[str | None] = []  # Anchors of the open collections.
     anchors: dict[str, int] = {}
     documents = 0
     for event in yaml.parse(text, Loader=loader):
@@ -206,7 +210,7 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
                 raise InvalidInput(where, found=f"*{event.anchor:.40}, inside itself", expected="values with an end")
-            size = anchors.get(str(event.anchor), 0)  # the parser reports one that is not there
+            size = anchors.get(str(event.anchor), 0)  # The parser reports an unknown anchor.
             added += size
             if added > _MAX_ADDED_BY_ALIASES:
                 raise InvalidInput(

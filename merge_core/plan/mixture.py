@@ -62,7 +62,8 @@ def plan_mixture(
         where=recipe.where,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
-    gates, expected_shape = mixture.gates, (config["num_hidden_layers"], len(mixture.all_experts), config["hidden_size"])
+    gates = mixture.gates
+    expected_shape = (config["num_hidden_layers"], len(mixture.all_experts), config["hidden_size"])
     if gates is not None and (gates.layers, gates.rows, gates.width) != expected_shape:
         raise InvalidInput(
             f"{recipe.where}: router rows",

@@ -42,7 +42,7 @@ class Model(BaseModel):
         return self.name
 
     def pinned(self) -> Mapping[Path, str]:
-        """sha256 of each of its files, as they were pinned (see ``tasks.stage.reading``)."""
+        """sha256 of each of its files, as they were pinned (see ``tasks.stage.input_guard``)."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
     def present(self) -> Iterable[Path]:

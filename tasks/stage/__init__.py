@@ -1,6 +1,6 @@
-"""What makes a function a stage: a Prefect task with a content key, whose artifact lies in the store; and who is told.
+"""Turn functions into stages: Prefect tasks that have a content key, store their artifact and report their progress.
 
-Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement returns a ``Verdict``.
+Declare a stage with ``@stage`` and an uncached step with ``@step``. A stage that judges a merge returns a ``Verdict``.
 """
 
 from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass, require_work_allowed

@@ -1,13 +1,13 @@
-"""Looking whether there is anything to do: a flow's story is told, and nothing is made, fetched, sent or hashed.
+"""Run a flow as a dry pass, against the cache only, to find out whether there is any work.
 
 ::
 
-    with looking():
-        outcome = make_release(profile)     # raises WorkRequired at the first thing that is not there yet
+    with dry_pass():
+        outcome = make_release(profile)     # raises WorkRequired at the first piece of work
 
-Inside, a stage says what the store has of it, a step that all it does is done, and the hash of a file is the one that
-is remembered. So what comes out is what a run would come to, decided by the same code over the same inputs; a run in
-which anything would have to be done does not get that far.
+In a dry pass, each stage returns its stored artifact, each step confirms that it has nothing left to do, and file
+hashes come from the cache. The outcome is the same as that of a normal run, because the same code decides it from the
+same inputs. If there is work to do, the dry pass ends early with WorkRequired.
 """
 
 from __future__ import annotations
@@ -16,37 +16,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_looking: ContextVar[bool] = ContextVar("looking", default=False)
+_dry_pass: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 class WorkRequired(BaseException):
-    """Something would have to be done. Like an interrupt no ``Exception``: nobody on the way takes it for his own."""
+    """The dry pass has reached work to do.
+
+    Like KeyboardInterrupt, this is not an ``Exception``, so that no handler on the way catches it.
+    """
 
 
 @contextmanager
 def dry_pass() -> Iterator[None]:
-    """Only look, for as long as the block takes.
+    """Run the block as a dry pass.
 
     Raises:
-        WorkRequired: where that does not suffice.
+        WorkRequired: There is work to do.
     """
-    token = _looking.set(True)
+    token = _dry_pass.set(True)
     try:
         yield
     finally:
-        _looking.reset(token)
+        _dry_pass.reset(token)
 
 
-def is_looking() -> bool:
-    """Whether nothing may be done."""
-    return _looking.get()
+def is_dry_pass() -> bool:
+    """Return whether a dry pass is running, in which no work may be done."""
+    return _dry_pass.get()
 
 
-def require_work_allowed(what: str) -> None:
-    """To be called before anything is done that a look must not do.
+def require_work_allowed(work: str) -> None:
+    """Stop a dry pass before it would do real work. Call this before the work.
+
+    Args:
+        work: Description of the work.
 
     Raises:
-        WorkRequired: naming it, where we only look.
+        WorkRequired: A dry pass is running.
     """
-    if _looking.get():
-        raise WorkRequired(what)
+    if _dry_pass.get():
+        raise WorkRequired(work)

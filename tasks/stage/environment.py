@@ -1,4 +1,4 @@
-"""What besides settings decides the last digits of a score: the kind of device and the libraries that do the sums."""
+"""Identify the device kind and library versions that affect the last digits of a score."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.system import kernel_lines
 
-# The units of x86 and of Arm with which a product in a half format is quicker than in float32, or nearly as quick, as
-# Linux names them. In AVX-512 oneDNN widens bfloat16 on the way (measured: docs/performance.md).
+# CPU features of x86 and Arm, as Linux names them, with which a product in a 16-bit format is faster than in float32,
+# or nearly as fast. With AVX-512, oneDNN widens bfloat16 on the fly (see docs/performance.md for measurements).
 _UNITS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "avx512bw", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -21,23 +21,28 @@ _UNITS = {
 
 
 class Runtime(BaseModel):
-    """Where forward passes run, and with which libraries. Part of the key of every stage that runs a model, and equal
-    on both sides of every comparison."""
+    """Device kind and library versions that forward passes use.
+
+    The runtime is part of the key of every stage that runs a model, and is the same on both sides of every comparison.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Literal["cpu", "cuda"]
-    libraries: Mapping[str, str]  # name -> version
+    libraries: Mapping[str, str]  # Version by library name.
 
 
 def runtime() -> Runtime:
-    """This machine's: the GPU where there is one."""
+    """Return the runtime of this machine, with the GPU if it has one."""
     return Runtime(device=device_kind(), libraries=versions("torch", "transformers"))
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """``cuda`` where torch can use one. A machine without the driver's library is known without importing torch, which
-    would be the longest part of a run that finds nothing new."""
+    """Return ``cuda`` if torch can use a CUDA device, otherwise ``cpu``.
+
+    Without the CUDA driver library, this function does not import torch, which would take most of the time of a run
+    that finds nothing new.
+    """
     if not has_cuda_driver():
         return "cpu"
     import torch
@@ -46,24 +51,30 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 
 def formats_without_units(device: str, processor: str | None = None) -> frozenset[str]:
-    """Half formats (bfloat16, float16) that ``device`` can only convert, not compute in: a matrix product takes three
-    to four times as long in them as in float32 (docs/performance.md).
+    """Return the 16-bit formats (bfloat16, float16) that ``device`` can only convert, not compute in.
+
+    In these formats a matrix product takes three to four times as long as in float32 (docs/performance.md).
 
     Args:
-        processor: As Linux describes it; None: this one. Of a processor that nobody describes nothing is said.
+        device: Device kind.
+        processor: Description of the processor in the format of Linux's ``/proc/cpuinfo``. Without a description, the
+            result is empty. Default: this machine's processor.
     """
     if device != "cpu":
         return frozenset()
     lines = kernel_lines("cpuinfo") if processor is None else processor.splitlines()
-    described = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    units = set(described.partition(":")[2].split())
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    units = set(features.partition(":")[2].split())
     return frozenset(name for name, any_of in _UNITS.items() if units and not units & any_of)
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """``{'torch': '2.13.0'}``, without importing any of them. A local build tag (``+cpu``) is part of the version."""
+    """Return the installed versions, such as ``{'torch': '2.13.0'}``, without importing the packages.
+
+    A local build tag (``+cpu``) is part of the version.
+    """
     return {name: _installed(name) for name in distributions}
 
 
-# Part of every key, and looked up in files: what is installed stays so while a process runs.
+# Cached because every key contains versions and each lookup reads files. Installed packages do not change during a run.
 _installed = cache(version)

@@ -1,16 +1,17 @@
-"""What is pinned is what is read: every stage looks at the files of its inputs before and after it reads them.
+"""Guard the input files of every stage: check before and after the stage that they are the pinned files.
 
-A stage is given models and artifacts by their content, and reads them by their names. Between the two anybody may
-write. So this is around the body of every stage, and nowhere else::
+A stage identifies its models and artifacts by content but reads them by name, and another process may change the files
+in between. Therefore, only this function runs the body of a stage::
 
     value = read_pinned(arguments, hashes, lambda: work(...))
 
-Before: each file has the hash that it was pinned with (from memory while nothing has been done to it since). After:
-each is the same file with the same times (``FileIdentity``). A file that was only touched is hashed again, and goes on
-to count; but as nobody knows what it was meanwhile, a stage that was reading then begins anew. Otherwise the run ends,
-and nothing that was made of those bytes is kept.
+Before the stage, each file must have its pinned hash, which comes from the cache if the file is unchanged. After the
+stage, each file must still be the same file with the same timestamps (``FileIdentity``). A file that was only touched
+is hashed again and stays valid. Because its content during the stage is uncertain, the stage starts over. If the
+content changed, the run ends and the output is discarded.
 
-Writing through a mapping changes no time until the system writes the page back; what is published is hashed again.
+A write through a memory map does not change the timestamps until the system writes the page back. Published files are
+therefore hashed again.
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How often a stage is begun before files that somebody keeps touching are too much.
-_BEGINNINGS = 3
+# Number of attempts to run a stage while another process keeps touching its files.
+_ATTEMPTS = 3
 
 
 @runtime_checkable
 class PinnedInput(Protocol):
-    """An argument of a stage that stands for files."""
+    """Argument of a stage that represents files."""
 
     @property
     def label(self) -> str:
-        """What a person calls it: ``reverser``."""
+        """Name to display, such as ``reverser``."""
 
     def pinned(self) -> Mapping[Path, str]:
-        """sha256 of each of its files, as they were pinned."""
+        """Return the pinned sha256 of each file."""
 
     def present(self) -> Iterable[Path]:
-        """The files that would be read in its place now."""
+        """Return the files that a stage would read now."""
 
 
 class LostArtifact(ChangedInput):
-    """An input is gone that the store had: whoever runs the flow again has it made again."""
+    """An input artifact has disappeared from the store. Running the flow again builds it again."""
 
 
 _on_change: list[Callable[[], None]] = []
 
 
 def on_input_change(forget: Callable[[], None]) -> None:
-    """Have ``forget`` called when files were changed under a stage: by whoever keeps in memory what was read."""
+    """Register a function to call when input files change during a stage.
+
+    Modules that cache file content in memory use this to clear their caches.
+    """
     _on_change.append(forget)
 
 
@@ -66,79 +70,80 @@ def read_pinned(
     arguments: Mapping[str, object],
     hashes: HashMemo,
     work: Callable[[], T],
-    begin_anew: Callable[[], None] = lambda: None,
+    discard_output: Callable[[], None] = lambda: None,
 ) -> T:
-    """What ``work`` returns, having read nothing but what is pinned in ``arguments``.
+    """Return the result of ``work`` after ensuring that it read only the files pinned in ``arguments``.
 
     Args:
-        arguments: Of a stage. Pinned inputs may stand in tuples, and as the ``parents`` of one.
-        hashes: Remembered ones.
-        work: Reads them.
-        begin_anew: Removes whatever ``work`` has made of them so far.
+        arguments: Arguments of a stage. Pinned inputs may be in tuples or in the ``parents`` of an argument.
+        hashes: Cache of file hashes.
+        work: Function that reads the files.
+        discard_output: Function that removes the output of an attempt before the next one. Default: do nothing.
 
     Raises:
-        ChangedInput: A file is another, or no longer there.
+        ChangedInput: A file was changed or removed.
     """
     inputs = tuple(pinned_inputs(arguments.values()))
-    _tell_files(inputs)
-    for _ in range(_BEGINNINGS):
-        before = require_pinned(inputs, hashes)
+    _log_files(inputs)
+    for _ in range(_ATTEMPTS):
+        identities = require_pinned(inputs, hashes)
         failure: MergegateError | None = None
         try:
             value = work()
         except MergegateError as error:
             failure = error
         except Exception:
-            if _identities(inputs) != before:
-                _forget(begin_anew)
+            if _identities(inputs) != identities:
+                _forget(discard_output)
             raise
-        if _identities(inputs) == before and not isinstance(failure, ChangedInput):
+        if _identities(inputs) == identities and not isinstance(failure, ChangedInput):
             if failure is not None:
                 raise failure
             return value
-        _forget(begin_anew)
+        _forget(discard_output)
         require_pinned(inputs, hashes)
         log.warning("files of %s were touched while they were read; once more", _labels(inputs))
     raise ChangedInput(
         _labels(inputs),
-        found=f"files were touched in each of {_BEGINNINGS} tries to read them",
+        found=f"files were touched in each of {_ATTEMPTS} tries to read them",
         expected="files that are left alone while they are read",
         remedy="find out what touches them (a backup, a synchronisation); then run again",
     )
 
 
-def _tell_files(inputs: Sequence[PinnedInput]) -> None:
-    for one in inputs if has_detail_listener() else ():
-        by_place: dict[Path, list[str]] = {}
-        for path in one.pinned():
-            by_place.setdefault(path.parent, []).append(path.name)
-        for place, names in by_place.items():
-            detail("reads %s: %s", place, ", ".join(sorted(names)))
+def _log_files(inputs: Sequence[PinnedInput]) -> None:
+    for pinned_input in inputs if has_detail_listener() else ():
+        by_directory: dict[Path, list[str]] = {}
+        for path in pinned_input.pinned():
+            by_directory.setdefault(path.parent, []).append(path.name)
+        for directory, names in by_directory.items():
+            detail("reads %s: %s", directory, ", ".join(sorted(names)))
 
 
 def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[Path, FileIdentity | None]:
-    """Identities of the files of ``inputs``, each of which has the hash that it was pinned with.
+    """Require that all input files have their pinned hashes, and return their identities.
 
     Raises:
-        ChangedInput: One has not, is gone, or there is one more.
+        ChangedInput: A file has another hash, is missing, or was added.
     """
     identities = _identities(inputs)
-    for one in inputs:
-        pinned = one.pinned()
+    for pinned_input in inputs:
+        pinned = pinned_input.pinned()
         if not pinned:
             continue
         for path, sha256 in pinned.items():
-            if (found := _hash(path, hashes)) != sha256:
-                raise _changed(one, path, f"sha256 {found[:12]}… now" if found else "cannot be read", sha256)
-        for path in sorted(set(one.present()) - set(pinned)):
-            raise _changed(one, path, "it was not there", "")
-    if _identities(inputs) != identities:  # Changed while it was hashed: the hashes say nothing about it now.
+            if (actual := _hash(path, hashes)) != sha256:
+                problem = f"sha256 {actual[:12]}… now" if actual else "cannot be read"
+                raise _changed(pinned_input, path, problem, sha256)
+        for path in sorted(set(pinned_input.present()) - set(pinned)):
+            raise _changed(pinned_input, path, "it was not there", "")
+    if _identities(inputs) != identities:  # A file changed while it was hashed, so its hash may be wrong.
         raise ChangedInput(_labels(inputs), found="files change while they are looked at", remedy="run again later")
     return identities
 
 
 def pinned_inputs(values: Iterable[object]) -> Iterator[PinnedInput]:
-    """Everything among ``values`` that stands for files, also inside of collections and recipes."""
+    """Yield every input in ``values`` that represents files, including those inside collections and recipes."""
     for value in values:
         if isinstance(value, PinnedInput):
             yield value
@@ -153,11 +158,11 @@ def pinned_inputs(values: Iterable[object]) -> Iterator[PinnedInput]:
             yield from pinned_inputs(parents) if isinstance(parents, tuple) else ()
 
 
-def _changed(one: PinnedInput, path: Path, found: str, sha256: str) -> ChangedInput:
-    lost = not os.path.lexists(path) and path.is_relative_to(home() / "store")
-    return (LostArtifact if lost else ChangedInput)(
-        f"{one.label}: {path}",
-        found=f"changed since it was pinned: {found}",
+def _changed(pinned_input: PinnedInput, path: Path, problem: str, sha256: str) -> ChangedInput:
+    is_lost = not os.path.lexists(path) and path.is_relative_to(home() / "store")
+    return (LostArtifact if is_lost else ChangedInput)(
+        f"{pinned_input.label}: {path}",
+        found=f"changed since it was pinned: {problem}",
         expected=f"{sha256[:12]}…, as it was pinned" if sha256 else "the files that were pinned, and no others",
         remedy="bring it back, or run again: then what is there now is pinned",
     )
@@ -171,32 +176,32 @@ def _hash(path: Path, hashes: HashMemo) -> str | None:
 
 
 def _identities(inputs: Iterable[PinnedInput]) -> dict[Path, FileIdentity | None]:
-    """Of every file that was pinned or would be read now; None where there is none."""
-    found: dict[Path, FileIdentity | None] = {}
-    for one in inputs:
-        pinned = one.pinned()
-        for path in {*pinned, *one.present()} if pinned else ():
+    """Return the identity of every file that was pinned or would be read now, with None for a missing file."""
+    identities: dict[Path, FileIdentity | None] = {}
+    for pinned_input in inputs:
+        pinned = pinned_input.pinned()
+        for path in {*pinned, *pinned_input.present()} if pinned else ():
             try:
-                found[path] = file_identity(path)
+                identities[path] = file_identity(path)
             except OSError:
-                found[path] = None
-    return found
+                identities[path] = None
+    return identities
 
 
-def _forget(begin_anew: Callable[[], None]) -> None:
+def _forget(discard_output: Callable[[], None]) -> None:
     for forget in _on_change:
         forget()
-    begin_anew()
+    discard_output()
 
 
 def _labels(inputs: Iterable[PinnedInput]) -> str:
-    return ", ".join(dict.fromkeys(one.label for one in inputs))
+    return ", ".join(dict.fromkeys(pinned_input.label for pinned_input in inputs))
 
 
 class _StoredInput:
-    """An artifact of an earlier stage, as an input."""
+    """Artifact of an earlier stage as a pinned input."""
 
-    def __init__(self, artifact: Artifact[object]) -> None:  # type: ignore[type-var]  # of any value
+    def __init__(self, artifact: Artifact[object]) -> None:  # type: ignore[type-var]  # Any value type.
         self._artifact = artifact
         self.label = f"{artifact.stage} {artifact.key[:12]}"
 

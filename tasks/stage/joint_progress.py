@@ -1,4 +1,4 @@
-"""Several calls of one stage, told to whoever watches as one: the parts of one task, on one model."""
+"""Report several calls of one stage to the watcher as a single call, such as the parts of one task on one model."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ from mergegate.tasks.stage.progress import StageReport, StageStatus, advance, pr
 
 @contextmanager
 def join_progress(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[StageReport]:
-    """Tell the watcher of one call of ``stage``, although as many are made inside as there are ``sizes``.
+    """Report all calls of ``stage`` inside the block as one call.
 
-    It is told how far all of them are; what those to come will take is reckoned by their sizes (documents). It has
-    ended as ``made`` when any was made. The summary is the caller's to fill in. Other stages that are called inside are
-    not told of.
+    The watcher sees the joint progress. The amount of work in the remaining calls is estimated from their sizes. The
+    status is ``made`` if any call built its artifact. Calls of other stages inside the block are not reported.
+
+    Args:
+        stage: Name of the stage.
+        subject: Subject of the joint call.
+        sizes: Size of each call inside the block, in documents.
+
+    Yields:
+        The report of the joint call. The caller fills in its summary.
     """
     with report_stage(stage, subject) as report:
-        parts = _Together(stage, sizes)
+        parts = _JointProgress(stage, sizes)
         with progress_watcher(parts):
             yield report
         report.status = "made" if parts.made else "cached"
 
 
-class _Together:
-    """A ``Watcher`` of the calls inside, which speaks for all of them to the watcher outside."""
+class _JointProgress:
+    """``Watcher`` of the calls inside the block that reports their joint progress to the outer watcher."""
 
     def __init__(self, stage: str, sizes: Sequence[int]) -> None:
         self._stage = stage
-        self._left = list(sizes)  # of the calls that have not ended
-        self._before = 0  # units done by those that have
-        self._total = 0  # units of the one that runs
-        self._outside = copy_context()
+        self._remaining_sizes = list(sizes)  # Sizes of the running call and those after it.
+        self._done_before = 0  # Units of work in the calls that have ended.
+        self._total = 0  # Units of work in the running call.
+        self._outer_context = copy_context()
         self.made = False
 
     def announced(self, text: str) -> None:
-        """Nothing is, inside a stage."""
+        """Do nothing, because stages make no announcements."""
 
     def started(self, stage: str, subject: str) -> None:
         self._total = 0
@@ -45,16 +52,16 @@ class _Together:
         if stage != self._stage:
             return
         self._total = total
-        to_come = round(total * sum(self._left[1:]) / self._left[0])
-        self._outside.run(advance, self._before + done, self._before + total + to_come, unit)
+        remaining = round(total * sum(self._remaining_sizes[1:]) / self._remaining_sizes[0])
+        self._outer_context.run(advance, self._done_before + done, self._done_before + total + remaining, unit)
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Nothing: many calls are one line, and that is a count."""
+        """Do nothing, because the joint line shows a count."""
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         if stage != self._stage:
             return
-        del self._left[0]
+        del self._remaining_sizes[0]
         if status != "cached":
             self.made = True
-            self._before += self._total
+            self._done_before += self._total

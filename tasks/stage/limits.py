@@ -1,4 +1,4 @@
-"""How long stages and runs may take, and how much memory what they start: so that nothing hangs until the morning.
+"""Limit the run time of stages and runs, and the memory of the processes that they start.
 
 ::
 
@@ -6,11 +6,14 @@
     with limited(profile.limits): ...                                         # a whole run
     with within_limit("merge"): ...                                           # one call of a stage
 
-When time is up, what the main thread is doing ends as if a person had interrupted it: processes that it started end,
-files that it was writing stay unfinished, and stages that can go on from there do so in the next run. A stage beside
-others, in a thread of a runner, cannot be interrupted; the limit of the run ends it. Where the main thread itself no
-longer answers (it waits for a disk that is gone), the process ends some minutes after the run's limit, as if killed.
-Limits are in no key.
+When a limit is reached, the main thread stops as if the user had interrupted it. The processes that it started end, and
+the files that it was writing stay unfinished. Resumable stages continue from there in the next run.
+
+A stage that runs in a thread of a task runner cannot be interrupted, so only the limit of the whole run ends it. If the
+main thread does not respond, for example because it waits for a lost disk, the process exits a few minutes after the
+limit of the run.
+
+Limits are not part of any key.
 """
 
 from __future__ import annotations
@@ -32,22 +35,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from mergegate.merge_core.errors import InvalidInput, MergegateError, OutOfTime, suggest
 from mergegate.merge_core.wording import format_duration, parse_bytes, parse_duration
 
-_GIVEN_UP_AFTER = 300.0  # seconds beyond the limit of a run in which the main thread may still end by itself
+_SHUTDOWN_S = 300.0  # Seconds after the limit of a run in which the main thread may still end on its own.
 _EXIT_CODE = 1
 _log = logging.getLogger(__name__)
 
 
 def _readable_by(parse: Callable[[str, str], object]) -> AfterValidator:
-    """Settings that are kept as people write them, and are known to mean something."""
+    """Return a validator for settings that ``parse`` accepts. The setting keeps its original text."""
 
-    def readable(text: str) -> str:
+    def require_readable(text: str) -> str:
         try:
             parse(text, "")
         except MergegateError as error:
             raise ValueError(f"{error.found}: expected {error.expected}") from None
         return text
 
-    return AfterValidator(readable)
+    return AfterValidator(require_readable)
 
 
 TimeSpan = Annotated[str, _readable_by(parse_duration)]
@@ -55,7 +58,7 @@ Amount = Annotated[str, _readable_by(parse_bytes)]
 
 
 class Limits(BaseModel):
-    """Of one run, in a profile under ``limits``."""
+    """Time and memory limits of one run, in a profile under ``limits``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,18 +71,18 @@ class Limits(BaseModel):
     )
 
     def seconds_of(self, stage: str) -> float:
-        """Of one call of ``stage``."""
+        """Return the time limit of one call of ``stage`` in seconds."""
         return parse_duration(self.stages.get(stage, self.stage), f"limits.stages.{stage}")
 
     def bytes_of_memory(self) -> int | None:
-        """Of a process that loads models; None: as otherwise."""
+        """Return the memory limit in bytes of a process that loads models, or None if the profile sets no limit."""
         return None if self.memory is None else parse_bytes(self.memory, "limits.memory")
 
     def require_known(self) -> None:
-        """See that all stages are such.
+        """Require that every name in ``stages`` is the name of a stage.
 
         Raises:
-            InvalidInput: naming the first that is none.
+            InvalidInput: A name is unknown. The message names the first one.
         """
         for name in self.stages:
             if name not in _declared:
@@ -93,16 +96,16 @@ class Limits(BaseModel):
 
 @dataclass(eq=False)
 class _Deadline:
-    """When something has to be over."""
+    """Deadline of a run or of one call of a stage."""
 
-    at: float  # monotonic seconds
+    at: float  # Time of the monotonic clock in seconds.
     seconds: float
-    what: str
+    subject: str
     setting: str
 
     def refusal(self) -> OutOfTime:
         return OutOfTime(
-            self.what,
+            self.subject,
             found=f"not over after {format_duration(self.seconds)}",
             expected=f"less: the limit is {self.setting}",
             remedy=f"see what it was waiting for; if it needs more time, raise {self.setting} in the profile. What is "
@@ -111,8 +114,10 @@ class _Deadline:
 
 
 class _TimeIsUp(BaseException):
-    """Raised in the main thread by the alarm. Not an ``Exception``: nobody on the way may take it for an error of
-    theirs."""
+    """Raised in the main thread by the alarm.
+
+    This is not an ``Exception``, so that no handler on the way catches it.
+    """
 
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
@@ -122,26 +127,26 @@ class _TimeIsUp(BaseException):
 _limits: ContextVar[Limits | None] = ContextVar("limits", default=None)
 _child_memory: ContextVar[int | None] = ContextVar("child memory", default=None)
 _declared: set[str] = set()
-_deadlines: list[_Deadline] = []  # of the main thread, outermost first
+_deadlines: list[_Deadline] = []  # Deadlines of the main thread, outermost first.
 
 
 def declare_stage(name: str) -> None:
-    """Make ``name`` known as one that may have a limit."""
+    """Register ``name`` as a stage that may have a limit."""
     _declared.add(name)
 
 
 @contextmanager
 def limited(limits: Limits) -> Iterator[None]:
-    """A run that ends when its time is up, and stages in it that end when theirs is.
+    """Apply limits to the run inside the block and to its stages.
 
     Raises:
-        InvalidInput: for a limit of a stage that there is not.
-        OutOfTime: when the run takes longer.
+        InvalidInput: The limits name an unknown stage.
+        OutOfTime: The run exceeds its time limit.
     """
     limits.require_known()
     token, memory = _limits.set(limits), _child_memory.set(limits.bytes_of_memory())
     seconds = parse_duration(limits.run, "limits.run")
-    backstop = threading.Timer(seconds + _GIVEN_UP_AFTER, _give_up, (seconds,))
+    backstop = threading.Timer(seconds + _SHUTDOWN_S, _exit_process, (seconds,))
     backstop.daemon = True
     backstop.start()
     try:
@@ -153,18 +158,18 @@ def limited(limits: Limits) -> Iterator[None]:
         _limits.reset(token)
 
 
-def memory_of_child(otherwise: int | None) -> int | None:
-    """Bytes of memory that a process may have for itself which is started now: the run's limit, or ``otherwise``."""
+def memory_of_child(default: int | None) -> int | None:
+    """Return the memory limit of a new process in bytes: the limit of the run, or ``default`` if the run has none."""
     limit = _child_memory.get()
-    return otherwise if limit is None else limit
+    return default if limit is None else limit
 
 
 @contextmanager
 def within_limit(stage: str) -> Iterator[None]:
-    """One call of a stage, within the limits of its run, if it has any.
+    """Apply the time limit of a stage to the block, if the run has limits.
 
     Raises:
-        OutOfTime: when it takes longer, or the run does.
+        OutOfTime: The stage or the run exceeds its time limit.
     """
     limits = _limits.get()
     if limits is None:
@@ -181,41 +186,44 @@ def _until(deadline: _Deadline) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _ring) if not _deadlines else None
+    previous_handler = signal.signal(signal.SIGALRM, _on_alarm) if not _deadlines else None
     _deadlines.append(deadline)
     try:
         _set_alarm()
         yield
-    except _TimeIsUp as up:
-        raise up.deadline.refusal() from None
+    except _TimeIsUp as alarm:
+        raise alarm.deadline.refusal() from None
     finally:
         _deadlines.remove(deadline)
         _set_alarm()
         if not _deadlines:
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _set_alarm() -> None:
-    """For the next deadline; none: off. The timer of the system does not follow its clock when that jumps."""
-    pending = [one.at for one in _deadlines if one.at != math.inf]
+    """Set the alarm for the next deadline, or turn it off if there is none.
+
+    The system timer is not affected when the system clock jumps.
+    """
+    pending = [deadline.at for deadline in _deadlines if deadline.at != math.inf]
     signal.setitimer(signal.ITIMER_REAL, max(min(pending) - time.monotonic(), 1e-3) if pending else 0)
 
 
-def _ring(number: int, frame: object) -> None:
-    over = [one for one in _deadlines if one.at <= time.monotonic()]
-    if not over:
-        _set_alarm()  # a timer may be early by less than its resolution
+def _on_alarm(number: int, frame: object) -> None:
+    expired = [deadline for deadline in _deadlines if deadline.at <= time.monotonic()]
+    if not expired:
+        _set_alarm()  # A timer may fire early by less than its resolution.
         return
-    for one in over:
-        one.at = math.inf  # rung once: what cleans up after it is not to be interrupted
+    for deadline in expired:
+        deadline.at = math.inf  # Fire only once, so that the cleanup is not interrupted.
     _set_alarm()
-    raise _TimeIsUp(over[0])
+    raise _TimeIsUp(expired[0])
 
 
-def _give_up(seconds: float) -> None:
+def _exit_process(seconds: float) -> None:
     _log.critical(
         "the run is not over %s after its limit of %s: this process ends itself",
-        format_duration(_GIVEN_UP_AFTER),
+        format_duration(_SHUTDOWN_S),
         format_duration(seconds),
     )
     logging.shutdown()

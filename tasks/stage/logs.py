@@ -1,4 +1,4 @@
-"""A run's log for machines: a line of JSON for each stage and for each thing that was logged, with run, stage and key.
+"""Write a machine-readable log of a run: one line of JSON for each stage event and log message.
 
 ::
 
@@ -6,8 +6,8 @@
     {"time": "2026-11-22T03:00:12.113+00:00", "level": "info", "event": "stage ended", "stage": "merge", "subject": "",
      "key": "5f0c…", "status": "made", "seconds": 4.1, "run": "0197…", "flow": "release", "profile": "support", …}
 
-Off by default. Lines are appended whole, so several runs may share a file. Nothing that goes wrong with it is an error
-of the run.
+The log is off by default. Each line is appended in one call, so several runs may share a file. Errors while writing the
+log never fail the run.
 """
 
 from __future__ import annotations
@@ -31,61 +31,61 @@ from mergegate.tasks.stage.progress import (
 )
 
 LOG = "MERGEGATE_LOG"
-_LONGEST = 8000  # characters of a message
-# Prefect's loggers do not tell the root's handlers.
+_MAX_MESSAGE = 8000  # Maximum length of a message in characters.
+# Prefect's loggers do not propagate to the handlers of the root logger.
 _LOGGERS = ("", "prefect")
 _LEVELS: Mapping[StageStatus, str] = {"refused": "warning", "failed": "error"}
 
 
 class JsonLog(logging.Handler):
-    """Where lines go.
+    """Log handler that writes lines of JSON.
 
     Args:
-        place: A file, or ``-``.
-        about: What stands in each line: the run, its flow, its profile.
+        path: Path of the log file, or ``-`` for standard error.
+        about: Fields to add to each line: the run, its flow and its profile.
 
     Raises:
-        OSError: when the file cannot be opened.
+        OSError: The file cannot be opened.
     """
 
-    def __init__(self, place: str, about: Mapping[str, str]) -> None:
+    def __init__(self, path: str, about: Mapping[str, str]) -> None:
         super().__init__(logging.INFO)
         self._about = dict(about)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.dup(sys.stderr.fileno()) if place == "-" else os.open(place, flags, 0o640)
+        self._file = os.dup(sys.stderr.fileno()) if path == "-" else os.open(path, flags, 0o640)
 
     def say(self, event: str, *, level: str = "info", **fields: object) -> None:
-        """One line. A disk that does not take it costs the line, not the run."""
+        """Write one line. If the disk refuses it, the line is lost but the run continues."""
         stage, subject, key = running_stage()
         line: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level}
         line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._about
-        told = json.dumps({name: value for name, value in line.items() if value != ""}, default=str)
+        text = json.dumps({name: value for name, value in line.items() if value != ""}, default=str)
         try:
-            os.write(self._file, told.encode(errors="replace") + b"\n")
+            os.write(self._file, text.encode(errors="replace") + b"\n")
         except OSError:
             return
 
     def emit(self, record: logging.LogRecord) -> None:
-        """What anybody logs, with its traceback in the same line."""
+        """Write a log record, with its traceback in the same line."""
         try:
-            fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()[:_LONGEST]}
+            fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()[:_MAX_MESSAGE]}
             if record.exc_info and record.exc_info[0]:
-                fields["exception"] = logging.Formatter().formatException(record.exc_info)[-_LONGEST:]
+                fields["exception"] = logging.Formatter().formatException(record.exc_info)[-_MAX_MESSAGE:]
             self.say("log", level=record.levelname.lower(), **fields)
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
-        """The end of it."""
+        """Close the log file."""
         os.close(self._file)
         super().close()
 
 
 class _LoggedProgress(RelayedProgress):
-    """A ``Watcher`` that has what is announced, and stages that start and end, written, and passes it on."""
+    """``Watcher`` that logs announcements and the start and end of stages, and forwards everything to another one."""
 
-    def __init__(self, other: Watcher, log: JsonLog) -> None:
-        super().__init__(other)
+    def __init__(self, watcher: Watcher, log: JsonLog) -> None:
+        super().__init__(watcher)
         self._log = log
 
     def announced(self, text: str) -> None:
@@ -97,36 +97,37 @@ class _LoggedProgress(RelayedProgress):
         super().started(stage, subject)
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
-        found = {"status": status, "seconds": round(seconds, 3), "message": summary}
-        self._log.say("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **found)
+        result = {"status": status, "seconds": round(seconds, 3), "message": summary}
+        self._log.say("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **result)
         super().ended(stage, subject, status, seconds, summary)
 
 
 @contextmanager
 def logged_for_machines(
-    about: Mapping[str, str], otherwise: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
+    about: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
 ) -> Iterator[Callable[..., None]]:
-    """Write a log of what happens inside, where somebody asked for one; what says a further line.
+    """Write a log of the block if the environment requests one, and yield a function that writes additional lines.
 
     Args:
-        about: What stands in each line.
-        otherwise: Who is told of stages where nobody watches.
+        about: Fields to add to each line.
+        default: Function that creates a watcher if none is set.
+        environment: Environment variables. Default: those of the process.
     """
-    place = environment.get(LOG)
-    if not place:
+    path = environment.get(LOG)
+    if not path:
         yield lambda event, **fields: None
         return
     try:
-        log = JsonLog(place, about)
+        log = JsonLog(path, about)
     except OSError as failure:
-        logging.getLogger(__name__).warning("%s=%s: %s; no log is written", LOG, place, failure.strerror)
+        logging.getLogger(__name__).warning("%s=%s: %s; no log is written", LOG, path, failure.strerror)
         yield lambda event, **fields: None
         return
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
         logger.addHandler(log)
     try:
-        with progress_watcher(_LoggedProgress(watcher_or(otherwise), log)):
+        with progress_watcher(_LoggedProgress(watcher_or(default), log)):
             yield log.say
     finally:
         for logger in loggers:

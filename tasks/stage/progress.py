@@ -1,4 +1,4 @@
-"""Watching a run: stages tell whoever watches that they started, how far they are, and how they ended."""
+"""Report the start, progress and end of each stage to a watcher, such as the terminal or a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "✓"
 
 
 class Watcher(Protocol):
-    """Whoever shows a run while it works. ``subject`` tells calls of one stage apart: the checkpoint's name, or ''."""
+    """Receiver of progress reports.
+
+    ``subject`` distinguishes the calls of one stage. It is the name of a checkpoint, or an empty string.
+    """
 
     def announced(self, text: str) -> None: ...
     def started(self, stage: str, subject: str) -> None: ...
@@ -35,7 +38,7 @@ _running: ContextVar[tuple[str, str, str]] = ContextVar("running", default=("", 
 
 @contextmanager
 def progress_watcher(watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` about every stage that is called inside."""
+    """Report every stage inside the block to ``watcher``."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -44,45 +47,45 @@ def progress_watcher(watcher: Watcher) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether anybody watches already."""
+    """Return whether a watcher is set."""
     return _watcher.get() is not None
 
 
-def watcher_or(otherwise: Callable[[], Watcher]) -> Watcher:
-    """Who watches, or who is to watch where nobody does."""
-    return _watcher.get() or otherwise()
+def watcher_or(default: Callable[[], Watcher]) -> Watcher:
+    """Return the current watcher, or a new one from ``default`` if none is set."""
+    return _watcher.get() or default()
 
 
 def running_stage() -> tuple[str, str, str]:
-    """Name, subject and key of the stage that runs; empty where none does."""
+    """Return the name, subject and key of the running stage, or empty strings if no stage is running."""
     return _running.get()
 
 
 def advance(done: int, total: int, unit: str) -> None:
-    """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
+    """Report the progress of the running stage: ``done`` of ``total`` in ``unit``, such as 'B' or 'documents'."""
     if (watcher := _watcher.get()) is not None:
         watcher.advanced(*_running.get()[:2], done, total, unit)
 
 
 def say_progress(say: Callable[[int], str]) -> None:
-    """Say where the running stage is in words of its own, where a count alone says too little.
+    """Report the progress of the running stage in its own words, for stages that a count does not describe well.
 
     Args:
-        say: The line, in at most so many characters.
+        say: Function that returns the line in at most the given number of characters.
     """
     if (watcher := _watcher.get()) is not None:
         watcher.described(*_running.get()[:2], say)
 
 
 def announce(text: str) -> None:
-    """Say what begins now, above the stages that follow."""
+    """Announce what starts now, as a heading for the stages that follow."""
     if (watcher := _watcher.get()) is not None:
         watcher.announced(text)
 
 
 @dataclass
 class StageReport:
-    """How a stage will be said to have ended; the stage fills it in before it returns."""
+    """Status and summary of a running stage. The stage sets them before it ends."""
 
     status: StageStatus = "failed"
     summary: str = ""
@@ -90,10 +93,12 @@ class StageReport:
 
 @contextmanager
 def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport]:
-    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage.
+    """Report the start and the end of a stage. Inside the block, ``advance`` reports the progress of this stage.
 
     Args:
-        key: Under which the store has what it makes, if it does.
+        name: Name of the stage.
+        subject: Subject of the call, or an empty string.
+        key: Key of the stage's artifact, or an empty string if it has none.
     """
     watcher = _watcher.get()
     report = StageReport()
@@ -117,7 +122,7 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
 
 
 class StageEnd(NamedTuple):
-    """That a stage has run, and how it ended."""
+    """End of a stage call: its status, duration in seconds and summary."""
 
     stage: str
     subject: str
@@ -127,67 +132,73 @@ class StageEnd(NamedTuple):
 
 
 def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
-    """How several calls of one stage came out: the worst of them, but for a no that a later call about the same subject
-    took back. A gate that looks twice has said what it said last.
+    """Return the joint status of several calls of one stage: the most severe one.
+
+    A refusal or failure counts only if it is the last call for its subject. For example, a gate that refuses at an
+    interim look and passes at the next one has passed.
 
     Args:
-        calls: Subject and end of each, in the order in which they ended; at least one.
+        calls: Subject and status of each call, in the order in which they ended. At least one.
     """
-    last = {subject: at for at, (subject, _) in enumerate(calls)}
-    kept = [end for at, (subject, end) in enumerate(calls) if end not in ("refused", "failed") or at == last[subject]]
-    return max(kept, key=_SEVERITY.index)
+    last = {subject: index for index, (subject, _) in enumerate(calls)}
+    relevant = [
+        status
+        for index, (subject, status) in enumerate(calls)
+        if status not in ("refused", "failed") or index == last[subject]
+    ]
+    return max(relevant, key=_SEVERITY.index)
 
 
 class DeferredProgress:
-    """A ``Watcher`` where nobody looks: it keeps how stages ended, to be told elsewhere (``retell``)."""
+    """``Watcher`` that collects the ends of stages, so that :func:`relay_progress` can report them elsewhere."""
 
     def __init__(self) -> None:
         self.stages: tuple[StageEnd, ...] = ()
 
     def announced(self, text: str) -> None:
-        """Nothing: what begins is said where somebody looks."""
+        """Do nothing, because announcements are made in the process that the user watches."""
 
     def started(self, stage: str, subject: str) -> None:
-        """Nothing: by the time that anybody hears of it, it has ended."""
+        """Do nothing, because the stage will have ended before it is reported."""
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        """Nothing, as at the start."""
+        """Do nothing, because the stage will have ended before it is reported."""
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Nothing, as at the start."""
+        """Do nothing, because the stage will have ended before it is reported."""
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages += (StageEnd(stage, subject, status, seconds, summary),)
 
 
 class RelayedProgress:
-    """A ``Watcher`` that passes everything on to another one: what else is to be done with it is another class's."""
+    """``Watcher`` that forwards everything to another one. Base class for watchers that add something."""
 
-    def __init__(self, other: Watcher) -> None:
-        self._other = other
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
 
     def announced(self, text: str) -> None:
-        self._other.announced(text)
+        self._watcher.announced(text)
 
     def started(self, stage: str, subject: str) -> None:
-        self._other.started(stage, subject)
+        self._watcher.started(stage, subject)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self._other.advanced(stage, subject, done, total, unit)
+        self._watcher.advanced(stage, subject, done, total, unit)
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        self._other.described(stage, subject, say)
+        self._watcher.described(stage, subject, say)
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
-        self._other.ended(stage, subject, status, seconds, summary)
+        self._watcher.ended(stage, subject, status, seconds, summary)
 
 
 class RecordedProgress(RelayedProgress):
-    """A ``Watcher`` that notes how stages ended, and passes it on."""
+    """``Watcher`` that records the ends of stages and forwards everything to another one."""
 
-    def __init__(self, other: Watcher) -> None:
-        super().__init__(other)
-        self.stages: list[StageEnd] = []  # in the order in which they ended
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__(watcher)
+        self.stages: list[StageEnd] = []  # In the order in which the stages ended.
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages.append(StageEnd(stage, subject, status, seconds, summary))
@@ -195,28 +206,30 @@ class RecordedProgress(RelayedProgress):
 
 
 @contextmanager
-def recorded_stages(otherwise: Callable[[], Watcher]) -> Iterator[RecordedProgress]:
-    """Note how the stages that are called inside end, and tell whoever watches already.
+def recorded_stages(default: Callable[[], Watcher]) -> Iterator[RecordedProgress]:
+    """Record the ends of the stages inside the block, and forward all reports to the current watcher.
 
     Args:
-        otherwise: Who is told where nobody watches.
+        default: Function that creates a watcher if none is set.
     """
-    noted = RecordedProgress(watcher_or(otherwise))
-    with progress_watcher(noted):
-        yield noted
+    recorder = RecordedProgress(watcher_or(default))
+    with progress_watcher(recorder):
+        yield recorder
 
 
 def relay_progress(stages: Iterable[StageEnd]) -> None:
-    """Tell the watcher of stages that ran in another process."""
+    """Report stages that ran in another process to the watcher."""
     if (watcher := _watcher.get()) is not None:
-        for one in stages:
-            watcher.started(one.stage, one.subject)
-            watcher.ended(*one)
+        for end in stages:
+            watcher.started(end.stage, end.subject)
+            watcher.ended(*end)
 
 
 class ProgressLog:
-    """A ``Watcher`` for runs that nobody watches, such as those of a worker: a log line at each end of a stage, and of
-    a long one how far it is."""
+    """``Watcher`` for unattended runs, such as those of a worker.
+
+    It logs a line at the end of each stage, and the progress of long stages.
+    """
 
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
         self._log = log
@@ -226,7 +239,7 @@ class ProgressLog:
         self._log.info(text)
 
     def started(self, stage: str, subject: str) -> None:
-        """No line: Prefect logs that itself."""
+        """Log nothing, because Prefect logs the start."""
         self._pulse.started(stage, subject)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
@@ -237,5 +250,5 @@ class ProgressLog:
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self._pulse.ended(stage, subject)
-        words = " ".join(part for part in (stage, subject) if part)
-        self._log.info("%s %s: %s (%s)", _MARKS[status], words, summary, format_duration(seconds))
+        label = " ".join(part for part in (stage, subject) if part)
+        self._log.info("%s %s: %s (%s)", _MARKS[status], label, summary, format_duration(seconds))

@@ -1,4 +1,4 @@
-"""Where a project keeps its own state, and on which disk a place that need not exist would be."""
+"""Locate mergegate's home directory, and the existing directory closest to a path."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """``$MERGEGATE_HOME``, else ``.mergegate`` in the working directory. Always absolute; it need not exist."""
+    """Return the absolute path of ``$MERGEGATE_HOME``, by default ``.mergegate`` in the working directory.
+
+    The directory may not exist.
+    """
     return Path(os.environ.get("MERGEGATE_HOME", ".mergegate")).absolute()
 
 
-def nearest(place: Path) -> Path:
-    """The directory ``place``, or the one above it that exists."""
-    absolute = place.absolute()
-    return next(above for above in (absolute, *absolute.parents) if above.is_dir())
+def nearest(path: Path) -> Path:
+    """Return the directory ``path`` if it exists, or its closest parent that does."""
+    absolute = path.absolute()
+    return next(directory for directory in (absolute, *absolute.parents) if directory.is_dir())

@@ -1,4 +1,4 @@
-"""How far a stage is, in one line: what is done, how fast it goes, how long that will take; and when a log hears of it.
+"""Format the progress of a stage as one line with count, speed and remaining time, and log it periodically.
 
 ::
 
@@ -13,36 +13,37 @@ from dataclasses import dataclass
 
 from mergegate.merge_core.wording import format_bytes, format_duration
 
-EVERY = 30.0  # seconds between two lines of a log about one stage
-_WIDE = 160  # characters of a line that no terminal bounds
+EVERY = 30.0  # Seconds between two log lines about one stage.
+_LOG_WIDTH = 160  # Maximum characters of a log line.
 
 
 @dataclass
 class Pace:
-    """How far one call of a stage has come. Times are seconds of a clock that never jumps."""
+    """Progress of one call of a stage. Times are in seconds of a monotonic clock."""
 
     began: float
-    moved: tuple[float, int] | None = None  # when it first told how far it was, and how far: loading is no speed
+    moved: tuple[float, int] | None = None  # Time and count of the first report, so that the speed excludes loading.
     done: int = 0
     total: int = 0
-    unit: str = ""  # 'B', 'tokens', 'requests'
-    words: Callable[[int], str] | None = None  # what it says of itself, in so many characters
+    unit: str = ""  # 'B', 'tokens' or 'requests'.
+    words: Callable[[int], str] | None = None  # The stage's own description, in at most the given number of characters.
 
     def advanced(self, done: int, total: int, unit: str, now: float) -> None:
-        """Take note that ``done`` of ``total`` are done."""
+        """Record that ``done`` of ``total`` units are done."""
         self.done, self.total, self.unit = done, total, unit
         self.moved = self.moved or (now, done)
 
     def text(self, now: float, *, bar: bool) -> str:
-        """``412 of 1,319 requests · 35/s · 26 s left``; empty before anything was told.
+        """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any report.
 
         Args:
-            bar: Whether bytes are drawn, or else said.
+            now: Current time in seconds.
+            bar: Whether to show bytes as a bar instead of a number.
         """
         if not self.total:
             return ""
-        since, before = self.moved or (self.began, 0)
-        rate = (self.done - before) / max(now - since, 1e-3)
+        first_time, first_count = self.moved or (self.began, 0)
+        rate = (self.done - first_count) / max(now - first_time, 1e-3)
         if self.unit == "B" and bar:
             share = self.done / self.total
             parts = ["━" * round(20 * share) + "╌" * (20 - round(20 * share)) + f" {100 * share:.0f} %"]
@@ -59,35 +60,35 @@ class Pace:
 
 
 class Pulse:
-    """Tells a log how far stages are: of each call at most a line every half minute, and none of a short one."""
+    """Logs the progress of stage calls, with at most one line per call every 30 seconds and none for short calls."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
-        self._calls: dict[tuple[str, str], tuple[Pace, float]] = {}  # and when a line was due last
+        self._calls: dict[tuple[str, str], tuple[Pace, float]] = {}  # With the time of the last log line.
 
     def started(self, stage: str, subject: str) -> None:
-        """A call begins."""
+        """Record that a call has started."""
         now = self._clock()
         self._calls[stage, subject] = (Pace(now), now)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        """It has come so far."""
-        if (known := self._calls.get((stage, subject))) is not None:
-            pace, _ = known
+        """Record the progress of a call, and log it if a line is due."""
+        if (call := self._calls.get((stage, subject))) is not None:
+            pace, _ = call
             pace.advanced(done, total, unit, self._clock())
-            self._perhaps(stage, subject, lambda now: pace.text(now, bar=False))
+            self._log_if_due(stage, subject, lambda now: pace.text(now, bar=False))
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """It says so of itself."""
+        """Log the call's own description if a line is due."""
         if (stage, subject) in self._calls:
-            self._perhaps(stage, subject, lambda _: say(_WIDE))
+            self._log_if_due(stage, subject, lambda _: say(_LOG_WIDTH))
 
     def ended(self, stage: str, subject: str) -> None:
-        """Nothing more will be said of it."""
+        """Record that a call has ended."""
         self._calls.pop((stage, subject), None)
 
-    def _perhaps(self, stage: str, subject: str, line: Callable[[float], str]) -> None:
+    def _log_if_due(self, stage: str, subject: str, line: Callable[[float], str]) -> None:
         now, (pace, last) = self._clock(), self._calls[stage, subject]
         if now - last >= EVERY:
             self._calls[stage, subject] = (pace, now)
@@ -95,5 +96,5 @@ class Pulse:
 
 
 def _about(seconds: float) -> str:
-    """A guess says no tenths of a second."""
+    """Format an estimated duration without fractions of a second."""
     return f"{max(1, round(seconds))} s" if seconds < 60 else format_duration(seconds)

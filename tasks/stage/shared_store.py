@@ -1,8 +1,8 @@
-"""The store that machines share, as the environment says it.
+"""Open the shared store that the environment variables configure.
 
-``MERGEGATE_STORE=s3://bucket/prefix`` (any address of fsspec) stands behind the local store. ``MERGEGATE_SHARE_UP_TO``
-is how large an artifact may be to be shared: scores, perplexities and explanations always are, a merge is where there
-is room for it.
+``MERGEGATE_STORE=s3://bucket/prefix`` is the address of a shared store behind the local one. It may be any address that
+fsspec supports. ``MERGEGATE_SHARE_UP_TO`` is the size limit of shared artifacts (default: 1 GB). Scores, perplexities
+and explanations are small enough to be shared; a merge is shared only if it is below the limit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mergegate.tasks.store import SharedStore, require_shared
 
 SHARED_STORE, SHARE_UP_TO = "MERGEGATE_STORE", "MERGEGATE_SHARE_UP_TO"
 _DEFAULT_SIZE = "1GB"
-# As large as its model: each machine makes its own rather than wait for one that may not be shared in the end.
-_NOT_WAITED_FOR = frozenset({"merge"})
+# A merge is as large as its model and may exceed the limit. So machines do not wait for each other's merges.
+_UNLEASED_STAGES = frozenset({"merge"})
 
 
 def shared_store(root: Path) -> SharedStore | None:
-    """The shared store behind the local one at ``root``; None where there is none.
+    """Return the shared store behind the local one at ``root``, or None if none is configured.
 
     Raises:
-        InvalidInput: for an address that fsspec does not know, or a size that is none.
+        InvalidInput: fsspec does not support the address, or the size limit is not valid.
     """
     address = os.environ.get(SHARED_STORE, "").strip()
     size = os.environ.get(SHARE_UP_TO, "").strip() or _DEFAULT_SIZE
@@ -37,21 +37,21 @@ def shared_store(root: Path) -> SharedStore | None:
 
 @contextmanager
 def log_shared_store_savings() -> Iterator[None]:
-    """Say at the end of the block what the shared store has saved this machine, in a line; nothing where it is nothing.
+    """Announce at the end of the block how many artifacts the shared store provided, if any.
 
     Raises:
-        InvalidInput: at the beginning, as :func:`shared_store`.
+        InvalidInput: The configuration is not valid. See :func:`shared_store`. Raised before the block runs.
     """
     shared = shared_store(home() / "store")
     before = shared.arrived.copy() if shared else None
     yield
-    if shared is not None and before is not None and (here := shared.arrived - before):
-        counts = ", ".join(f"{count} of {stage}" for stage, count in sorted(here.items()))
+    if shared is not None and before is not None and (arrived := shared.arrived - before):
+        counts = ", ".join(f"{count} of {stage}" for stage, count in sorted(arrived.items()))
         announce(f"made elsewhere, and fetched from {shared.address}: {counts}")
 
 
 @cache
 def _shared(address: str, root: Path, size: str) -> SharedStore:
-    """One a process: it has a thread that sends, and connections."""
+    """Return the only client of this process, because it owns a sender thread and connections."""
     require_shared(address, SHARED_STORE)
-    return SharedStore(address, root, parse_bytes(size, SHARE_UP_TO), _NOT_WAITED_FOR)
+    return SharedStore(address, root, parse_bytes(size, SHARE_UP_TO), _UNLEASED_STAGES)

@@ -1,25 +1,30 @@
-"""What makes a function a stage: a content key, an artifact in the store, a Prefect task, and somebody who is told.
+"""Declare stages: functions with a content key, an artifact in the store, a Prefect task and progress reports.
 
 A stage is declared once, next to the function that does the work::
 
     @stage("merge", version=1)
     def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> Merged:
-        ...                                    # writes its files into ``out``, returns what is to be said about them
+        ...                                    # writes its files into ``out`` and returns a summary of them
 
     @value_stage("gate", version=2)
     def gate(guards: tuple[Guard, ...], ...) -> GateVerdict:
-        ...                                    # makes nothing but its value
+        ...                                    # writes no files, only returns a value
 
-    artifact = merge(recipe, parents)          # from the store, or made now, as a task of the running flow
-    future = merge.submit(recipe, parents)     # the same on the flow's task runner, beside others
+    artifact = merge(recipe, parents)          # from the store or built now, as a task of the running flow
+    future = merge.submit(recipe, parents)     # the same on the flow's task runner, in parallel with other stages
     record = merge.work(directory, recipe, parents)    # the plain function, without Prefect and without the store
 
-The key is made of the stage's name, its version and its arguments (see ``tasks.store``). Bump ``version`` when the
-meaning of a stage changes: what it made before is then rebuilt. The store is the only cache: Prefect keeps no result.
-It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
-``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that
-stand in its inputs. What a stage reads is looked at before and after (``tasks.stage.reading``); how long it may take
-is in ``tasks.stage.limits``; what all of it comes to where nothing may be done, in ``tasks.stage.looking``.
+The key covers the stage's name, its version and its arguments (see ``tasks.store``). Increase ``version`` when the
+meaning of a stage changes, so that earlier artifacts are rebuilt. The store is the only cache, and Prefect persists no
+results.
+
+Prefect shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
+``Refused`` or ``Invalid``, together with the stage's summary. It also shows the dependencies between stages, which are
+derived from the digests in their inputs.
+
+Related modules: ``tasks.stage.input_guard`` checks the input files before and after a stage reads them,
+``tasks.stage.limits`` limits the run time, and ``tasks.stage.dry_run_pass`` covers dry passes, in which no work may be
+done.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import MergegateError, state_name
 from mergegate.merge_core.files import disk_errors_refused
 from mergegate.merge_core.wording import detail, has_detail_listener
-from mergegate.tasks.stage.dry_run_pass import WorkRequired, is_looking, require_work_allowed
+from mergegate.tasks.stage.dry_run_pass import WorkRequired, is_dry_pass, require_work_allowed
 from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, require_pinned
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 from mergegate.tasks.stage.progress import StageStatus, report_stage
@@ -72,82 +77,90 @@ A = TypeVar("A", bound=StoredValue[Any])
 
 
 class StageValue(BaseModel):
-    """What a stage has to say about its artifact: frozen, typed, stored as JSON beside the files."""
+    """Result of a stage: a frozen, typed value, stored as JSON next to the artifact's files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def summary(self) -> str:
-        """One line for a person who watches."""
+        """Return a one-line summary to display."""
         raise NotImplementedError
 
     def refusal(self) -> MergegateError | None:
-        """Why the flow must not go on, or None. A cached refusal refuses again."""
+        """Return the reason why the flow must stop, or None. A cached refusal stops the flow again."""
         return None
 
     def refuses(self) -> bool:
-        """Whether this is a no, also where the flow still goes on to report it."""
+        """Return whether the stage refuses the release, even if the flow continues in order to report it."""
         return self.refusal() is not None
 
 
 def store() -> Store:
-    """The artifact store of this project."""
+    """Return the artifact store of this project."""
     root = home() / "store"
     return Store(root, shared_store(root), lambda path: require_work_allowed(f"read {path} for its hash"))
 
 
 class StageCall:
-    """One call of a stage: its arguments, and the key that follows from them. Opaque to Prefect, which would look
-    through everything that it can."""
+    """One call of a stage: its arguments and the key derived from them.
+
+    This class is opaque to Prefect, which would otherwise search all arguments for futures.
+    """
 
     def __init__(self, name: str, subject: str, key: str, inputs: inspect.BoundArguments) -> None:
         self.name, self.subject, self.key, self.inputs = name, subject, key, inputs
 
     @property
     def label(self) -> str:
-        """``perplexity reverser``: what Prefect's pages call the run."""
+        """Name of the run on Prefect's pages, for example ``perplexity reverser``."""
         return f"{self.name} {self.subject}".strip()
 
 
 class DeclaredStage(Generic[P, V, A]):
-    """A stage of the pipeline. Calling it runs it as a task of the running flow; ``work`` is the plain function."""
+    """Stage of the pipeline. Calling it runs it as a task of the running flow; ``work`` is the plain function."""
 
     work: Callable[..., V]
 
     def __init__(
-        self, work: Callable[..., V], skipped: int, name: str, version: int, subject: str | None, **options: Any
+        self, work: Callable[..., V], first_input: int, name: str, version: int, subject: str | None, **options: Any
     ) -> None:
         self.work, self.name, self.version, self._subject, self._options = work, name, version, subject, options
         declare_stage(name)
         signature = inspect.signature(work)
-        self._signature = signature.replace(parameters=list(signature.parameters.values())[skipped:])
+        self._signature = signature.replace(parameters=list(signature.parameters.values())[first_input:])
         self.value_type: type[V] = get_type_hints(work)["return"]
         functools.update_wrapper(self, work)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> A:
-        """The artifact of these inputs, from the store or made now.
+        """Return the artifact of these inputs, from the store or built now.
 
         Raises:
-            Refused: when the value says that the flow must not go on.
-            MergegateError: what the work raised about its input.
+            Refused: The stage's value stops the flow.
+            MergegateError: The stage's function rejected its input.
         """
-        return self._called((), args, kwargs)
+        return self._call((), args, kwargs)
 
     def after(self, *earlier: StoredValue[Any]) -> Callable[P, A]:
-        """The same stage, shown as waiting for ``earlier`` too: what allowed it, rather than what goes into it."""
-        return lambda *args, **kwargs: self._called(earlier, args, kwargs)
+        """Return this stage with additional dependencies on ``earlier`` in Prefect's graph.
+
+        Use this for stages that permitted this one but are not among its inputs.
+        """
+        return lambda *args, **kwargs: self._call(earlier, args, kwargs)
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StageFuture[A]:
-        """Begin on the flow's task runner, beside what was submitted before. Call inside a flow."""
+        """Start the stage on the flow's task runner, in parallel with earlier submissions. Call this inside a flow."""
         call = self._bind(args, kwargs)
         require_work_allowed(f"submit {call.label}")
         return StageFuture(self.task.submit(call, wait_for=_upstream(call.inputs.arguments)))
 
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
-        """From the store or made now, without Prefect: for commands that run no flow. A refusal is not raised."""
-        return self._noted(self._bind(args, kwargs))[0]
+        """Return the artifact, from the store or built now, without Prefect and without raising a refusal.
+
+        This is for commands that run no flow.
+        """
+        return self._record_and_run(self._bind(args, kwargs))[0]
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
-        """What the store has of these inputs, if that can be believed. Makes nothing."""
+        """Return the artifact of these inputs if the store has an intact one; otherwise None. Builds nothing."""
         call = self._bind(args, kwargs)
         record_stage(call.name, call.key, call.subject, in_run_only=True)
         try:
@@ -156,12 +169,12 @@ class DeclaredStage(Generic[P, V, A]):
             return None
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Under which the store has, or would have, the artifact of these inputs."""
+        """Return the key of the artifact of these inputs, whether or not the store has it."""
         return self._bind(args, kwargs).key
 
     @cached_property
     def task(self) -> Task[..., Any]:
-        """The Prefect task, made when it is first run: importing a stage does not import Prefect."""
+        """Prefect task of the stage, created on first use so that importing a stage does not import Prefect."""
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
 
@@ -176,16 +189,16 @@ class DeclaredStage(Generic[P, V, A]):
             task_run_name="{call.label}",
             cache_policy=NO_CACHE,
             persist_result=False,
-            retry_condition_fn=_may_help,
+            retry_condition_fn=_is_retryable,
             **self._options,
         )
 
-    def _called(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
+    def _call(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
         call = self._bind(args, kwargs)
-        if is_looking():
-            return self._reported(call)[0]
-        waited = _upstream({**call.inputs.arguments, "": earlier})
-        return cast(A, _settled(self.task(call, return_state=True, wait_for=waited or None)))
+        if is_dry_pass():
+            return self._run_and_report(call)[0]
+        upstream = _upstream({**call.inputs.arguments, "": earlier})
+        return cast(A, _result_of(self.task(call, return_state=True, wait_for=upstream or None)))
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageCall:
         inputs = self._signature.bind(*args, **kwargs)
@@ -199,47 +212,47 @@ class DeclaredStage(Generic[P, V, A]):
         return stage_key(self.name, self.version, inputs)
 
     def _run(self, call: StageCall) -> State[A]:
-        """The body of the Prefect task. What a user can cause fails it without a traceback."""
+        """Run the body of the Prefect task. Errors that a user can cause fail the task without a traceback."""
         from prefect.states import Completed, Failed
 
         try:
-            artifact, status, summary = self._reported(call)
+            artifact, status, summary = self._run_and_report(call)
         except MergegateError as error:
             return Failed(name=state_name(error.status), message=str(error), data=error)
         if status != "cached":
             _show(call, artifact, summary)
         return Completed(name=status.title(), message=summary, data=artifact)
 
-    def _reported(self, call: StageCall) -> tuple[A, StageStatus, str]:
-        """The artifact, how we came by it, and what it says of itself; whoever watches is told.
+    def _run_and_report(self, call: StageCall) -> tuple[A, StageStatus, str]:
+        """Run the stage, report it to the watcher, and return the artifact, its status and its summary.
 
         Raises:
-            Refused: when the value says that the flow must not go on.
+            Refused: The stage's value stops the flow.
         """
-        report_here = report_stage(self.name, call.subject, call.key)
-        with report_here as report, disk_errors_refused(home()), within_limit(self.name):
-            artifact, status = self._noted(call)
+        report_call = report_stage(self.name, call.subject, call.key)
+        with report_call as report, disk_errors_refused(home()), within_limit(self.name):
+            artifact, status = self._record_and_run(call)
             report.summary = artifact.value.summary()
             report.status = "refused" if artifact.value.refuses() else status
             if (refusal := artifact.value.refusal()) is not None:
                 raise refusal
         return artifact, status, report.summary
 
-    def _noted(self, call: StageCall) -> tuple[A, StageStatus]:
-        """From the store or made now, and noted as used: by a note before, by its time after."""
+    def _record_and_run(self, call: StageCall) -> tuple[A, StageStatus]:
+        """Record the use of the artifact, open or build it, and update its time of use."""
         record_stage(call.name, call.key, call.subject)
-        _tell_key(call, self.version)
-        artifact, status = self._found(call) if is_looking() else self._build(call)
+        _log_key(call, self.version)
+        artifact, status = self._find_cached(call) if is_dry_pass() else self._build(call)
         if status != "cached" and isinstance(artifact, Artifact):
             note_artifact(directory_bytes(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
 
-    def _found(self, call: StageCall) -> tuple[A, StageStatus]:
-        """What the store has, where nothing may be made.
+    def _find_cached(self, call: StageCall) -> tuple[A, StageStatus]:
+        """Return the stored artifact in a dry pass.
 
         Raises:
-            WorkRequired: when that is nothing, or cannot be believed.
+            WorkRequired: The artifact is missing or damaged.
         """
         try:
             return self._open(call), "cached"
@@ -252,23 +265,23 @@ class DeclaredStage(Generic[P, V, A]):
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
         raise NotImplementedError
 
-    def _watch(self, call: StageCall) -> tuple[dict[str, Callable[..., None]], list[str]]:
-        """What the store tells while it looks or waits; damage that it found is collected."""
+    def _store_callbacks(self, call: StageCall) -> tuple[dict[str, Callable[..., None]], list[str]]:
+        """Return callbacks that log damage and waiting, and the list that collects the damage."""
         damage: list[str] = []
 
-        def damaged(why: str) -> None:
+        def on_damage(why: str) -> None:
             log.warning("%s; the stage is run again", why)
             damage.append(why)
 
-        def waiting() -> None:
+        def on_wait() -> None:
             log.info("%s is being made by another run; waiting for it", call.label)
             detail("%s is being made by another run; waiting for it", call.label)
 
-        return {"on_damage": damaged, "on_wait": waiting}, damage
+        return {"on_damage": on_damage, "on_wait": on_wait}, damage
 
 
 class Stage(DeclaredStage[P, V, Artifact[V]]):
-    """A stage that makes files."""
+    """Stage that writes files."""
 
     def __init__(
         self,
@@ -285,38 +298,40 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
     def _open(self, call: StageCall) -> Artifact[V]:
         return store().open(self.name, call.key, self.value_type)
 
-    def family(self, **others: object) -> tuple[Artifact[V], ...]:
-        """What the store has of this stage with these inputs, whatever ``apart`` is: artifacts that can be believed.
+    def family(self, **inputs: object) -> tuple[Artifact[V], ...]:
+        """Return the intact artifacts in the store that have these inputs and any value of the input ``apart``.
 
         Args:
-            others: Every input but ``apart``, by name.
+            inputs: Every input except ``apart``, by name.
         """
-        inputs = self._others(others)
-        assert self._apart is not None  # or there was no prefix
+        inputs = self._family_inputs(inputs)
+        assert self._apart is not None  # Only a stage with this argument has families.
         subject = self._subject_of(inputs)
 
         def about_to_read(name: str) -> None:
             record_stage(self.name, name, subject, in_run_only=True)
 
-        found = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=about_to_read)
-        # Of other inputs with equal first digits, if such there are, the whole key tells.
+        candidates = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=about_to_read)
+        # Another family may have the same prefix, so compare whole keys.
         members = [
-            one for one in found if one.key == self._key_of({**inputs, self._apart: getattr(one.value, self._apart)})
+            artifact
+            for artifact in candidates
+            if artifact.key == self._key_of({**inputs, self._apart: getattr(artifact.value, self._apart)})
         ]
-        for one in members:
-            store().mark_used(self.name, one.key)
+        for artifact in members:
+            store().mark_used(self.name, artifact.key)
         return tuple(members)
 
-    def hold_family(self, **others: object) -> AbstractContextManager[None]:
-        """No other run makes a member of the family as long as this is held. ``others`` as of ``family``."""
+    def hold_family(self, **inputs: object) -> AbstractContextManager[None]:
+        """Lock a family, so that no other run builds a member. ``inputs`` as in :meth:`family`."""
 
-        def waiting() -> None:
+        def on_wait() -> None:
             log.info("%s is being made by another run; waiting for it", self.name)
 
-        return store().hold_family(self.name, self._prefix(self._others(others)), waiting)
+        return store().hold_family(self.name, self._prefix(self._family_inputs(inputs)), on_wait)
 
-    def _others(self, others: Mapping[str, object]) -> dict[str, object]:
-        return {name: others[name] for name in self._signature.parameters if name != self._apart}
+    def _family_inputs(self, inputs: Mapping[str, object]) -> dict[str, object]:
+        return {name: inputs[name] for name in self._signature.parameters if name != self._apart}
 
     def _prefix(self, inputs: Mapping[str, object]) -> str:
         assert self._apart is not None, f"{self.name} declares no argument that tells a family apart"
@@ -326,8 +341,8 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         return stage_key(self.name, self.version, inputs, self._apart)
 
     def _build(self, call: StageCall) -> tuple[Artifact[V], StageStatus]:
-        told, damage = self._watch(call)
-        artifact, made = store().build(
+        callbacks, damage = self._store_callbacks(call)
+        artifact, is_new = store().build(
             self.name,
             call.key,
             self.value_type,
@@ -335,24 +350,24 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
                 call.inputs.arguments,
                 store().hashes,
                 lambda: self.work(out, *call.inputs.args, **call.inputs.kwargs),
-                begin_anew=lambda: _empty(out),
+                discard_output=lambda: _empty(out),
             ),
             hashes_of=self._hashes_of,
             resumable=self._resumable,
-            **told,
+            **callbacks,
         )
-        return artifact, _status(made, damage)
+        return artifact, _status(is_new, damage)
 
 
 class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
-    """A stage whose value is all that it makes."""
+    """Stage that writes no files and only returns a value."""
 
     def __init__(self, work: Callable[P, V], **declared: Any) -> None:
         super().__init__(work, 0, **declared)
 
     def _build(self, call: StageCall) -> tuple[StoredValue[V], StageStatus]:
-        told, damage = self._watch(call)
-        found, made = store().build_value(
+        callbacks, damage = self._store_callbacks(call)
+        value, is_new = store().build_value(
             self.name,
             call.key,
             self.value_type,
@@ -361,24 +376,24 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
                 store().hashes,
                 lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
             ),
-            **told,
+            **callbacks,
         )
-        return found, _status(made, damage)
+        return value, _status(is_new, damage)
 
     def _open(self, call: StageCall) -> StoredValue[V]:
         return store().open_value(self.name, call.key, self.value_type)
 
 
 class StageFuture(Generic[A]):
-    """A stage that runs beside others."""
+    """Stage that runs in parallel with others."""
 
     def __init__(self, future: PrefectFuture[Any]) -> None:
         self._future = future
 
     def result(self) -> A:
-        """Its artifact, when it is there. Raises as a call of the stage does."""
+        """Wait for the stage and return its artifact. Raises the same errors as a direct call of the stage."""
         self._future.wait()
-        return cast(A, _settled(self._future.state))
+        return cast(A, _result_of(self._future.state))
 
 
 def stage(
@@ -391,17 +406,20 @@ def stage(
     apart: str | None = None,
     retries: int = 0,
 ) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
-    """Declare a stage that makes files.
+    """Declare a stage that writes files.
 
     Args:
-        name: One of the stage names of ``docs/architecture.md``; also its directory in the store.
-        version: Bumped by hand when the meaning of the stage changes; part of every key.
-        subject: Name of the parameter whose ``.name`` tells calls of this stage apart for a person.
-        hashes_of: Hashes that the work computed while writing, by file name (see ``Store.build``).
-        resumable: The work can go on from what a killed run left behind.
-        apart: Name of the parameter that tells the members of a family apart: ``family`` finds all artifacts that
-            differ in it alone. The value must say it under the same name.
-        retries: How often it is tried again after an error that no user caused. Input and refusals are not retried.
+        name: Name of the stage, as in ``docs/architecture.md``, and of its directory in the store.
+        version: Version of the stage, part of every key. Increase it when the meaning of the stage changes.
+        subject: Name of the parameter whose ``.name`` distinguishes the calls of this stage in logs and reports.
+            Default: none.
+        hashes_of: Function that returns the hashes that the stage computed while writing, by file name. See
+            ``Store.build``.
+        resumable: Whether the stage can resume from the files of a killed run. Default: false.
+        apart: Name of the parameter that distinguishes the members of a family. ``family`` finds all artifacts that
+            differ only in this parameter. The stage's value must have a field of the same name. Default: none.
+        retries: Number of retries after an error that no user can cause. Invalid input and refusals are not retried.
+            Default: 0.
     """
     return lambda work: Stage(
         work,
@@ -418,16 +436,19 @@ def stage(
 def value_stage(
     name: str, *, version: int, subject: str | None = None, retries: int = 0
 ) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
-    """Declare a stage whose value is all that it makes. Arguments as of :func:`stage`."""
+    """Declare a stage that writes no files and only returns a value. See :func:`stage` for the arguments."""
     return lambda work: ValueStage(work, name=name, version=version, subject=subject, retries=retries)
 
 
 class StepValue(Protocol):
-    """What a step returns: something to say, and whether it changed anything."""
+    """Result of a step."""
 
     @property
-    def new(self) -> bool: ...
-    def summary(self) -> str: ...
+    def new(self) -> bool:
+        """Whether the step changed anything."""
+
+    def summary(self) -> str:
+        """Return a one-line summary to display."""
 
 
 S = TypeVar("S", bound=StepValue)
@@ -436,14 +457,16 @@ S = TypeVar("S", bound=StepValue)
 def step(
     name: str, *, is_done: Callable[P, bool] | None = None, retries: int = 0
 ) -> Callable[[Callable[P, S]], Callable[P, S]]:
-    """Declare a step that is never cached because it looks at the world outside the store, or changes it.
+    """Declare a step, which is never cached because it reads or changes something outside the store.
 
-    Running it again must be harmless: a step is idempotent by its own means. Pinned inputs are looked at before it;
-    what it has done when they change meanwhile cannot be taken back, so it checks itself what it takes out of them.
+    A step must be idempotent, so that running it again is harmless. mergegate checks pinned inputs before the step. If
+    they change while it runs, its effects cannot be undone, so the step itself verifies the content that it uses.
 
     Args:
-        is_done: Told the same arguments, whether all that it does is done, as far as that can be seen without doing it;
-            when in doubt, no. Absent: nobody can tell, so there is always something to do.
+        name: Name of the step.
+        is_done: Function with the same arguments that returns whether the step has nothing left to do. It must not do
+            any work, and returns false when in doubt. Default: there is always work to do.
+        retries: Number of retries after an error that no user can cause. Default: 0.
     """
 
     declare_stage(name)
@@ -455,12 +478,12 @@ def step(
             from prefect.states import Completed, Failed
 
             try:
-                value = reported(call)
+                value = run_and_report(call)
             except MergegateError as error:
                 return Failed(name=state_name(error.status), message=str(error), data=error)
             return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
 
-        def reported(call: StageCall) -> S:
+        def run_and_report(call: StageCall) -> S:
             with report_stage(name, "") as report, disk_errors_refused(home()), within_limit(name):
                 require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                 value = work(*call.inputs.args, **call.inputs.kwargs)
@@ -478,27 +501,27 @@ def step(
                 cache_policy=NO_CACHE,
                 persist_result=False,
                 retries=retries,
-                retry_condition_fn=_may_help,
+                retry_condition_fn=_is_retryable,
             )
 
         @functools.wraps(work)
-        def called(*args: P.args, **kwargs: P.kwargs) -> S:
+        def call_step(*args: P.args, **kwargs: P.kwargs) -> S:
             call = StageCall(name, "", "", signature.bind(*args, **kwargs))
-            if is_looking():
+            if is_dry_pass():
                 if is_done is None or not is_done(*args, **kwargs):
                     raise WorkRequired(name)
-                return reported(call)
-            waited = _upstream(call.inputs.arguments)
-            state = task()(call, return_state=True, wait_for=waited or None)
-            return cast(S, _settled(state))
+                return run_and_report(call)
+            upstream = _upstream(call.inputs.arguments)
+            state = task()(call, return_state=True, wait_for=upstream or None)
+            return cast(S, _result_of(state))
 
-        return called
+        return call_step
 
     return declare
 
 
-# Which stages of the running flow made which content: (the flow run, state by digest).
-_made: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("made", default=(None, {}))
+# ID of the running flow, and the Prefect state of each of its stages by the digest of the stage's result.
+_states_of_run: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("made", default=(None, {}))
 
 
 def _states() -> dict[str, Any]:
@@ -506,20 +529,20 @@ def _states() -> dict[str, Any]:
 
     context = FlowRunContext.get()
     run = context.flow_run.id if context and context.flow_run else None
-    if _made.get()[0] != run:
-        _made.set((run, {}))
-    return _made.get()[1]
+    if _states_of_run.get()[0] != run:
+        _states_of_run.set((run, {}))
+    return _states_of_run.get()[1]
 
 
 def _upstream(arguments: Mapping[str, object]) -> list[Any]:
-    """States of the stages in this flow whose content stands in ``arguments``: the edges of Prefect's graph."""
+    """Return the states of this flow's stages whose results are in ``arguments``, as edges of Prefect's graph."""
     states = _states()
-    found = {id(states[text]): states[text] for text in _digests(arguments) if text in states}
-    return list(found.values())
+    upstream = {id(states[text]): states[text] for text in _digests(arguments) if text in states}
+    return list(upstream.values())
 
 
 def _digests(value: object) -> set[str]:
-    """Every text in ``value`` that may be a digest. What has no canonical form has none to find."""
+    """Return every string in ``value`` that may be a digest. Objects without a canonical form are skipped."""
     try:
         plain = canonical(value)
     except (TypeError, ValueError):
@@ -529,54 +552,54 @@ def _digests(value: object) -> set[str]:
             return set().union(*map(_digests, value))
         parents = getattr(value, "parents", ())
         return _digests(parents) if isinstance(parents, tuple) else set()
-    found: set[str] = set()
-    waiting = [plain]
-    while waiting:
-        match waiting.pop():
+    digests: set[str] = set()
+    pending = [plain]
+    while pending:
+        match pending.pop():
             case str() as text if len(text) == 64:
-                found.add(text)
+                digests.add(text)
             case dict() as inner:
-                waiting += [*inner, *inner.values()]
+                pending += [*inner, *inner.values()]
             case list() as inner:
-                waiting += inner
-    return found
+                pending += inner
+    return digests
 
 
-def _may_help(task: object, run: object, state: State[Any]) -> bool:
-    """Whether trying again may help: what a user can cause is the same the next time."""
+def _is_retryable(task: object, run: object, state: State[Any]) -> bool:
+    """Return whether a retry may help. Errors that a user can cause would occur again."""
     return state.name not in ("Refused", "Invalid")
 
 
-def _settled(state: Any) -> Any:
-    """What a task run gave; what it failed with is raised here."""
+def _result_of(state: Any) -> Any:
+    """Return the result of a task run, or raise its exception."""
     value = state.result(raise_on_failure=False)
     if isinstance(value, BaseException):
         raise value
     if isinstance(value, StoredValue):
-        # Without its data: Prefect looks through everything that a task waits for.
+        # Drop the data, because Prefect searches everything that a task waits for.
         _states()[value.digest] = state.model_copy(update={"data": True})
     return value
 
 
-def _tell_key(call: StageCall, version: int) -> None:
-    """The key, and what it is made of: of two runs whose keys differ a person sees by which input."""
+def _log_key(call: StageCall, version: int) -> None:
+    """Log the key and the digests of its inputs, so that a user can see which input differs between two runs."""
     if has_detail_listener():
         inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
         detail("%s: key %s of version %d · %s", call.label, call.key[:16], version, inputs)
 
 
 def _empty(directory: Path) -> None:
-    """Leave nothing in ``directory``: not even what unfinished work could go on from."""
+    """Remove everything from ``directory``, including files that unfinished work could resume from."""
     shutil.rmtree(directory)
     directory.mkdir()
 
 
-def _status(made: bool, damage: Sequence[str]) -> StageStatus:
-    return "cached" if not made else "rebuilt" if damage else "made"
+def _status(is_new: bool, damage: Sequence[str]) -> StageStatus:
+    return "cached" if not is_new else "rebuilt" if damage else "made"
 
 
 def _show(call: StageCall, artifact: StoredValue[Any], summary: str) -> None:
-    """What was made, on the page of the task run."""
+    """Show the result on the page of the task run."""
     from prefect.artifacts import create_markdown_artifact
 
     rows = [f"| {name} | `{sha256}` |" for name, sha256 in sorted(getattr(artifact, "files", {}).items())]

@@ -1,10 +1,11 @@
-"""What the running flow uses of the store, noted as it goes; and a quota that is kept when it is over.
+"""Record which artifacts the running flow uses, and enforce the quota of the store at the end of a run.
 
-A run is what Prefect calls a flow run: its id is known in every thread and on every worker that runs a stage for it, so
-all of them note in one record below ``<home>/runs`` (``tasks.store.runs``). A command that uses the store without
-a flow has a lease that ends with its process.
+A run corresponds to a Prefect flow run. Every thread and every worker that runs a stage for it knows its ID, so all of
+them write to one record in ``<home>/runs`` (see ``tasks.store.runs``). A command that uses the store without a flow has
+a lease that ends with its process.
 
-``MERGEGATE_QUOTA=50GB`` is what the store may have when a run is over; absent, nothing is removed without a command.
+``MERGEGATE_QUOTA=50GB`` limits the size of the store at the end of a run. If the variable is not set, mergegate removes
+artifacts only when a command asks for it.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ log = logging.getLogger(__name__)
 
 
 def runs_directory() -> Path:
-    """Where the records of this project's runs are."""
+    """Return the directory of this project's run records."""
     return home() / "runs"
 
 
 def store_quota() -> int | None:
-    """Bytes that the store may have; None: no limit.
+    """Return the size limit of the store in bytes, or None if there is no limit.
 
     Raises:
-        InvalidInput: for a setting that is no number of bytes.
+        InvalidInput: The environment variable is not a number of bytes.
     """
-    said = os.environ.get(QUOTA, "").strip()
-    return parse_bytes(said, QUOTA) if said else None
+    setting = os.environ.get(QUOTA, "").strip()
+    return parse_bytes(setting, QUOTA) if setting else None
 
 
 @contextmanager
 def record_run(profile: str) -> Iterator[OpenRun | None]:
-    """Register the running flow as a run of ``profile``; None outside of a flow, where there is nothing to register."""
+    """Register the running flow as a run of ``profile``; yield None outside of a flow."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()
@@ -68,10 +69,13 @@ def record_run(profile: str) -> Iterator[OpenRun | None]:
 
 
 def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False) -> None:
-    """Note that an artifact is about to be used. Call before the store is asked for it.
+    """Record that an artifact is about to be used. Call this before opening it.
 
     Args:
-        in_run_only: Without a flow it is only looked at: nothing is noted.
+        stage: Name of the stage.
+        key: Key of the artifact.
+        subject: Subject of the stage call.
+        in_run_only: Whether to record nothing outside of a flow, for callers that only read the artifact.
     """
     runs = runs_directory()
     run = _running_flow()
@@ -82,28 +86,29 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
 
 
 def note_artifact(size: int) -> None:
-    """Note that the running flow has made an artifact.
+    """Record that the running flow has created an artifact.
 
     Args:
-        size: Of its files, in bytes.
+        size: Total size of its files in bytes.
     """
     if (run := _running_flow()) is not None:
         record_created(runs_directory(), run, size)
 
 
 def bytes_made() -> int:
-    """What the running flow has added to the store so far, by whichever process; 0 outside of a flow."""
+    """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
     run = _running_flow()
-    known = read_run(runs_directory(), run) if run is not None else None
-    return known.made if known else 0
+    record = read_run(runs_directory(), run) if run is not None else None
+    return record.made if record else 0
 
 
 def keep_quota() -> str:
-    """Bring the store below its quota, the least recently used first, and nothing that anybody needs. To be called at
-    the end of a run, which it never fails.
+    """Reduce the store to its quota by removing the least recently used entries that no run needs.
+
+    Call this at the end of a run. Errors are logged and never fail the run.
 
     Returns:
-        What was done, in a line; empty where there was nothing to do.
+        A one-line summary, or an empty string if the store was below its quota.
     """
     try:
         quota = store_quota()
@@ -116,17 +121,17 @@ def keep_quota() -> str:
         log.warning("the store was not brought below its quota: %s", failure)
         return ""
     size, limit = format_bytes(done.plan.bytes_after), format_bytes(quota)
-    said = f"store: {size} of {limit}"
+    summary = f"store: {size} of {limit}"
     if done.plan.goes:
-        said += f"; {format_bytes(done.bytes_freed)} removed that nobody needs"
+        summary += f"; {format_bytes(done.bytes_freed)} removed that nobody needs"
     if done.plan.over_quota:
-        said += "; the rest is needed (mergegate store du), so the quota is too small"
-    announce(said)
-    return said
+        summary += "; the rest is needed (mergegate store du), so the quota is too small"
+    announce(summary)
+    return summary
 
 
 def _running_flow() -> str | None:
-    """Id of the flow run that this thread works for, here or on a worker of a cluster."""
+    """Return the ID of the flow run that this thread works for, on this machine or on a cluster worker."""
     if "prefect" not in sys.modules:
         return None
     from prefect.context import FlowRunContext, TaskRunContext
@@ -143,11 +148,11 @@ _leases: dict[tuple[int, Path], str] = {}
 
 
 def _lease_of_process(runs: Path) -> str:
-    """The run that this process is, where no flow runs: gone with it, and nothing is kept for it afterwards."""
-    if (mine := (os.getpid(), runs)) not in _leases:
-        held = ExitStack()
+    """Return the ID of a run that represents this process outside of a flow. Its record is deleted on exit."""
+    if (process := (os.getpid(), runs)) not in _leases:
+        stack = ExitStack()
         run = f"process-{os.getpid()}-{secrets.token_hex(8)}"
-        held.enter_context(open_run(runs, run, "command", ""))
-        atexit.register(held.close)
-        _leases[mine] = run
-    return _leases[mine]
+        stack.enter_context(open_run(runs, run, "command", ""))
+        atexit.register(stack.close)
+        _leases[process] = run
+    return _leases[process]

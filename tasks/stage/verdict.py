@@ -1,7 +1,7 @@
-"""A verdict: one judgement about a merge, in one shape whoever made it (gate, judge, serve, or a stage of yours).
+"""Define verdicts: judgments about a merge in one common form, from the gate, the judge, serve or your own stage.
 
-An attempt has a tuple of them, ``combined`` says what they come to together, and the report shows whatever verdicts
-there are: those whose evidence it can draw in its own way, all others by their ``section``.
+An attempt has a tuple of verdicts. ``combine_verdicts`` decides the joint outcome. The report shows all verdicts, with
+a chart for the kinds of evidence that it knows and with the verdict's ``section`` for all others.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _SEVERITY: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 
 
 class Section(BaseModel):
-    """What a person is shown of a verdict: sentences, then a table. Plain text; whoever shows it escapes it."""
+    """Text of a verdict for display: sentences followed by a table. The text is plain, and the renderer escapes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str
     sentences: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()  # as many cells each as there are columns
+    rows: tuple[tuple[str, ...], ...] = ()  # Each row has one cell for each column.
 
 
 class Verdict(BaseModel):
-    """One judgement about a merge."""
+    """One judgment about a merge."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # of the stage that judged: 'gate'
+    name: str  # Name of the stage that decided the verdict, such as 'gate'.
     outcome: Outcome
-    publishable: bool  # what the outcome comes to, where a profile lets some of it through
-    reasons: tuple[str, ...]  # a sentence each, why it did not pass, worst first; empty when it passed
-    evidence: SerializeAsAny[BaseModel]  # all that led to it
+    publishable: bool  # Whether the profile allows publication with this outcome.
+    reasons: tuple[str, ...]  # Why the merge did not pass, one sentence each, most severe first. Empty for a pass.
+    evidence: SerializeAsAny[BaseModel]  # Everything that determined the outcome.
     section: Section
 
 
 class JointVerdict(NamedTuple):
-    """What several verdicts come to."""
+    """Joint outcome of several verdicts."""
 
     outcome: Outcome
     publishable: bool
@@ -48,20 +48,22 @@ class JointVerdict(NamedTuple):
 
 
 def worst_verdict(outcomes: Iterable[Outcome]) -> Outcome:
-    """The worst of them; ``pass`` where there is none."""
+    """Return the most severe outcome, or ``pass`` if there are no outcomes."""
     return max(outcomes, key=severity, default="pass")
 
 
 def severity(outcome: Outcome) -> int:
-    """0 for ``pass``, then ``inconclusive``, then ``fail``."""
+    """Return 0 for ``pass``, 1 for ``inconclusive`` and 2 for ``fail``."""
     return _SEVERITY.index(outcome)
 
 
 def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
-    """What was shown, in one of four words.
+    """Return the word for an outcome: ``worse``, ``undecided``, ``no worse`` or ``a little worse``.
 
     Args:
-        shown_worse: The whole interval lies on the worse side: the loss may be small, but it is one.
+        outcome: Outcome of the verdict.
+        shown_worse: Whether the whole confidence interval is on the worse side, so that the loss is real even if it is
+            small.
     """
     if outcome == "pass":
         return "a little worse" if shown_worse else "no worse"
@@ -69,8 +71,11 @@ def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
 
 
 def combine_verdicts(verdicts: Sequence[Verdict]) -> JointVerdict:
-    """The worst outcome of all, and every reason, those of the worst verdict first. One no is enough."""
-    ordered = sorted(verdicts, key=lambda verdict: -severity(verdict.outcome))  # stable: as they were asked
+    """Return the most severe outcome and all reasons, with those of the most severe verdict first.
+
+    One verdict that forbids publication is enough to prevent it.
+    """
+    ordered = sorted(verdicts, key=lambda verdict: -severity(verdict.outcome))  # Stable: ties keep their order.
     return JointVerdict(
         outcome=worst_verdict(verdict.outcome for verdict in verdicts),
         publishable=all(verdict.publishable for verdict in verdicts),

@@ -1,7 +1,8 @@
-"""The store of artifacts, addressed by the hash of everything that determines them.
+"""Store artifacts under the hash of everything that determines them.
 
-A stage asks the store for the artifact of a key and builds it once if it is missing. The package also decides what
-garbage collection may remove, records which run uses what, and exchanges artifacts with a shared store.
+A stage requests the artifact of a key from the store and builds it once if it is missing. The package also decides
+which artifacts garbage collection may remove, records which run uses which artifacts, and exchanges artifacts with a
+shared store.
 """
 
 from mergegate.tasks.store.collection import (

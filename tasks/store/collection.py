@@ -1,17 +1,17 @@
-"""Garbage collection: what nobody needs leaves the store, beside runs that use it.
+"""Collect garbage: remove artifacts that no run needs from the store, even while other runs use it.
 
 ::
 
     collected = collect_garbage(root, runs, RetentionRule(grace_s=86_400.0))
     collected.plan.goes, collected.bytes_freed
 
-One collector works at a time; a second one waits, and finds less to do. Each thing is taken under the lock of its key
-(what somebody works on is left alone), moved into ``.trash`` in one step and only then deleted: a collector that is
-killed leaves nothing half-deleted under its name, and the next one empties the trash.
+Only one collector works at a time; a second one waits. The collector locks the key of each entry, skips entries that
+another process holds, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is killed
+therefore never leaves a half-deleted artifact under its final name. The next collector empties the trash.
 
-A run notes what it is about to use and then asks the store. The collector moves something away, looks at the notes
-once more, and puts it back where it was noted meanwhile. So either the collector sees the note, or the run sees that
-the artifact is not there and makes it: neither has to wait for the other.
+A run records which artifact it is about to use before it opens the store. After the collector has moved an entry away,
+it reads these records again and moves the entry back if a run has recorded it. Either the collector sees the record,
+or the run finds the artifact missing and builds it again. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from mergegate.tasks.store.retention import (
 from mergegate.tasks.store.runs import RunReader
 from mergegate.tasks.store.store import LOCKS, TRASH
 
-_COLLECTION = "collection"  # the lock of whoever collects
+_COLLECTION = "collection"  # Name of the collector's lock.
 _KEY = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class CollectedGarbage:
-    """What a collection came to.
+    """Result of a garbage collection.
 
     Args:
-        plan: As it was carried out; of a dry run: as it would be.
-        bytes_freed: 0 of a dry run.
+        plan: Plan as it was carried out. For a dry run, the plan that would be carried out.
+        bytes_freed: Bytes freed. 0 for a dry run.
     """
 
     plan: RetentionPlan
@@ -69,37 +69,40 @@ class CollectedGarbage:
 
 
 def list_store(root: Path) -> tuple[StoreEntry, ...]:
-    """Everything in the store that can go by itself. What goes while we look is left out."""
-    found = []
-    for place in sorted(root.iterdir()) if root.is_dir() else []:
-        if place.name in (LOCKS, TRASH):
+    """Return every entry of the store that can be removed on its own, except entries that disappear during the scan."""
+    entries = []
+    for directory in sorted(root.iterdir()) if root.is_dir() else []:
+        if directory.name in (LOCKS, TRASH):
             continue
-        if is_set_aside(place):
-            found.append(_entry("", place, "set aside"))
-        elif place.is_dir() and not place.is_symlink():
-            for entry in sorted(place.iterdir()):
-                if (kind := _kind(entry)) is not None:
-                    found.append(_entry(place.name, entry, kind))
-    return tuple(one for one in found if one is not None)
+        if is_set_aside(directory):
+            entries.append(_entry("", directory, "set aside"))
+        elif directory.is_dir() and not directory.is_symlink():
+            for path in sorted(directory.iterdir()):
+                if (kind := _kind(path)) is not None:
+                    entries.append(_entry(directory.name, path, kind))
+    return tuple(entry for entry in entries if entry is not None)
 
 
 def store_bytes(root: Path) -> int:
-    """Of everything in the store, tables and trash too."""
+    """Return the size of the whole store in bytes, including its tables and trash."""
     return directory_bytes(root) if root.is_dir() else 0
 
 
 def explain_retention(runs: Path) -> dict[EntryName, str]:
-    """What of the store is needed, and why."""
+    """Return the entries of the store that runs need, each with the reason."""
     return _Needs(runs).now()
 
 
 def plan_collection(root: Path, runs: Path, rule: RetentionRule, now: float | None = None) -> RetentionPlan:
-    """What a collection would do. Changes nothing.
+    """Return the plan of a collection without changing anything.
 
     Args:
-        now: Seconds since the epoch; absent: the clock's.
+        root: Directory of the store.
+        runs: Directory of the run records.
+        rule: Rule for entries that no run needs.
+        now: Seconds since the epoch. Default: the current time.
     """
-    return _planned(root, explain_retention(runs), rule, time.time() if now is None else now)
+    return _plan(root, explain_retention(runs), rule, time.time() if now is None else now)
 
 
 def collect_garbage(
@@ -109,16 +112,17 @@ def collect_garbage(
     now: float | None = None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> CollectedGarbage:
-    """Remove what may go.
+    """Remove entries from the store as ``rule`` allows.
 
     Args:
-        root: The store.
-        runs: The records of runs.
-        now: Seconds since the epoch; absent: the clock's.
-        on_wait: Called once if somebody else is collecting.
+        root: Directory of the store.
+        runs: Directory of the run records.
+        rule: Rule for entries that no run needs.
+        now: Seconds since the epoch. Default: the current time.
+        on_wait: Called once if another process is collecting.
 
     Raises:
-        OSError: when something cannot be moved or deleted. What has gone until then has gone.
+        OSError: An entry cannot be moved or deleted. Entries removed before that are gone.
     """
     moment = time.time() if now is None else now
     state_directory(root, private=True)
@@ -129,13 +133,13 @@ def collect_garbage(
         busy: set[tuple[str, str]] = set()
         gone: list[tuple[StoreEntry, str]] = []
         while True:
-            plan = _planned(root, needs.now(), rule, moment, busy)
+            plan = _plan(root, needs.now(), rule, moment, busy)
             if not plan.goes:
                 break
             for entry, why in plan.goes:
-                if _take_away(root, entry, needs):
+                if _move_to_trash(root, entry, needs):
                     gone.append((entry, why))
-                else:  # then something else has to go for the quota
+                else:  # The next plan removes another entry to meet the quota.
                     busy.add((entry.stage, entry.name))
             _empty_trash(root)
         done = RetentionPlan(tuple(gone), plan.stays, before, store_bytes(root), rule.quota)
@@ -143,7 +147,7 @@ def collect_garbage(
 
 
 class _Needs:
-    """What runs need, asked again and again."""
+    """Entries that runs need, reread on every call."""
 
     def __init__(self, runs: Path) -> None:
         self._reader = RunReader(runs)
@@ -156,7 +160,7 @@ class _Needs:
         return self._needed
 
 
-def _planned(
+def _plan(
     root: Path,
     needed: Mapping[EntryName, str],
     rule: RetentionRule,
@@ -165,33 +169,34 @@ def _planned(
 ) -> RetentionPlan:
     entries = list_store(root)
     trash = root / TRASH
-    beside = store_bytes(root) - sum(one.bytes for one in entries) - (directory_bytes(trash) if trash.is_dir() else 0)
-    return plan_retention(entries, needed, rule, now, beside=max(0, beside), busy=busy)
+    trash_bytes = directory_bytes(trash) if trash.is_dir() else 0
+    other_bytes = store_bytes(root) - sum(entry.bytes for entry in entries) - trash_bytes
+    return plan_retention(entries, needed, rule, now, other_bytes=max(0, other_bytes), busy=busy)
 
 
-def _take_away(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
-    """Move something into the trash; False where somebody works on it, or has come to need it."""
-    place = root / entry.stage / entry.name
+def _move_to_trash(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
+    """Move an entry into the trash; return False if another process works on it or a run now needs it."""
+    path = root / entry.stage / entry.name
     trash = state_directory(root / TRASH) / f"{entry.stage}-{entry.name}-{time.time_ns()}"
-    # What is set aside is nobody's, whatever is made in its place meanwhile.
-    aside = entry.kind == "set aside"
+    # No run needs a set-aside entry, even while a run rebuilds the artifact of the same key.
+    is_aside = entry.kind == "set aside"
     lock = root / LOCKS / (f"{entry.stage}-{entry.key}" if entry.key else _COLLECTION + "-other")
     descriptor = try_open_locked(lock, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
         return False
     try:
-        if not aside and entry.made_by in needs.now():
+        if not is_aside and entry.made_by in needs.now():
             return False
         try:
-            place.rename(trash)
+            path.rename(trash)
         except FileNotFoundError:
-            return not os.path.lexists(place)  # gone already
-        if not aside and entry.made_by in needs.now():
+            return not os.path.lexists(path)  # Already gone.
+        if not is_aside and entry.made_by in needs.now():
             with suppress(FileNotFoundError):
-                trash.rename(place)
+                trash.rename(path)
             return False
-        # Names first: after a power cut nothing is back under its name that has lost files.
-        fsync(place.parent)
+        # Flush the rename before deleting files. Otherwise a power cut could bring back the name without some files.
+        fsync(path.parent)
         return True
     finally:
         try:
@@ -202,11 +207,11 @@ def _take_away(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
 
 def _empty_trash(root: Path) -> None:
     trash = root / TRASH
-    for left in sorted(trash.iterdir()) if trash.is_dir() else []:
-        with suppress(FileNotFoundError):  # somebody else tidies up, too
-            if left.is_dir() and not left.is_symlink():
-                HashMemo(root / HASHES).forget(left / name for name in regular_files(left)[0])
-            remove_any(left)
+    for path in sorted(trash.iterdir()) if trash.is_dir() else []:
+        with suppress(FileNotFoundError):  # Another process may be emptying the trash, too.
+            if path.is_dir() and not path.is_symlink():
+                HashMemo(root / HASHES).forget(path / name for name in regular_files(path)[0])
+            remove_any(path)
     with suppress(OSError):
         trash.rmdir()
 
@@ -222,7 +227,7 @@ def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
 
 
 def _kind(path: Path) -> EntryKind | None:
-    """None: whatever it is, it is not ours to remove."""
+    """Return the kind of an entry, or None if mergegate did not create it and must not remove it."""
     name = path.name
     if is_set_aside(path):
         return "set aside"
@@ -236,10 +241,13 @@ def _kind(path: Path) -> EntryKind | None:
 
 
 def _last_change(directory: Path) -> float:
-    """Of unfinished work: journals grow inside, and a directory does not tell."""
-    return max(path.lstat().st_mtime for path in _with_all_below(directory))
+    """Return the time of the last change in a directory of unfinished work.
+
+    The directory's own modification time is not enough, because it does not change when a journal in it grows.
+    """
+    return max(path.lstat().st_mtime for path in _tree(directory))
 
 
-def _with_all_below(directory: Path) -> Iterator[Path]:
+def _tree(directory: Path) -> Iterator[Path]:
     yield directory
     yield from directory.rglob("*")

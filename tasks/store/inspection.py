@@ -1,11 +1,11 @@
-"""What lies in a store, seen from outside: damaged, set aside, unfinished, left over; and what may be done about it.
+"""Inspect a store for damaged, set-aside, unfinished and leftover files, and clean them up.
 
-No run needs this: each of them passes over what it cannot believe. It is for a person who wants to know, or wants the
-room::
+Runs do not need this module, because they skip damaged state. It serves operators who want to see the condition of a
+store or to free space::
 
-    for found in examine_store(root):
-        print(found.kind, found.path, found.what)
-        mend_state(found)
+    for finding in examine_store(root):
+        print(finding.kind, finding.path, finding.what)
+        mend_state(finding)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from mergegate.tasks.store.shared import OUTBOX
 from mergegate.tasks.store.store import LOCKS, TRASH
 
 _KEY = re.compile("[0-9a-f]{32}")
-_STAGE = re.compile("[a-z][a-z_-]*")  # of its directory
-# Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.
+_STAGE = re.compile("[a-z][a-z_-]*")  # Directory name of a stage.
+# Unfinished work that no run has resumed for this long belongs to inputs that are no longer merged.
 _ABANDONED_S = 30 * 86_400.0
 _DATABASE_PATIENCE_S = 2.0
 
@@ -51,15 +51,16 @@ FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left o
 
 @dataclass(frozen=True)
 class StateFinding:
-    """Something below the project's home that is no sound state.
+    """File or directory in mergegate's home directory that is not valid state.
 
     Args:
-        kind: ``damaged``: the next run that wants it makes it again. ``set aside``: that has happened. ``unfinished``:
-            the next run of the same goes on from it. ``abandoned``: for a month none has. ``left over``: of a run that
-            was killed; nobody reads it. ``foreign``: mergegate did not write it, and leaves it alone.
-        path: Where.
-        what: Why it counts as that.
-        bytes: Its size on the disk.
+        kind: ``damaged``: the next run that needs it rebuilds it. ``set aside``: a run found it damaged and rebuilt
+            it. ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for
+            a month. ``left over``: a killed run left it, and no run reads it. ``foreign``: mergegate did not write it
+            and does not touch it.
+        path: Path of the file or directory.
+        what: Explanation of the kind.
+        bytes: Size on the disk in bytes.
     """
 
     kind: FindingKind
@@ -69,47 +70,48 @@ class StateFinding:
 
 
 def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
-    """Everything in the store at ``root`` that is no whole artifact. What somebody works on now is passed over.
+    """Yield everything in the store at ``root`` that is not a complete artifact, except work in progress.
 
-    Artifacts are compared with their manifests by names and sizes, values by their digests.
+    Artifacts must have the file names and sizes of their manifests, and values must match their digests.
 
     Args:
-        deep: By hashes, too: every byte is read, whatever is remembered of it.
+        root: Directory of the store.
+        deep: Whether to check the hashes of all files, too. This reads every byte and does not use cached hashes.
     """
     if not root.is_dir():
         if os.path.lexists(root):
             yield set_aside_count(root, "no directory")
         return
     yield from examine_database(root / HASHES)
-    for place in sorted(root.iterdir()):
-        if place.name.startswith(HASHES) and ASIDE not in place.name:
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(HASHES) and ASIDE not in path.name:
             continue
-        if (passed := is_leftover(place)) is not None:
-            yield passed
-        elif place.is_symlink() or not place.is_dir():
-            is_stage = _STAGE.fullmatch(place.name) or place.name in (LOCKS, TRASH, OUTBOX)
-            yield set_aside_count(place, "no directory") if is_stage else _foreign(place)
-        elif place.name == OUTBOX:
+        if (leftover := is_leftover(path)) is not None:
+            yield leftover
+        elif path.is_symlink() or not path.is_dir():
+            is_stage = _STAGE.fullmatch(path.name) or path.name in (LOCKS, TRASH, OUTBOX)
+            yield set_aside_count(path, "no directory") if is_stage else _foreign(path)
+        elif path.name == OUTBOX:
             continue
-        elif place.name == LOCKS:
-            yield from _unheld(place)
-        elif place.name == TRASH:
-            for entry in sorted(place.iterdir()):
+        elif path.name == LOCKS:
+            yield from _unheld(path)
+        elif path.name == TRASH:
+            for entry in sorted(path.iterdir()):
                 yield StateFinding("left over", entry, "was being removed", directory_bytes(entry))
         else:
-            for entry in sorted(place.iterdir()):
-                if not _is_held(root / LOCKS / f"{place.name}-{entry.name[:32]}"):
+            for entry in sorted(path.iterdir()):
+                if not _is_held(root / LOCKS / f"{path.name}-{entry.name[:32]}"):
                     yield from _entry(entry, deep)
 
 
 def examine_database(database: Path) -> Iterator[StateFinding]:
-    """Whether a database is one, whole."""
+    """Yield a finding if the SQLite database is damaged."""
     if why := sqlite_fault(database, patience_s=_DATABASE_PATIENCE_S):
         yield set_aside_count(database, why)
 
 
 def is_leftover(path: Path) -> StateFinding | None:
-    """What the name alone says of it: that it was set aside, or is left from a write that was not finished."""
+    """Return a finding if the name of ``path`` marks it as set aside or as left over from an unfinished write."""
     if is_set_aside(path):
         return StateFinding("set aside", path, "it could not be believed, and was made again", directory_bytes(path))
     if is_temporary(path) and not path.is_dir():
@@ -122,40 +124,47 @@ def _foreign(path: Path) -> StateFinding:
 
 
 def set_aside_count(path: Path, why: str) -> StateFinding:
-    """``path`` as damage, for ``why``."""
+    """Return a finding that ``path`` is damaged for the reason ``why``."""
     return StateFinding("damaged", path, why, directory_bytes(path))
 
 
-def mend_state(found: StateFinding) -> str:
-    """Set aside what is damaged, remove what nobody reads; leave what a run can go on from. Says what was done."""
-    if found.kind in ("unfinished", "foreign"):
+def mend_state(finding: StateFinding) -> str:
+    """Set aside damaged files, remove files that no run reads, and leave resumable work and foreign files alone.
+
+    Returns:
+        ``removed``, ``set aside``, or an empty string if nothing was done.
+    """
+    if finding.kind in ("unfinished", "foreign"):
         return ""
-    if found.kind != "damaged":
-        remove_any(found.path)
+    if finding.kind != "damaged":
+        remove_any(finding.path)
         return "removed"
-    if found.path.suffix in (".sqlite", ".db"):
-        set_sqlite_aside(found.path, found.what)
+    if finding.path.suffix in (".sqlite", ".db"):
+        set_sqlite_aside(finding.path, finding.what)
     else:
-        set_aside_damaged(found.path, found.what)
+        set_aside_damaged(finding.path, finding.what)
     return "set aside"
 
 
 def directory_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory. Links count as themselves, what goes meanwhile as nothing."""
+    """Return the size of a file, or of all files below a directory, in bytes.
+
+    A link counts with its own size, and a file that is deleted during the scan counts as zero.
+    """
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size if os.path.lexists(path) else 0
     size = 0
-    for above, _, names in os.walk(path):
+    for parent, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
-                status = os.lstat(f"{above}/{name}")
+                status = os.lstat(f"{parent}/{name}")
                 size += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return size
 
 
 def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
-    if (passed := is_leftover(entry)) is not None:
-        yield passed
+    if (leftover := is_leftover(entry)) is not None:
+        yield leftover
     elif not _KEY.match(entry.name):
         yield _foreign(entry)
     elif entry.name.endswith(".doomed"):
@@ -184,13 +193,13 @@ def _artifact_fault(directory: Path, deep: bool) -> str:
         return f"{MANIFEST}: {manifest.why}"
     if not manifest.key.startswith(directory.name):
         return "it belongs to another key"
-    present, odd = regular_files(directory)
+    present, special = regular_files(directory)
     for name, file in manifest.files.items():
         if name not in present or (directory / name).stat().st_size != file.size:
             return f"{name} is missing or of another size"
         if deep and (fault := _content_fault(directory / name, file.sha256)):
             return f"{name} {fault}"
-    extra = (present | odd) - {MANIFEST, *manifest.files}
+    extra = (present | special) - {MANIFEST, *manifest.files}
     return f"{min(extra)} is not of this artifact" if extra else ""
 
 

@@ -1,17 +1,17 @@
-"""Content keys: one canonical JSON and one sha256 for everything that decides a result.
+"""Compute content keys: the sha256 of the canonical JSON of everything that determines a result.
 
-A key is ``sha256(canonical JSON of {stage, version, inputs})``. Only what changes the result may be in it, so a field
-that does not (a path, a display name, a duration) is marked where it is declared::
+A key is ``sha256(canonical JSON of {stage, version, inputs})``. It may only cover inputs that change the result. Fields
+that do not, such as a path, a display name or a duration, are marked in their declaration::
 
     class Model(BaseModel):
         digest: str
         directory: Annotated[Path, NotInKey]
 
-Keys that differ in one input alone may be a *family*: they begin alike, so one listing of a directory finds all of
-them, without a second record of what there is.
+Keys that differ in a single input may form a *family*. They share a prefix, so one directory listing finds all members
+and no separate index is needed.
 
-Values without an obvious canonical form (sets, arbitrary objects, NaN) are refused rather than guessed at: an unstable
-key silently recomputes every night.
+Values without an obvious canonical form (sets, arbitrary objects, NaN) raise an error, because an unstable key would
+silently recompute the stage in every run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 
 class _NotInKey:
-    """Marks a pydantic field that does not decide any result: it stays out of every key and digest."""
+    """Marker for a pydantic field that does not affect any result. Keys and digests omit the field."""
 
     def __repr__(self) -> str:
         return "NotInKey"
@@ -36,18 +36,18 @@ class _NotInKey:
 
 NotInKey = _NotInKey()
 
-_FAMILY_DIGITS = 16  # of a key that belongs to a family: those that all of its members share
+_FAMILY_DIGITS = 16  # Number of leading key digits that all members of a family share.
 
 
 def canonical(value: object) -> Any:
-    """Reduce ``value`` to plain JSON types in one fixed form.
+    """Return ``value`` in its canonical form of plain JSON types.
 
-    Objects may take part by offering ``content_key() -> object``. Pydantic models become ``{field: value}`` without the
-    fields marked ``NotInKey``.
+    Objects may define their own form with a method ``content_key() -> object``. Pydantic models become
+    ``{field: value}`` without the fields marked ``NotInKey``.
 
     Raises:
-        TypeError: for a type that has no stable form, naming it.
-        ValueError: for NaN and infinities, which are not JSON.
+        TypeError: A type has no stable form. The message names the type.
+        ValueError: A number is NaN or infinite, which JSON cannot represent.
     """
     if hasattr(value, "content_key"):
         return canonical(value.content_key())
@@ -74,28 +74,34 @@ def canonical(value: object) -> Any:
 
 
 def digest(value: object) -> str:
-    """sha256 (64 hex digits) of the canonical JSON of ``value``."""
+    """Return the sha256 of the canonical JSON of ``value`` as 64 hex digits."""
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def stage_key(stage: str, version: int, inputs: Mapping[str, object], apart: str | None = None) -> str:
-    """Key of one run of a stage: 64 hex digits over its name, its version and its inputs.
+    """Return the key of one stage call: 64 hex digits that cover the stage's name, version and inputs.
 
     Args:
-        apart: The input that tells the members of a family apart. The key then begins with ``family_prefix``.
+        stage: Name of the stage.
+        version: Version of the stage's code.
+        inputs: Inputs by name.
+        apart: Name of the input that distinguishes the members of a family. The key then begins with
+            :func:`family_prefix`. Default: the key does not belong to a family.
     """
     key = digest({"stage": stage, "version": version, "inputs": dict(inputs)})
     return key if apart is None else family_prefix(stage, version, inputs, apart) + key[_FAMILY_DIGITS:]
 
 
 def family_prefix(stage: str, version: int, inputs: Mapping[str, object], apart: str) -> str:
-    """How every key begins that differs from others in the input ``apart`` alone: 16 hex digits. Two families may share
-    them by chance, so whoever finds a member compares its whole key."""
-    others = {name: value for name, value in inputs.items() if name != apart}
-    return digest({"stage": stage, "version": version, "apart": apart, "inputs": others})[:_FAMILY_DIGITS]
+    """Return the 16 hex digits that begin all keys of a family, whose members differ only in the input ``apart``.
+
+    Two families may share a prefix by chance, so callers compare the whole key of each member.
+    """
+    common = {name: value for name, value in inputs.items() if name != apart}
+    return digest({"stage": stage, "version": version, "apart": apart, "inputs": common})[:_FAMILY_DIGITS]
 
 
 def merkle(files: Mapping[str, tuple[int, str]]) -> str:
-    """Digest of a set of files, ``{relative name: (size in bytes, sha256)}``, whatever their order."""
+    """Return the digest of a set of files, ``{relative name: (size in bytes, sha256)}``, independent of their order."""
     return digest({name: [size, sha256] for name, (size, sha256) in files.items()})

@@ -1,4 +1,4 @@
-"""What lies beside an artifact's files and vouches for them: its manifest; and the file of a value that has none."""
+"""Define the files that describe stored content: the manifest of an artifact and the record of a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ListedFile(BaseModel):
 
 
 class ArtifactManifest(BaseModel):
-    """``manifest.json``, strictly: the key, a digest of all content, every file."""
+    """Content of ``manifest.json``: the key, a digest of all content, and every file. Parsed strictly."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -29,7 +29,7 @@ class ArtifactManifest(BaseModel):
 
 
 class ValueRecord(BaseModel):
-    """The file of a stage whose value is all that it makes; ``sha256`` is the digest of ``value`` as it stands."""
+    """Stored result of a stage that writes no files. ``sha256`` is the digest of ``value`` as stored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -1,8 +1,9 @@
-"""What of a store stays and what may go: a decision about values, without a look at any disk.
+"""Decide which entries of a store to keep and which to remove. The decision reads no disk.
 
-What somebody needs stays: a run that goes on, the run that released what is published, the last runs of each profile.
-No reachability has to be followed, because a run notes everything that it asks the store for, what was cached too. The
-rest goes, the least recently used first: what is older than a grace period, or as much as a quota demands::
+Entries stay while a run needs them: a run in progress, the run that created the published release, or one of the last
+runs of each profile. A run records every entry that it requests from the store, including cache hits, so no references
+have to be followed. The other entries are removed, least recently used first, if they are older than a grace period or
+as far as a quota demands::
 
     counting = runs_that_count(runs)
     plan = plan_retention(entries, needed_by(runs, counting), RetentionRule(grace_s=86_400.0), now)
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-# Of each profile: two, so that a night that went wrong in a way nobody foresaw does not lose what was before it.
+# Number of recent runs to keep for each profile. With two, one failed run does not discard the results before it.
 LAST_RUNS = 2
 RELEASED = "released"
 
@@ -23,7 +24,7 @@ EntryKind = Literal["artifact", "value", "unfinished", "set aside", "left over"]
 
 
 class EntryName(NamedTuple):
-    """Names what a stage made: the stage, and the first 32 hex digits of the key."""
+    """Name of an entry: its stage and the first 32 hex digits of its key."""
 
     stage: str
     key: str
@@ -31,18 +32,18 @@ class EntryName(NamedTuple):
 
 @dataclass(frozen=True)
 class RunUse:
-    """A run, and what it asked the store for.
+    """A run and the entries that it requested from the store.
 
     Args:
-        run: Its id.
-        flow: What kind of run.
-        profile: Whose; empty: nobody's.
-        started: Seconds since the epoch.
-        status: How it ended; empty: it has not, or was killed.
-        judged: It got so far that what it used is what the next run of the profile will need.
-        live: It goes on.
-        used: Subjects by what was used.
-        made: Bytes of the artifacts that it has made.
+        run: ID of the run.
+        flow: Name of the flow.
+        profile: Name of the profile, or an empty string for a run without one.
+        started: Start time in seconds since the epoch.
+        status: Final status, or an empty string if the run is in progress or was killed.
+        judged: Whether the run got far enough that the next run of the profile will need the same entries.
+        live: Whether the run is in progress.
+        used: Subject of each entry that the run used.
+        made: Total size in bytes of the artifacts that the run created.
     """
 
     run: str
@@ -55,21 +56,22 @@ class RunUse:
     used: Mapping[EntryName, str]
     made: int = 0
 
-    def with_life(self, live: bool) -> RunUse:
-        """The same run, going on or over."""
+    def with_live(self, live: bool) -> RunUse:
+        """Return a copy of this run that is in progress or has ended."""
         return replace(self, live=live)
 
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """Something in a store that can go by itself.
+    """Entry of a store that can be removed on its own.
 
     Args:
-        stage: Its directory; empty: it lies in the store itself.
-        name: Of the file or directory there.
-        key: First 32 hex digits; empty where the name tells none.
-        bytes: On the disk.
-        used: When it was made or last used, seconds since the epoch.
+        stage: Directory of the stage, or an empty string for an entry at the top of the store.
+        name: Name of the file or directory.
+        key: First 32 hex digits of the key, or an empty string if the name does not contain a key.
+        kind: Kind of the entry.
+        bytes: Size on the disk in bytes.
+        used: Time when it was created or last used, in seconds since the epoch.
     """
 
     stage: str
@@ -81,16 +83,18 @@ class StoreEntry:
 
     @property
     def made_by(self) -> EntryName:
+        """Stage and key that the entry belongs to."""
         return EntryName(self.stage, self.key)
 
 
 @dataclass(frozen=True)
 class RetentionRule:
-    """When something that nobody needs goes.
+    """Rule for removing entries that no run needs.
 
     Args:
-        grace_s: After so many seconds without use; None: not for its age alone.
-        quota: Bytes that the whole store may have; then the oldest go first, whatever their age. None: no limit.
+        grace_s: Seconds without use after which an entry is removed. None: age alone never removes an entry.
+        quota: Size limit of the whole store in bytes. The least recently used entries above it are removed regardless
+            of age. None: no limit.
     """
 
     grace_s: float | None
@@ -99,11 +103,14 @@ class RetentionRule:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What goes and what stays, each with why, the least recently used first.
+    """Entries to remove and to keep, each with the reason, least recently used first.
 
     Args:
-        bytes_before: Of the whole store.
-        bytes_after: Once all of ``goes`` is gone.
+        goes: Entries to remove.
+        stays: Entries to keep.
+        bytes_before: Size of the whole store in bytes.
+        bytes_after: Size in bytes after all entries in ``goes`` are removed.
+        quota: Size limit in bytes. None: no limit.
     """
 
     goes: tuple[tuple[StoreEntry, str], ...]
@@ -114,41 +121,41 @@ class RetentionPlan:
 
     @property
     def over_quota(self) -> int:
-        """Bytes that are needed beyond the quota; 0: it is kept."""
+        """Number of bytes by which the needed entries exceed the quota. 0 if the quota is met."""
         return max(0, self.bytes_after - self.quota) if self.quota is not None else 0
 
 
 def runs_that_count(runs: Iterable[RunUse]) -> dict[str, str]:
-    """Which runs keep what they used, and why, by id.
+    """Return the reason for each run whose entries are kept, by run ID.
 
-    Of each flow and profile: those that go on, the last one however it ended (what was killed goes on from there), the
-    last two that were judged (nights on which nothing could be judged must not displace them), and the last that
-    released: its merge is the champion.
+    For each flow and profile, these are the runs in progress; the last run, however it ended, because a killed run is
+    resumed; the last two judged runs, which later runs without a verdict do not displace; and the last run that
+    released, because its merge is the champion.
     """
     by_profile: dict[tuple[str, str], list[RunUse]] = defaultdict(list)
     for run in runs:
         by_profile[run.flow, run.profile].append(run)
     counting: dict[str, str] = {}
-    for (_, profile), those in sorted(by_profile.items()):
-        those.sort(key=lambda one: (one.started, one.run))
+    for (_, profile), group in sorted(by_profile.items()):
+        group.sort(key=lambda run: (run.started, run.run))
         if profile:
-            judged = [one for one in those if one.judged]
-            for one in (*judged[-LAST_RUNS:], those[-1]):
-                counting[one.run] = f"last runs of {profile}"
-            for one in [one for one in judged if one.status == RELEASED][-1:]:
-                counting[one.run] = f"release of {profile}"
-        for one in those:
-            if one.live:
-                counting[one.run] = f"in use by a run of {profile}" if profile else "in use"
+            judged = [run for run in group if run.judged]
+            for run in (*judged[-LAST_RUNS:], group[-1]):
+                counting[run.run] = f"last runs of {profile}"
+            for run in [run for run in judged if run.status == RELEASED][-1:]:
+                counting[run.run] = f"release of {profile}"
+        for run in group:
+            if run.live:
+                counting[run.run] = f"in use by a run of {profile}" if profile else "in use"
     return counting
 
 
 def needed_by(runs: Sequence[RunUse], counting: Mapping[str, str]) -> dict[EntryName, str]:
-    """Everything that one of the counting runs used, and why it is kept: the strongest of the reasons."""
+    """Return the entries that the runs in ``counting`` used, each with the strongest reason to keep it."""
     needed: dict[EntryName, str] = {}
-    by_id = {one.run: one for one in runs}
-    for run, why in counting.items():
-        for name in by_id[run].used:
+    by_id = {run.run: run for run in runs}
+    for run_id, why in counting.items():
+        for name in by_id[run_id].used:
             if name not in needed or _rank(why) < _rank(needed[name]):
                 needed[name] = why
     return needed
@@ -160,20 +167,22 @@ def plan_retention(
     rule: RetentionRule,
     now: float,
     *,
-    beside: int = 0,
+    other_bytes: int = 0,
     busy: Collection[tuple[str, str]] = (),
 ) -> RetentionPlan:
-    """Decide what goes.
+    """Decide which entries to remove.
 
     Args:
-        entries: All that could go by itself.
-        needed: What may not, with why.
-        now: Seconds since the epoch. What was used later than that (a clock that was put back) was used now.
-        beside: Bytes of the store that are no entries: its tables.
-        busy: Stage and name of what somebody works on: it stays.
+        entries: All entries of the store.
+        needed: Entries that must stay, each with the reason.
+        rule: Rule for the other entries.
+        now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
+            now.
+        other_bytes: Size in bytes of the parts of the store that are not entries, such as its tables.
+        busy: Stage and name of entries that another process works on. They stay.
     """
-    oldest_first = sorted(entries, key=lambda one: (one.used, one.stage, one.name))
-    size = before = beside + sum(one.bytes for one in oldest_first)
+    oldest_first = sorted(entries, key=lambda entry: (entry.used, entry.stage, entry.name))
+    size = before = other_bytes + sum(entry.bytes for entry in oldest_first)
     goes: list[tuple[StoreEntry, str]] = []
     stays: list[tuple[StoreEntry, str]] = []
     for entry in oldest_first:
@@ -195,7 +204,7 @@ def plan_retention(
 
 def _rank(why: str) -> tuple[int, str]:
     order = ("in use", "release of", "last runs of")
-    return next((at for at, start in enumerate(order) if why.startswith(start)), len(order)), why
+    return next((rank for rank, prefix in enumerate(order) if why.startswith(prefix)), len(order)), why
 
 
 def _unused_for(age: float) -> str:

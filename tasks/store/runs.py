@@ -1,16 +1,16 @@
-"""What each run used of the store: a lease while it runs, and afterwards the record that keeps its artifacts.
+"""Record which artifacts each run uses, so that garbage collection keeps them.
 
 ::
 
     with open_run(runs, run_id, "release", "support-assistant") as run:
-        note_use(runs, run_id, "merge", key, "")       # before the store is asked for it, by any process of the run
+        record_use(runs, run_id, "merge", key, "")     # before any process of the run opens the artifact
         run.end("released", judged=True)
-    prune_runs(runs)                                   # of each profile, the runs that count stay
+    prune_runs(runs)                                   # keep the relevant runs of each profile
 
-A run is a file ``<runs>/<id>.jsonl`` with a line for each use. While its process lives it holds a shared lock on the
-file, which the kernel drops with it: nobody has to tidy up after a killed run, and its record stays, because the next
-run goes on from what it has made. A line is appended in one call and never changed. None of it is flushed: what a
-power cut takes is a line less, so an artifact more that may go, and that is made again.
+A run is a file ``<runs>/<id>.jsonl`` with one line for each use. Its process holds a shared lock on the file, which
+the kernel releases when the process ends, so a killed run needs no cleanup. Its record stays, because the next run
+resumes its work. Each line is appended in one call and never changed. The file is not flushed to the disk. If a power
+cut loses a line, garbage collection may remove that artifact, and the next run builds it again.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from mergegate.merge_core.files import (
 from mergegate.tasks.store.retention import EntryName, RunUse, runs_that_count
 
 _SUFFIX = ".jsonl"
-_NAMED = 32  # hex digits of a key that name its artifact
+_KEY_DIGITS = 32  # Number of hex digits of a key in the name of its artifact.
 _KEY = re.compile("[0-9a-f]{32}")
 _RUN = re.compile("[A-Za-z0-9_-]{1,100}")
 
 
 @dataclass
 class OpenRun:
-    """A run that goes on; others see that by the lock."""
+    """Run in progress. Other processes recognize it by its lock."""
 
     file: Path
 
     def end(self, status: str, *, judged: bool) -> None:
-        """Note how it ended. Without it, the run counts as killed.
+        """Record how the run ended. Without this record, the run counts as killed.
 
         Args:
-            status: For a person; ``released`` makes it the champion's run.
-            judged: Whether it got so far that it tells what the next run will need.
+            status: Status to display. ``released`` marks the run of the champion.
+            judged: Whether the run got far enough that the next run of the profile will need the same entries.
         """
         _append(self.file, {"ended": time.time(), "status": status, "judged": judged})
 
 
 @contextmanager
 def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]:
-    """Register a run for as long as the block takes. One that was suspended goes on with its record.
+    """Register a run for the duration of the block. A run that was suspended continues its earlier record.
 
     Args:
-        runs: Directory; made if it is absent.
-        run: Names it: letters, digits, dashes.
-        flow: What kind of run.
-        profile: Of whom it is the last run; empty: of nobody, so that nothing is kept for it afterwards.
+        runs: Directory of the run records, created if it is missing.
+        run: ID of the run: letters, digits, dashes and underscores.
+        flow: Name of the flow.
+        profile: Name of the profile. With an empty string, the record is deleted at the end of the block.
     """
     assert _RUN.fullmatch(run), run
     state_directory(runs, private=True)
     file = runs / f"{run}{_SUFFIX}"
-    descriptor = _opened(file)
+    descriptor = _open(file)
     try:
-        # A line that a kill has torn must not swallow this one.
-        _append(file, {"run": run, "flow": flow, "profile": profile, "started": time.time()}, before=b"\n")
+        # A line that a kill left incomplete must not swallow this one.
+        _append(file, {"run": run, "flow": flow, "profile": profile, "started": time.time()}, prefix=b"\n")
         yield OpenRun(file)
     finally:
         try:
@@ -84,81 +84,81 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
 
 
 def record_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool:
-    """Note that a run is about to use an artifact; False where no such run is registered.
+    """Record that a run is about to use an artifact; return False if the run is not registered.
 
-    To be called before the store is asked: whoever collects looks at the notes after it has moved something away.
+    Call this before opening the artifact, because the collector reads the records again after it has moved an entry.
     """
     try:
-        _append(runs / f"{run}{_SUFFIX}", {"stage": stage, "key": key[:_NAMED], "subject": subject})
+        _append(runs / f"{run}{_SUFFIX}", {"stage": stage, "key": key[:_KEY_DIGITS], "subject": subject})
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
 
 def record_created(runs: Path, run: str, size: int) -> None:
-    """Note that a run has made an artifact of so many bytes; nothing where no such run is registered."""
+    """Record that a run has created an artifact of ``size`` bytes. Do nothing if the run is not registered."""
     with suppress(FileNotFoundError, NotADirectoryError):
         _append(runs / f"{run}{_SUFFIX}", {"made": size})
 
 
 def read_run(runs: Path, run: str) -> RunUse | None:
-    """What one run has noted so far; None where nothing is known of it, or it cannot be read."""
-    found = read_state(runs / f"{run}{_SUFFIX}", _parsed)
-    return None if isinstance(found, Damaged) else found
+    """Return the record of a run so far, or None if it is missing or cannot be read."""
+    record = read_state(runs / f"{run}{_SUFFIX}", _parse)
+    return None if isinstance(record, Damaged) else record
 
 
 def read_runs(runs: Path) -> tuple[RunUse, ...]:
-    """All runs that are registered, going on or over. What cannot be read is passed over."""
+    """Return all registered runs, in progress or ended. Records that cannot be read are skipped."""
     return RunReader(runs).read()
 
 
 def prune_runs(runs: Path) -> None:
-    """Forget the runs that do not count any more: see :func:`tasks.store.retention.runs_that_count`."""
-    known = read_runs(runs)
-    _forget(runs, {one.run for one in known} - set(runs_that_count(known)))
+    """Delete the records of runs that no longer count. See :func:`tasks.store.retention.runs_that_count`."""
+    records = read_runs(runs)
+    _forget(runs, {record.run for record in records} - set(runs_that_count(records)))
 
 
 def forget_profile(runs: Path, profile: str) -> int:
-    """Forget all runs of a profile that is not run any more; how many there were. Runs that go on stay."""
-    return _forget(runs, {one.run for one in read_runs(runs) if one.profile == profile})
+    """Delete the records of all ended runs of a profile that is no longer in use; return how many were deleted."""
+    return _forget(runs, {record.run for record in read_runs(runs) if record.profile == profile})
 
 
 class RunReader:
-    """Reads the records of runs, again and again: only what has changed since."""
+    """Reader of run records that parses only the files that have changed since its last call."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
-        self._known: dict[Path, tuple[tuple[int, int, int], RunUse | None]] = {}
+        self._parsed: dict[Path, tuple[tuple[int, int, int], RunUse | None]] = {}
 
     def read(self) -> tuple[RunUse, ...]:
-        """As of now."""
+        """Return all current records, oldest run first."""
         files = sorted(self._runs.glob(f"*{_SUFFIX}")) if self._runs.is_dir() else []
-        found = [one for file in files if (one := self._read(file)) is not None]
-        return tuple(sorted(found, key=lambda one: (one.started, one.run)))
+        records = [record for file in files if (record := self._read(file)) is not None]
+        return tuple(sorted(records, key=lambda record: (record.started, record.run)))
 
     def _read(self, file: Path) -> RunUse | None:
-        # Whether it goes on is asked first: what it notes before it ends is then among the lines.
+        # Check this before reading, so that a run that ends in between is read with its last line.
         live = _is_live(file)
         try:
             status = file.lstat()
         except OSError:
             return None
         state = (status.st_ino, status.st_size, status.st_mtime_ns)
-        before, run = self._known.get(file, (None, None))
-        if before != state:
-            found = read_state(file, _parsed)
-            if isinstance(found, Damaged):
+        parsed_state, run = self._parsed.get(file, (None, None))
+        if parsed_state != state:
+            record = read_state(file, _parse)
+            if isinstance(record, Damaged):
                 if not live:
-                    set_aside_damaged(file, found.why)
+                    set_aside_damaged(file, record.why)
                 return None
-            run = found
-            self._known[file] = (state, run)
-        return run and run.with_life(live)
+            run = record
+            self._parsed[file] = (state, run)
+        return run and run.with_live(live)
 
 
 @dataclass
 class _Lines:
-    """What the lines of a record say, as they are read."""
+    """Content of a run record, accumulated line by line."""
 
     header: dict[str, Any] = field(default_factory=dict)
     used: dict[EntryName, str] = field(default_factory=dict)
@@ -167,8 +167,8 @@ class _Lines:
 
     def take(self, line: Mapping[str, Any]) -> None:
         if isinstance(line.get("run"), str):
-            self.header = {**line, **self.header}  # the first start counts
-            self.end = {}  # it was suspended, and goes on
+            self.header = {**line, **self.header}  # Keep the time of the first start.
+            self.end = {}  # The run was suspended and continues.
         elif "ended" in line:
             self.end = dict(line)
         elif isinstance(line.get("made"), int):
@@ -178,10 +178,10 @@ class _Lines:
             self.used[name] = str(line.get("subject") or self.used.get(name, ""))
 
 
-def _parsed(content: bytes) -> RunUse:
+def _parse(content: bytes) -> RunUse:
     lines = _Lines()
     for text in content.splitlines():
-        with suppress(ValueError):  # torn by a kill
+        with suppress(ValueError):  # A kill may leave an incomplete line.
             line = json.loads(text)
             if isinstance(line, dict):
                 lines.take(line)
@@ -199,31 +199,31 @@ def _parsed(content: bytes) -> RunUse:
     )
 
 
-def _opened(file: Path) -> int:
-    """The record, open, with a lock that says that its run goes on."""
+def _open(file: Path) -> int:
+    """Open a record and take the shared lock that marks its run as in progress."""
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         if lock_file(descriptor, file, shared=True, required=False):
             return descriptor
-        os.close(descriptor)  # pruned meanwhile
+        os.close(descriptor)  # Another process has just deleted this record.
 
 
-def _append(file: Path, line: Mapping[str, object], before: bytes = b"") -> None:
+def _append(file: Path, line: Mapping[str, object], prefix: bytes = b"") -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        os.write(descriptor, before + json.dumps(line).encode() + b"\n")
+        os.write(descriptor, prefix + json.dumps(line).encode() + b"\n")
     finally:
         os.close(descriptor)
 
 
 def _is_live(file: Path) -> bool:
-    if file.is_symlink() or not file.is_file():  # damaged; pipes would be waited for
+    if file.is_symlink() or not file.is_file():  # Damaged. Opening a pipe would block.
         return False
     try:
         descriptor = try_open_locked(file, os.O_RDONLY, required=False)
     except FileNotFoundError:
         return False
-    except OSError:  # nobody can say
+    except OSError:  # Unknown, so keep the record.
         return True
     if descriptor is None:
         return True
@@ -231,14 +231,14 @@ def _is_live(file: Path) -> bool:
     return False
 
 
-def _forget(runs: Path, which: set[str]) -> int:
-    gone = 0
-    for run in sorted(which):
+def _forget(runs: Path, run_ids: set[str]) -> int:
+    deleted = 0
+    for run in sorted(run_ids):
         file = runs / f"{run}{_SUFFIX}"
         with suppress(FileNotFoundError):
             descriptor = try_open_locked(file, os.O_RDONLY, required=False)
-            if descriptor is not None:  # else it goes on
+            if descriptor is not None:  # None: the run is in progress.
                 file.unlink()
                 os.close(descriptor)
-                gone += 1
-    return gone
+                deleted += 1
+    return deleted

@@ -1,18 +1,20 @@
-"""A store behind the local one, that machines share which come and go: any address that fsspec knows.
+"""Share artifacts between machines through a second store behind the local one, at any address that fsspec supports.
 
 ::
 
     <address>/<stage>/<key>/<sha256>        a file of an artifact, under its own hash
-    <address>/<stage>/<key>.manifest        the artifact's manifest, written last: without it nothing is there
+    <address>/<stage>/<key>.manifest        the artifact's manifest, written last; it makes the artifact visible
     <address>/<stage>/<key>.json            a stage's value, with its digests
-    <address>/<stage>/<key>.lease           somebody is making it, until when
+    <address>/<stage>/<key>.lease           which machine is building the artifact, and until when
 
-Read through: what is not here is asked for there, compared file by file with its manifest, and only then has its name
-in the local store, which looks at it once more. Write behind: what was made here is sent when it is complete, in the
-background; what is not sent when a process ends by force is sent by the next one (a note lies in the local store).
+Reads go through the local store. A missing artifact is fetched from the shared store, compared file by file with its
+manifest, and then renamed into the local store, which checks it again. Writes happen in the background. A complete new
+artifact is sent to the shared store; if the process is killed first, the next process sends it, because a note in the
+local store lists pending transfers.
 
-It is only a cache. Whatever goes wrong with it is a warning and a miss, and it is left alone for a minute. So a lease
-that cannot be had, has expired or was written twice costs computing time and nothing else.
+The shared store is only a cache. An error of the shared store causes a warning and a miss, and mergegate does not use
+the store for the next minute. A lease that is unavailable, expired or taken twice therefore costs nothing but computing
+time.
 """
 
 from __future__ import annotations
@@ -41,26 +43,28 @@ from mergegate.tasks.store.transfer import ContentMismatch, receive_directory
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-OUTBOX = ".outbox"  # in the local store: notes of what is still to be sent
+OUTBOX = ".outbox"  # Directory in the local store with one note for each pending transfer.
 _SUFFIX = ".manifest"
-_MOST_MANIFEST = 64 << 20
-_LEAVE_ALONE_S = 60.0
-# Longer than a pause of any machine that is still alive; so long another one waits for one that is not.
+_MAX_MANIFEST_BYTES = 64 << 20
+_RETRY_AFTER_S = 60.0
+# Longer than any pause of a machine that is still alive. Other machines wait this long for a dead machine.
 LEASE_S = 120.0
-_LOOK_AGAIN_S = (0.2, 5.0)
+_POLL_S = (0.2, 5.0)  # Shortest and longest pause between two checks of a lease.
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass
 class SharedStore:
-    """What is shared at ``address``, as one local store sees it.
+    """Client of the shared store at ``address``, for one local store.
 
     Args:
-        address: Of fsspec: ``s3://bucket/prefix``, ``file:///mnt/shared``, …
-        root: The local store.
-        most_bytes: Artifacts that are larger stay where they were made.
-        unleased: Stages that nobody waits for: their artifacts may be too large to be shared at all.
+        address: Address in fsspec's form, such as ``s3://bucket/prefix`` or ``file:///mnt/shared``.
+        root: Directory of the local store.
+        most_bytes: Size limit in bytes. Larger artifacts are not shared.
+        unleased: Stages without a lease, because their artifacts may be too large to share. Other machines do not wait
+            for them.
+        lease_s: Duration of a lease in seconds. Default: 120.
     """
 
     address: str
@@ -68,143 +72,148 @@ class SharedStore:
     most_bytes: int
     unleased: frozenset[str] = frozenset()
     lease_s: float = LEASE_S
-    _left_alone_until: float = 0.0
-    _queued: dict[tuple[str, str], _Lease | None] = field(default_factory=dict)
+    _unusable_until: float = 0.0
+    _leases: dict[tuple[str, str], _Lease | None] = field(default_factory=dict)
     _sender: ThreadPoolExecutor | None = None
-    arrived: Counter[str] = field(default_factory=Counter)  # how many artifacts and values of each stage
+    arrived: Counter[str] = field(default_factory=Counter)  # Number of artifacts and values fetched for each stage.
 
     def fetch(self, stage: str, key: str, final: Path) -> dict[Path, str]:
-        """Bring an artifact to ``final``, where nothing is. Call it with the lock of the key held.
+        """Fetch an artifact into the new directory ``final``. The caller holds the lock of the key.
 
         Returns:
-            sha256 of every file that has arrived; empty where nothing has.
+            The sha256 of every fetched file. Empty if the artifact is not available.
         """
-        found = self._unless_down(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
-        self.arrived[stage] += bool(found)
-        return found or {}
+        hashes = self._unless_down(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
+        self.arrived[stage] += bool(hashes)
+        return hashes or {}
 
     def discard(self, stage: str, key: str) -> None:
-        """What has arrived is whole and cannot be believed all the same: what is made now takes its place."""
+        """Remove an artifact that is complete but invalid, so that the rebuilt one can replace it."""
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
         self._unless_down(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
 
     def fetch_value(self, stage: str, key: str) -> bytes | None:
-        """What lies there as the value of a stage; None where nothing does. It is the caller's to be compared."""
+        """Return the stored value of a stage, or None if it is not available. The caller verifies its digests."""
         path = self._path(stage, f"{key[:32]}.json")
-        found = self._unless_down(lambda: self._content(path), f"{stage} {key[:12]} was not fetched")
-        self.arrived[stage] += found is not None
-        return found
+        content = self._unless_down(lambda: self._content(path), f"{stage} {key[:12]} was not fetched")
+        self.arrived[stage] += content is not None
+        return content
 
-    def listed(self, stage: str, prefix: str) -> tuple[str, ...]:
-        """First 32 digits of the keys of all artifacts of a stage that begin with ``prefix``."""
+    def keys(self, stage: str, prefix: str) -> tuple[str, ...]:
+        """Return the keys of a stage's artifacts that begin with ``prefix``, shortened to 32 digits."""
 
-        def look() -> tuple[str, ...]:
-            found = self._fs.glob(f"{self._path(stage, prefix)}*{_SUFFIX}")
-            return tuple(sorted(str(one).rpartition("/")[2].removesuffix(_SUFFIX) for one in found))
+        def list_keys() -> tuple[str, ...]:
+            paths = self._fs.glob(f"{self._path(stage, prefix)}*{_SUFFIX}")
+            return tuple(sorted(str(path).rpartition("/")[2].removesuffix(_SUFFIX) for path in paths))
 
-        return self._unless_down(look, f"{stage} was not listed") or ()
+        return self._unless_down(list_keys, f"{stage} was not listed") or ()
 
     @contextmanager
-    def turn(self, stage: str, key: str, arrive: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
-        """Whether it has arrived, now or when somebody else had made it; else it is ours to be made inside the block.
+    def reserve(self, stage: str, key: str, fetch: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
+        """Wait until the artifact was fetched or this machine may build it.
+
+        Yields true if the artifact was fetched, perhaps after another machine had built it. Yields false if the caller
+        has to build it inside the block.
 
         Args:
-            arrive: Fetches it, if it is there.
-            on_wait: Called once if somebody else is making it.
+            stage: Name of the stage.
+            key: Key of the artifact.
+            fetch: Function that fetches the artifact if it is available, and returns whether it was.
+            on_wait: Function called once if another machine is building the artifact.
         """
-        self.send_what_was_left()
-        if arrive():
+        self.send_pending()
+        if fetch():
             yield True
             return
         if stage in self.unleased:
             yield False
             return
         lease = _Lease(self, self._path(stage, f"{key[:32]}.lease"))
-        pause, told = _LOOK_AGAIN_S[0], False
-        while not lease.taken():
-            if not told:
+        pause, is_waiting = _POLL_S[0], False
+        while not lease.acquire():
+            if not is_waiting:
                 on_wait()
-                told = True
+                is_waiting = True
             time.sleep(pause)
-            pause = min(2 * pause, _LOOK_AGAIN_S[1])
-            if arrive():
+            pause = min(2 * pause, _POLL_S[1])
+            if fetch():
                 yield True
                 return
         try:
-            if arrive():  # by somebody who was done just before
+            if fetch():  # Another machine may have finished just before.
                 yield True
                 return
-            self._queued[stage, key] = lease
+            self._leases[stage, key] = lease
             yield False
         finally:
-            if self._queued.pop((stage, key), None) is not None:  # nothing was offered: it failed
-                lease.give_back()
+            if self._leases.pop((stage, key), None) is not None:  # The build failed, so nothing was offered.
+                lease.release()
 
-    def offer(self, stage: str, key: str, place: Path) -> None:
-        """Send what was made, in the background: the directory of an artifact, or the file of a value."""
-        lease = self._queued.pop((stage, key), None)
+    def offer(self, stage: str, key: str, path: Path) -> None:
+        """Send the directory of an artifact or the file of a value to the shared store, in the background."""
+        lease = self._leases.pop((stage, key), None)
         try:
-            if self._size(place) > self.most_bytes:
+            if self._size(path) > self.most_bytes:
                 log.info("%s %s is not shared: it is larger than what is", stage, key[:12])
                 if lease:
-                    lease.give_back()
+                    lease.release()
                 return
-            note = state_directory(self.root / OUTBOX) / f"{stage}-{place.name}"
+            note = state_directory(self.root / OUTBOX) / f"{stage}-{path.name}"
             note.write_bytes(b"")
         except OSError as error:
             log.warning("%s %s is not shared: %s", stage, key[:12], error)
             if lease:
-                lease.give_back()
+                lease.release()
             return
-        self._send_later(stage, place, note, lease)
+        self._send_later(stage, path, note, lease)
 
-    def send_what_was_left(self) -> None:
-        """Once a process: what an earlier one had no time to send."""
+    def send_pending(self) -> None:
+        """Send the artifacts that an earlier process did not send. Only the first call in a process does this."""
         if self._sender is not None:
             return
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # waited for when the process ends
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
         with suppress(FileNotFoundError):
             for note in sorted((self.root / OUTBOX).iterdir()):
                 stage, _, name = note.name.rpartition("-")
                 self._send_later(stage, self.root / stage / name, note, None)
 
     def settle(self) -> None:
-        """Wait until everything that was offered is sent, or could not be."""
+        """Wait until every offered artifact was sent or failed."""
         if self._sender is not None:
             self._sender.submit(lambda: None).result()
 
-    def _send_later(self, stage: str, place: Path, note: Path, lease: _Lease | None) -> None:
+    def _send_later(self, stage: str, path: Path, note: Path, lease: _Lease | None) -> None:
         def send() -> None:
             try:
-                sent = self._unless_down(lambda: self._send(stage, place), f"{stage} {place.name[:12]} was not sent")
-                if sent:
+                is_sent = self._unless_down(lambda: self._send(stage, path), f"{stage} {path.name[:12]} was not sent")
+                if is_sent:
                     note.unlink(missing_ok=True)
             finally:
                 if lease:
-                    lease.give_back()
+                    lease.release()
 
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")
         self._sender.submit(send)
 
-    def _send(self, stage: str, place: Path) -> bool:
-        """Files first, the manifest last: whoever finds it finds them."""
-        if place.suffix == ".json":
-            with suppress(FileNotFoundError):  # gone meanwhile: nobody needs it
-                self._write(self._path(stage, place.name), place.read_bytes())
+    def _send(self, stage: str, path: Path) -> bool:
+        """Send the files first and the manifest last, so that a visible artifact is always complete."""
+        if path.suffix == ".json":
+            with suppress(FileNotFoundError):  # Garbage collection has removed the value, so no run needs it.
+                self._write(self._path(stage, path.name), path.read_bytes())
             return True
-        marker = self._path(stage, f"{place.name}{_SUFFIX}")
+        marker = self._path(stage, f"{path.name}{_SUFFIX}")
         try:
-            content = (place / MANIFEST).read_bytes()
+            content = (path / MANIFEST).read_bytes()
             manifest = ArtifactManifest.model_validate_json(content)
         except (OSError, ValueError):
-            return True  # gone or altered meanwhile
+            return True  # The artifact was removed or altered since it was built.
         if self._fs.exists(marker):
             return True
         for name, entry in manifest.files.items():
-            path = self._path(stage, place.name, entry.sha256)
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.put_file(str(place / name), path)
+            remote = self._path(stage, path.name, entry.sha256)
+            self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(path / name), remote)
         self._write(marker, content)
         return True
 
@@ -216,27 +225,27 @@ class SharedStore:
         try:
             manifest = ArtifactManifest.model_validate_json(content)
         except ValueError:
-            return None  # being written, on a file system that shows that; or garbage
+            return None  # The manifest is damaged, or only partially written on a file system that shows partial files.
         if manifest.key != key and manifest.key[:32] != key:
             return None
 
-        def get(name: str, place: Path) -> None:
+        def fetch_file(name: str, path: Path) -> None:
             if name == MANIFEST:
-                place.write_bytes(content)
+                path.write_bytes(content)
             else:
-                self._fs.get_file(self._path(stage, key[:32], manifest.files[name].sha256), str(place))
+                self._fs.get_file(self._path(stage, key[:32], manifest.files[name].sha256), str(path))
 
         try:
-            return receive_directory(final, _files_of(manifest, content), get)
+            return receive_directory(final, _files_of(manifest, content), fetch_file)
         except (ContentMismatch, FileNotFoundError) as damage:
             log.warning("%s: %s %s is damaged (%s); it is made again", self.address, stage, key[:12], damage)
             with suppress(Exception):
-                self._fs.rm_file(marker)  # so that what is made now takes its place
+                self._fs.rm_file(marker)  # Without its manifest, the rebuilt artifact can replace it.
             return None
 
     def _content(self, path: str) -> bytes | None:
         try:
-            if self._fs.size(path) > _MOST_MANIFEST:
+            if self._fs.size(path) > _MAX_MANIFEST_BYTES:
                 return None
             content: bytes = self._fs.cat_file(path)
         except FileNotFoundError:
@@ -268,46 +277,57 @@ class SharedStore:
         fs, base = fsspec.core.url_to_fs(self.address, **options)
         return fs, str(base).rstrip("/")
 
-    def _unless_down(self, ask: Callable[[], T], failed: str) -> T | None:
-        """What ``ask`` returns; None where the shared store cannot be asked, with a warning, or could not just now."""
-        if time.monotonic() < self._left_alone_until:
+    def _unless_down(self, request: Callable[[], T], failure: str) -> T | None:
+        """Return the result of ``request``, or None if the shared store is unavailable or was so a short time ago.
+
+        Args:
+            request: Function that accesses the shared store.
+            failure: Text of the warning to log if it fails.
+        """
+        if time.monotonic() < self._unusable_until:
             return None
         try:
-            return ask()
-        except Exception as error:  # every file system of fsspec has errors of its own
-            words = " ".join(str(error).split())[:200] or type(error).__name__
-            log.warning("the shared store %s: %s: %s; going on without it", self.address, failed, words)
-            self._left_alone_until = time.monotonic() + _LEAVE_ALONE_S
+            return request()
+        except Exception as error:  # Each file system of fsspec has its own exception types.
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            log.warning("the shared store %s: %s: %s; going on without it", self.address, failure, reason)
+            self._unusable_until = time.monotonic() + _RETRY_AFTER_S
             return None
 
-    def _size(self, place: Path) -> int:
-        if place.is_dir():
-            return sum((place / name).stat().st_size for name in regular_files(place)[0])
-        return place.stat().st_size
+    def _size(self, path: Path) -> int:
+        if path.is_dir():
+            return sum((path / name).stat().st_size for name in regular_files(path)[0])
+        return path.stat().st_size
 
 
 class _Lease:
-    """An object that says who makes something, and until when; renewed by a thread as long as it is held."""
+    """Object in the shared store that names the machine that builds an artifact, and its deadline.
+
+    A thread renews the lease as long as it is held.
+    """
 
     def __init__(self, store: SharedStore, path: str) -> None:
         self._store, self._path = store, path
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._done, self._mine = threading.Event(), False
         self._unreadable_since = 0.0
-        self._writing = threading.Lock()  # or what was given back would be renewed
+        self._writing = threading.Lock()  # Keeps the thread from renewing a lease that was just released.
 
-    def taken(self) -> bool:
-        """Take it, if nobody else has it. Where it cannot be asked for, it counts as taken: we go on alone."""
-        taken = self._store._unless_down(self._take, "a lease could not be had")
-        if taken is False:
+    def acquire(self) -> bool:
+        """Acquire the lease and return true, or return false if another machine holds it.
+
+        If the shared store is unavailable, return true, because this machine then works without it.
+        """
+        is_acquired = self._store._unless_down(self._take, "a lease could not be had")
+        if is_acquired is False:
             return False
-        if taken:
+        if is_acquired:
             self._mine = True
             threading.Thread(target=self._renew, daemon=True, name="lease").start()
         return True
 
-    def give_back(self) -> None:
-        """Nobody waits for us any more."""
+    def release(self) -> None:
+        """Release the lease, so that other machines no longer wait for this one."""
         self._done.set()
         with self._writing, suppress(Exception):
             if self._mine and self._holder()[0] == self._owner:
@@ -323,24 +343,27 @@ class _Lease:
             owner, until = self._holder()
             if until > time.time():
                 return False
-        # Between this look and the write another may do the same: then both make it, and end alike.
+        # Another machine may do the same between this check and the write. Then both build the same artifact.
         if owner != self._owner and self._holder() == (owner, until):
             fs.pipe_file(self._path, self._content())
         return self._holder()[0] == self._owner
 
     def _create(self, fs: AbstractFileSystem) -> None:
-        """Write it where nothing is, at once: of two that try only one does. Raises FileExistsError."""
-        if "file" in fs.protocol:  # fsspec looks first and writes then, there
+        """Create the lease atomically, so that only one machine succeeds. Raise FileExistsError if it exists."""
+        if "file" in fs.protocol:  # fsspec checks and writes in two steps for local files.
             with Path(self._path).open("xb") as file:
                 file.write(self._content())
         else:
-            fs.pipe_file(self._path, self._content(), mode="create")  # guarded, where the file system has that
+            fs.pipe_file(self._path, self._content(), mode="create")  # Atomic if the file system supports it.
 
     def _holder(self) -> tuple[str, float]:
-        """Who has it, and until when. One that says nothing is being written, or garbage: it is waited for as well."""
+        """Return the owner and the end of the lease.
+
+        An unreadable lease is damaged or being written. It counts as held for one lease duration.
+        """
         try:
-            said = json.loads(self._store._fs.cat_file(self._path))
-            return str(said["owner"]), min(float(said["until"]), time.time() + 2 * self._store.lease_s)
+            content = json.loads(self._store._fs.cat_file(self._path))
+            return str(content["owner"]), min(float(content["until"]), time.time() + 2 * self._store.lease_s)
         except FileNotFoundError:
             return "", 0.0
         except (ValueError, KeyError, TypeError):
@@ -358,10 +381,14 @@ class _Lease:
 
 
 def require_shared(address: str, where: str) -> None:
-    """See that an address can be used: fsspec knows it, and what it needs is installed.
+    """Require that fsspec supports an address and that the package for it is installed.
+
+    Args:
+        address: Address of the shared store.
+        where: Setting that contains the address, for the error message.
 
     Raises:
-        InvalidInput: when it cannot.
+        InvalidInput: fsspec does not support the address, or a package is missing.
     """
     import fsspec
 
@@ -382,5 +409,5 @@ def require_shared(address: str, where: str) -> None:
 def _files_of(manifest: ArtifactManifest, content: bytes) -> dict[str, tuple[int, str]]:
     import hashlib
 
-    own = {MANIFEST: (len(content), hashlib.sha256(content).hexdigest())}
-    return {**{name: (entry.size, entry.sha256) for name, entry in manifest.files.items()}, **own}
+    manifest_file = {MANIFEST: (len(content), hashlib.sha256(content).hexdigest())}
+    return {**{name: (entry.size, entry.sha256) for name, entry in manifest.files.items()}, **manifest_file}

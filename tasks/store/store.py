@@ -1,17 +1,18 @@
-"""The artifact store: immutable directories, addressed by the key of what made them, complete or absent.
+"""Store artifacts as immutable directories that are addressed by their key and either complete or absent.
 
-An artifact is written to ``<root>/<stage>/<key>.partial``, fsynced, and renamed to ``<root>/<stage>/<key>``: a
-directory with its final name is always whole. Its ``manifest.json`` lists every file with size and sha256; an artifact
-is believed only after it agrees with its manifest, and anything else is a miss that says why::
+The store writes an artifact to ``<root>/<stage>/<key>.partial``, syncs it, and renames it to
+``<root>/<stage>/<key>``. A directory with its final name is therefore always complete. Its ``manifest.json`` lists
+every file with size and sha256. An artifact is used only if it agrees with its manifest; anything else is a miss with
+a reason::
 
     store = Store(Path(".mergegate/store"))
-    artifact = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # makes it, or finds it
+    artifact, is_new = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # opens or builds it
     artifact.directory, artifact.value, artifact.digest
 
-A stage whose value is all that it makes has no directory: its value lies in ``<root>/<stage>/<key>.json``.
+A stage that writes no files has no directory. Its value is in ``<root>/<stage>/<key>.json``.
 
-Two processes that want the same key: one builds, the other waits and finds it. The lock is flock(2): the kernel drops
-it with the process, so a killed run never leaves one behind.
+If two processes need the same key, one builds the artifact while the other waits and then opens it. The lock uses
+flock(2). The kernel releases it when the process ends, so a killed run never leaves a lock behind.
 """
 
 from __future__ import annotations
@@ -53,20 +54,23 @@ R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 VALUE = "value.json"
-LOCKS = "locks"  # the directory of the locks of keys, and of what else is done by one process at a time
-TRASH = ".trash"  # what is being deleted; nobody reads it
+LOCKS = "locks"  # Directory for the locks of keys and of other exclusive operations.
+TRASH = ".trash"  # Directory for entries that are being deleted. No run reads it.
 
 
 class StoreMiss(Exception):
-    """The artifact cannot be believed; the message says why. Never leaves the pipeline: the stage is run again."""
+    """The artifact is missing or damaged. The message gives the reason.
+
+    The pipeline handles this exception by running the stage again, so it never reaches the user.
+    """
 
 
 @dataclass(frozen=True)
 class StoredValue(Generic[R]):
-    """What a stage says, as it stands in the store.
+    """Stored result of a stage.
 
-    ``digest`` (64 hex digits) covers the value, but no field that is marked ``NotInKey``. Used as an input of a later
-    stage, it counts as its digest: equal content gives equal keys.
+    ``digest`` (64 hex digits) covers the value except for fields marked ``NotInKey``. As an input of a later stage, the
+    value counts as its digest, so that equal content gives equal keys.
     """
 
     stage: str
@@ -75,23 +79,27 @@ class StoredValue(Generic[R]):
     value: R
 
     def content_key(self) -> str:
+        """Return the digest, which represents this value in the keys of later stages."""
         return self.digest
 
 
 @dataclass(frozen=True)
 class Artifact(StoredValue[R]):
-    """What a stage made, and what it says about it. ``digest`` covers the content of every file, too."""
+    """Stored result of a stage together with the files that it wrote. ``digest`` covers all files, too."""
 
     directory: Path
-    files: Mapping[str, str]  # relative name -> sha256
+    files: Mapping[str, str]  # The sha256 of each file by its relative name.
 
 
 class Store:
-    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be rebuilt.
+    """Artifact store in the directory ``root``.
+
+    Users may delete ``root`` or anything in it at any time. mergegate rebuilds it.
 
     Args:
-        shared: Asked for what is not here, and told what was made here.
-        about_to_read: As of ``HashMemo``.
+        root: Directory of the store.
+        shared: Shared store from which missing artifacts are fetched and to which new ones are sent. Default: none.
+        about_to_read: Function called with a path before the file is hashed. See :class:`HashMemo`.
     """
 
     def __init__(
@@ -104,44 +112,47 @@ class Store:
         self.hashes = HashMemo(root / HASHES, about_to_read)
 
     def directory(self, stage: str, key: str) -> Path:
-        """Where the artifact stands, or would stand."""
+        """Return the directory of an artifact, whether or not it exists."""
         return self.root / stage / key[:32]
 
     def open(self, stage: str, key: str, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """The artifact, after checking it against its manifest: names, sizes and hashes.
+        """Return an artifact after comparing its files with its manifest: names, sizes and hashes.
 
         Args:
-            deep: Read every byte, instead of believing hashes of files that have not been touched since.
+            stage: Name of the stage.
+            key: Key of the artifact.
+            value_type: Type of the stage's value.
+            deep: Whether to read every byte instead of using the cached hashes of unchanged files.
 
         Raises:
-            StoreMiss: when it is absent, incomplete or altered; the message names the file.
+            StoreMiss: The artifact is missing, incomplete or altered. The message names the file.
         """
         directory = self.directory(stage, key)
         if not os.path.lexists(directory):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
-        found = self._opened(stage, directory, value_type, deep=deep)
-        if found.key != key:
+        artifact = self._open(stage, directory, value_type, deep=deep)
+        if artifact.key != key:
             raise StoreMiss(f"{directory} belongs to another key")
-        return found
-
-    def _opened(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """As :meth:`_open`; what is removed while it is looked at is a miss like any other."""
-        try:
-            return self._open(stage, directory, value_type, deep=deep)
-        except FileNotFoundError as gone:
-            raise StoreMiss(f"{gone.filename} was removed while it was looked at") from None
+        return artifact
 
     def _open(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """The artifact in ``directory``, whose key its manifest says. Raises as ``open``."""
-        manifest = _believed(
+        """Open the artifact in ``directory``. A file that disappears during the check is a miss."""
+        try:
+            return self._open_verified(stage, directory, value_type, deep=deep)
+        except FileNotFoundError as error:
+            raise StoreMiss(f"{error.filename} was removed while it was looked at") from None
+
+    def _open_verified(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
+        """Open the artifact in ``directory`` with the key in its manifest. Raise StoreMiss as :meth:`open` does."""
+        manifest = _require_valid(
             read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
         )
         if self.directory(stage, manifest.key) != directory:
             raise StoreMiss(f"{directory} belongs to another key")
-        # Only what lies in the directory is looked at, whatever the manifest names.
-        present, odd = regular_files(directory)
-        if odd:
-            raise StoreMiss(f"{directory / min(odd)} is no file")
+        # Read only files inside the directory, even if the manifest names others.
+        present, special = regular_files(directory)
+        if special:
+            raise StoreMiss(f"{directory / min(special)} is no file")
         for name, entry in manifest.files.items():
             path = directory / name
             if name not in present:
@@ -156,7 +167,7 @@ class Store:
                 raise StoreMiss(f"{path} was altered")
         if extra := sorted(present - set(manifest.files) - {MANIFEST, JOURNAL}):
             raise StoreMiss(f"{directory / extra[0]} is not of this artifact")
-        value = _believed(read_state(directory / VALUE, value_type.model_validate_json), directory / VALUE)
+        value = _require_valid(read_state(directory / VALUE, value_type.model_validate_json), directory / VALUE)
         if manifest.digest != _content_digest(
             {name: entry.model_dump() for name, entry in manifest.files.items()}, value
         ):
@@ -173,28 +184,30 @@ class Store:
         on_damage: Callable[[str], None] = log.warning,
         about_to_read: Callable[[str], None] = lambda key: None,
     ) -> tuple[Artifact[R], ...]:
-        """Every artifact of a stage whose key begins with ``prefix`` and that can be believed, in the order of keys.
+        """Return every intact artifact of a stage whose key begins with ``prefix``, ordered by key.
 
         Args:
-            prefix: See ``family_prefix``.
-            on_damage: Told why, of one that is there and cannot be believed: it is left out.
-            about_to_read: Told the first 32 digits of the key of each, before it is read.
+            stage: Name of the stage.
+            prefix: Prefix of the keys. See :func:`family_prefix`.
+            value_type: Type of the stage's value.
+            on_damage: Function called with the reason for each damaged artifact, which is omitted from the result.
+            about_to_read: Function called with the first 32 digits of each key before its artifact is read.
         """
-        self._bring_family(stage, prefix)
-        found = []
-        for directory in self._finished(stage, prefix):
+        self._fetch_family(stage, prefix)
+        artifacts = []
+        for directory in self._complete_directories(stage, prefix):
             about_to_read(directory.name)
             try:
-                found.append(self._opened(stage, directory, value_type))
+                artifacts.append(self._open(stage, directory, value_type))
             except StoreMiss as miss:
                 on_damage(str(miss))
-        return tuple(found)
+        return tuple(artifacts)
 
-    def _bring_family(self, stage: str, prefix: str) -> None:
-        """Fetch those members that the shared store has and we have not."""
+    def _fetch_family(self, stage: str, prefix: str) -> None:
+        """Fetch the members of a family that only the shared store has."""
         if (shared := self.shared) is None:
             return
-        for key in shared.listed(stage, prefix):
+        for key in shared.keys(stage, prefix):
             final = self.directory(stage, key)
             with locked(self._lock_file(stage, key), remove=True):
                 if not os.path.lexists(final):
@@ -204,14 +217,20 @@ class Store:
     def hold_family(
         self, stage: str, prefix: str, on_wait: Callable[[], None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Nobody else adds to the family as long as this is held; ``on_wait`` is called once if somebody else does."""
+        """Lock a family, so that no other process adds members to it.
+
+        Args:
+            stage: Name of the stage.
+            prefix: Prefix of the keys. See :func:`family_prefix`.
+            on_wait: Function called once if another process holds the lock.
+        """
         return locked(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
 
     def open_value(self, stage: str, key: str, value_type: type[R]) -> StoredValue[R]:
-        """What a stage without files said, after comparing it with its digests.
+        """Return the value of a stage that writes no files, after comparing it with its digests.
 
         Raises:
-            StoreMiss: when it is absent or altered.
+            StoreMiss: The value is missing or altered.
         """
         path = self._value_file(stage, key)
         if not os.path.lexists(path):
@@ -221,7 +240,7 @@ class Store:
             record = ValueRecord.model_validate_json(content)
             return record, value_type.model_validate(record.value)
 
-        record, value = _believed(read_state(path, parse), path)
+        record, value = _require_valid(read_state(path, parse), path)
         if record.key != key:
             raise StoreMiss(f"{path} belongs to another key")
         if record.sha256 != digest(record.value) or record.digest != _content_digest({}, value):
@@ -240,19 +259,27 @@ class Store:
         on_wait: Callable[[], None] = lambda: None,
         on_damage: Callable[[str], None] = log.warning,
     ) -> tuple[Artifact[R], bool]:
-        """The artifact from the store, or made now. The second value is true when it was made now.
+        """Return the artifact from the store, or build it if it is missing.
 
         Args:
-            make: Writes files into the directory it is given and returns the value.
-            hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
-            resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty. A
-                file called ``JOURNAL`` in it is no part of the artifact and goes with the sealing.
-            on_wait: Called once if another process is building the same artifact.
-            on_damage: Told why, if an artifact is there and cannot be believed: it is made again.
+            stage: Name of the stage.
+            key: Key of the artifact.
+            value_type: Type of the stage's value.
+            make: Function that writes files into the given directory and returns the value.
+            hashes_of: Function that returns the sha256 of files that ``make`` hashed while writing them, by name.
+                These files are not read again.
+            resumable: Whether ``make`` can resume from the files of a killed run in the directory. By default the
+                directory starts empty. A file named ``JOURNAL`` in it is not part of the artifact and is removed when
+                the artifact is complete.
+            on_wait: Function called once if another process is building the same artifact.
+            on_damage: Function called with the reason if a stored artifact is damaged and has to be built again.
+
+        Returns:
+            The artifact, and whether this call built it.
         """
         final = self.directory(stage, key)
 
-        def found() -> Artifact[R] | None:
+        def find() -> Artifact[R] | None:
             try:
                 artifact = self.open(stage, key, value_type)
             except StoreMiss as miss:
@@ -260,58 +287,67 @@ class Store:
                 if os.path.lexists(final):
                     on_damage(_set_aside(final, miss))
                 return None
-            (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
+            # A run that was killed just after the rename leaves its journal.
+            (final / JOURNAL).unlink(missing_ok=True)
             return artifact
 
-        def made() -> Artifact[R]:
+        def create() -> Artifact[R]:
             self._make(stage, key, make, hashes_of, resumable)
             return self.open(stage, key, value_type)
 
-        def arrive(shared: SharedStore) -> None:
+        def fetch(shared: SharedStore) -> None:
             for path, sha256 in shared.fetch(stage, key, final).items():
                 self.hashes.remember(path, sha256)
 
         with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
-            return self._found_or_made(stage, key, final, found, made, arrive, on_wait)
+            return self._find_or_create(stage, key, final, find, create, fetch, on_wait)
 
-    def _found_or_made(
+    def _find_or_create(
         self,
         stage: str,
         key: str,
-        place: Path,
-        found: Callable[[], T | None],
-        made: Callable[[], T],
-        arrive: Callable[[SharedStore], None],
+        path: Path,
+        find: Callable[[], T | None],
+        create: Callable[[], T],
+        fetch: Callable[[SharedStore], None],
         on_wait: Callable[[], None],
     ) -> tuple[T, bool]:
-        """Here, else there, else made now; and whether it was. With the lock of the key held.
+        """Return the result from this store or the shared store, or create it. The caller holds the lock of the key.
 
         Args:
-            place: Where it lies, once it is here.
-            arrive: Brings it here from the shared store, if that has it.
+            stage: Name of the stage.
+            key: Key of the result.
+            path: Directory or file of the result in this store.
+            find: Function that opens the result in this store, or returns None.
+            create: Function that creates the result.
+            fetch: Function that fetches the result from the shared store if it is available there.
+            on_wait: Function called once if another machine is creating the same result.
+
+        Returns:
+            The result, and whether this call created it.
         """
-        if (known := found()) is not None:
-            detail("store: found %s", place)
-            return known, False
+        if (cached := find()) is not None:
+            detail("store: found %s", path)
+            return cached, False
         if (shared := self.shared) is None:
-            return made(), True
+            return create(), True
         detail("shared store: asked for %s %s", stage, key[:12])
-        arrived: list[T] = []
+        fetched: list[T] = []
 
-        def look() -> bool:
-            arrive(shared)
-            if os.path.lexists(place):
-                if (one := found()) is not None:
-                    arrived.append(one)
-                elif place.suffix != ".json":  # a value is written over anyway
+        def try_fetch() -> bool:
+            fetch(shared)
+            if os.path.lexists(path):
+                if (result := find()) is not None:
+                    fetched.append(result)
+                elif path.suffix != ".json":  # A value will be overwritten anyway.
                     shared.discard(stage, key)
-            return bool(arrived)
+            return bool(fetched)
 
-        with shared.turn(stage, key, look, on_wait) as made_elsewhere:
-            if made_elsewhere:
-                return arrived[0], False
-            result = made()
-            shared.offer(stage, key, place)
+        with shared.reserve(stage, key, try_fetch, on_wait) as is_fetched:
+            if is_fetched:
+                return fetched[0], False
+            result = create()
+            shared.offer(stage, key, path)
             return result, True
 
     def _make(
@@ -322,7 +358,7 @@ class Store:
         hashes_of: Callable[[R], Mapping[str, str]],
         resumable: bool,
     ) -> None:
-        """Make an artifact beside its place and give it its name."""
+        """Build an artifact in a temporary directory and rename it to its final name."""
         final = self.directory(stage, key)
         partial = final.with_name(final.name + ".partial")
         state_directory(partial.parent)
@@ -332,14 +368,14 @@ class Store:
         try:
             value = make(partial)
         except Exception:
-            with suppress(OSError):  # What went wrong first is what is said.
+            with suppress(OSError):  # Report the first error.
                 if not resumable or not any(partial.iterdir()):
                     remove_any(partial)
             raise
         self._seal(stage, key, partial, value, hashes_of(value))
         partial.rename(final)
         fsync(final.parent)
-        # Only now: until the artifact has its name, a kill must not lose what was computed.
+        # Remove the journal last, so that a kill before the rename loses no completed work.
         (final / JOURNAL).unlink(missing_ok=True)
 
     def build_value(
@@ -352,10 +388,10 @@ class Store:
         on_wait: Callable[[], None] = lambda: None,
         on_damage: Callable[[str], None] = log.warning,
     ) -> tuple[StoredValue[R], bool]:
-        """The value from the store, or made now. As :meth:`build`, for a stage that makes no files."""
+        """Return the value from the store, or compute it. Like :meth:`build`, for a stage that writes no files."""
         path = self._value_file(stage, key)
 
-        def found() -> StoredValue[R] | None:
+        def find() -> StoredValue[R] | None:
             try:
                 return self.open_value(stage, key, value_type)
             except StoreMiss as miss:
@@ -364,28 +400,27 @@ class Store:
                     on_damage(_set_aside(path, miss))
                 return None
 
-        def made() -> StoredValue[R]:
+        def create() -> StoredValue[R]:
             self._seal_value(stage, key, path, make())
             return self.open_value(stage, key, value_type)
 
-        def arrive(shared: SharedStore) -> None:
+        def fetch(shared: SharedStore) -> None:
             if (content := shared.fetch_value(stage, key)) is not None:
                 state_directory(path.parent)
                 write_state(path, content)
 
         with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
-            return self._found_or_made(stage, key, path, found, made, arrive, on_wait)
+            return self._find_or_create(stage, key, path, find, create, fetch, on_wait)
 
     def mark_used(self, stage: str, key: str) -> None:
-        """Note the time of a use: what has not been used for longest goes first, where room is wanted."""
-        for place in (self.directory(stage, key), self._value_file(stage, key)):
-            with suppress(OSError):  # the other of the two; one of somebody else; a disk that is read-only
-                os.utime(place, follow_symlinks=False)
+        """Record the time of use, so that garbage collection removes the least recently used entries first."""
+        for path in (self.directory(stage, key), self._value_file(stage, key)):
+            with suppress(OSError):  # Only one of the two exists, and it may be read-only or belong to another user.
+                os.utime(path, follow_symlinks=False)
 
-    def _finished(self, stage: str, prefix: str) -> Iterator[Path]:
-        """Directories with a final name."""
+    def _complete_directories(self, stage: str, prefix: str) -> Iterator[Path]:
         for directory in sorted((self.root / stage).glob(f"{prefix}*")):
-            if directory.is_dir() and not directory.suffix:  # .partial, .doomed
+            if directory.is_dir() and not directory.suffix:  # Skips .partial and .doomed directories.
                 yield directory
 
     def _seal_value(self, stage: str, key: str, path: Path, value: R) -> None:
@@ -402,18 +437,18 @@ class Store:
         state_directory(self.root, private=True)
         return state_directory(self.root / LOCKS) / f"{stage}-{key[:32]}"
 
-    def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
+    def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, hashes: Mapping[str, str]) -> None:
         remove_any(partial / VALUE)
         (partial / VALUE).write_text(value.model_dump_json(indent=1))
         files: dict[str, dict[str, object]] = {}
-        # What a run that was killed here has left is no part of it.
-        present, odd = regular_files(partial)
-        for name in odd:
+        # Links, pipes and manifests that a killed run left here are not part of the artifact.
+        present, special = regular_files(partial)
+        for name in special:
             remove_any(partial / name)
         for name in sorted(present - {MANIFEST, JOURNAL}):
             path = partial / name
             fsync(path)
-            sha256 = known.get(name) or self.hashes.sha256(path, trust=False)
+            sha256 = hashes.get(name) or self.hashes.sha256(path, trust=False)
             self.hashes.remember(path, sha256)
             files[name] = {"size": path.stat().st_size, "sha256": sha256}
         manifest = {"stage": stage, "key": key, "digest": _content_digest(files, value), "files": files}
@@ -424,18 +459,18 @@ class Store:
 
 
 def _content_digest(files: Mapping[str, Mapping[str, object]], value: BaseModel) -> str:
-    """Of all that a stage made: its files but the value's own, and the value."""
+    """Return the digest of a stage's files, except the file of the value, and of its value."""
     return digest({"files": {name: entry for name, entry in files.items() if name != VALUE}, "value": value})
 
 
 def _set_aside(path: Path, miss: StoreMiss) -> str:
-    place = move_aside(path)
-    return f"{miss}; {f'set aside as {place.name}' if place else 'removed'}"
+    aside = move_aside(path)
+    return f"{miss}; {f'set aside as {aside.name}' if aside else 'removed'}"
 
 
-def _believed(found: T | Damaged | None, path: Path) -> T:
-    if isinstance(found, Damaged):
-        raise StoreMiss(str(found))
-    if found is None:
+def _require_valid(state: T | Damaged | None, path: Path) -> T:
+    if isinstance(state, Damaged):
+        raise StoreMiss(str(state))
+    if state is None:
         raise StoreMiss(f"{path} is missing")
-    return found
+    return state

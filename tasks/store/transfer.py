@@ -1,6 +1,7 @@
-"""Directories that come from elsewhere: fetched beside their final place, compared with their list, then renamed.
+"""Receive directories from another machine atomically.
 
-What has its final name is whole and is what was listed, whatever happened on the way.
+mergegate fetches the files into a temporary directory next to the final one, compares them with a list of sizes and
+hashes, and then renames the directory. A directory with its final name is therefore complete and correct.
 """
 
 from __future__ import annotations
@@ -10,46 +11,49 @@ from pathlib import Path
 
 from mergegate.merge_core.files import fsync, fsync_directories, remove_any, sha256_file
 
-ARRIVING = ".arriving.partial"  # unfinished work, to whoever collects garbage
+ARRIVING = ".arriving.partial"  # Garbage collection recognizes it as unfinished work.
 
 
 class ContentMismatch(Exception):
-    """What arrived is not what was listed; the message names the file."""
+    """A received file differs from its listed size or hash. The message names the file."""
 
 
 def receive_directory(
     final: Path, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]
 ) -> dict[Path, str]:
-    """Make ``final`` hold exactly ``files``. Call it with a lock held: one at a time for each place.
+    """Fetch ``files`` into the new directory ``final``.
+
+    The caller holds a lock, so that only one process at a time receives this directory. After an error, nothing is
+    left behind.
 
     Args:
-        final: Where nothing is yet. What a killed arrival has left beside it is removed.
-        files: Relative name -> size in bytes, sha256.
-        fetch: Writes the file of that name to a path whose directory exists.
+        final: Directory to create. Leftovers of an earlier, killed transfer next to it are removed.
+        files: Size in bytes and sha256 of each file, by relative name.
+        fetch: Function that writes the file with the given name to the given path, whose parent directory exists.
 
     Returns:
-        sha256 of every file by its final path: they need not be read again.
+        The sha256 of every file by its final path, so that the files need not be read again.
 
     Raises:
-        ContentMismatch: when a file has other bytes, or a name that leads out of the directory. Nothing is left.
-        Exception: what ``fetch`` raises. Nothing is left.
+        ContentMismatch: A file has different content, or a name that leads out of the directory.
+        Exception: Any error that ``fetch`` raises.
     """
     arriving = final.with_name(final.name + ARRIVING)
     remove_any(arriving)
     try:
         arriving.mkdir(parents=True)
         for name, (size, sha256) in sorted(files.items()):
-            place = arriving / name
+            path = arriving / name
             if not _is_inside(name):
                 raise ContentMismatch(f"{name!r} is no name of a file in a directory")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            fetch(name, place)
-            found = place.stat().st_size
-            if found != size:
-                raise ContentMismatch(f"{name} has {found} bytes instead of {size}")
-            if (hashed := sha256_file(place)) != sha256:
-                raise ContentMismatch(f"{name}: sha256 is {hashed[:12]}… instead of {sha256[:12]}…")
-            fsync(place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fetch(name, path)
+            received_size = path.stat().st_size
+            if received_size != size:
+                raise ContentMismatch(f"{name} has {received_size} bytes instead of {size}")
+            if (received_sha256 := sha256_file(path)) != sha256:
+                raise ContentMismatch(f"{name}: sha256 is {received_sha256[:12]}… instead of {sha256[:12]}…")
+            fsync(path)
         fsync_directories(arriving)
         arriving.rename(final)
     except BaseException:

@@ -57,7 +57,7 @@ rules = st.builds(
 
 
 def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int = 0) -> RetentionPlan:
-    return plan_retention(entries, needed_by(known, runs_that_count(known)), rule, NOW, beside=beside)
+    return plan_retention(entries, needed_by(known, runs_that_count(known)), rule, NOW, other_bytes=beside)
 
 
 @relaxed

@@ -124,7 +124,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
 def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believed(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    monkeypatch.setattr("mergegate.tasks.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
+    monkeypatch.setattr("mergegate.tasks.store.shared._POLL_S", (0.02, 0.1))
     at = 1
     while True:
         shared = f"{address}-{at}"
@@ -271,12 +271,12 @@ def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
 
         def take(lease: _Lease, start: threading.Barrier = start) -> bool:
             start.wait()
-            return lease.taken()
+            return lease.acquire()
 
         with ThreadPoolExecutor(len(leases)) as pool:
             assert sum(pool.map(take, leases)) == 1
         for lease in leases:
-            lease.give_back()
+            lease.release()
 
 
 def test_three_workers_at_once_make_each_thing_once_and_end_alike(tmp_path: Path, address: str) -> None:
@@ -332,10 +332,10 @@ def look_at_bucket(bucket: Any, one: Machine, two: Machine) -> None:
     assert len(two.store.family("evaluate", KEY[:16], Said)) == 1
     assert [key for key in bucket.objects() if key.endswith(".lease")] == []
     taken, other = (lease_of(machine) for machine in (one, two))
-    assert (taken.taken(), other.taken()) == (True, False)
-    taken.give_back()
-    assert other.taken()
-    other.give_back()
+    assert (taken.acquire(), other.acquire()) == (True, False)
+    taken.release()
+    assert other.acquire()
+    other.release()
 
 
 def lease_of(machine: Machine) -> Any:

@@ -1,4 +1,4 @@
-"""Experts of a mixture: one by one whatever the checkpoint's layout, matched across models, made of dense ones."""
+"""Handle mixtures of experts: split fused experts, match experts across models, and build mixtures of dense models."""
 
 from mergegate.merge_core.architecture.experts.constant_tensors import ConstantTensor, constant_tensor
 from mergegate.merge_core.architecture.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts

@@ -1,4 +1,4 @@
-"""Small tensors whose numbers are known before a merge: rows of a router that were computed, biases of zero."""
+"""Define small tensors whose values are known before a merge, such as computed router rows and zero biases."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConstantTensor(DerivedTensor):
-    """Float32 numbers that come from no file.
+    """Float32 tensor that is not read from a file.
 
     Args:
-        values: Little-endian; None: zeros.
+        values: Little-endian float32 values, or None for zeros.
     """
 
     values: bytes | None = field(default=None, repr=False)
@@ -43,5 +43,5 @@ class ConstantTensor(DerivedTensor):
 
 
 def constant_tensor(name: str, shape: tuple[int, ...], values: bytes | None = None) -> ConstantTensor:
-    """A tensor of ``values``, or of zeros."""
+    """Return a float32 tensor with the little-endian ``values``, or zeros by default."""
     return ConstantTensor(name, BY_CODE["F32"], shape, values)

@@ -1,19 +1,21 @@
-"""Which expert of one mixture is which expert of another: measured on the weights, and put in order when asked.
+"""Match the experts of different mixtures by their weights, and reorder them if the recipe requests it.
 
-Experts may be renumbered, together with the rows of their router, without changing what a mixture computes. Fine-tunes
-of one base keep its numbering; mixtures that were made apart do not, and a merge of expert ``i`` with expert ``i`` then
-mixes strangers. So of every layer the mean cosine of router rows and projections between all pairs of experts is taken,
-and the best assignment (Kuhn 1955, the Hungarian method) is compared with the one that stands::
+Renumbering the experts of a mixture together with the rows of their router does not change the mixture's output.
+Fine-tuned models of one base keep its numbering. Mixtures of different origin do not, so a merge of expert ``i`` with
+expert ``i`` would combine unrelated experts. For every layer, this module measures the mean cosine of router rows and
+projections between all pairs of experts, and compares the best assignment (Hungarian method, Kuhn 1955) with the
+current one::
 
     matched = match_experts(recipe, checkpoints)
     plan = plan_merge(matched.recipe, matched.checkpoints)
-    matched.findings, matched.layers            # what does not correspond; how far the routers differ
+    matched.findings, matched.layers            # experts that do not correspond, and differences of the routers
 
-With ``align_experts: true`` the experts of the other models are renumbered as the donor's; where a router chooses among
-groups of experts first, within groups, and whole groups. Rows and biases of the router move along, shared experts stay.
-A renumbered table is a view, as that of single experts is.
+With ``align_experts: true``, the experts of the other models are renumbered to match the donor's. If a router first
+chooses among groups of experts, whole groups are assigned to each other, and experts within them. The rows and biases
+of the router move with the experts, and shared experts stay in place. A renumbered table is a view of the same bytes,
+like a table of single experts.
 
-Weights are read here, a fixed sample of each tensor, so this is no part of a plan: it runs before it.
+This module reads a fixed sample of each tensor. Plans read no weights, so the matching runs before planning.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# Elements of a projection that are looked at, in so many runs: cosines of a few thousand numbers are within a few
-# hundredths of those of all.
+# Number of samples of a projection and elements of each. The cosine of a few thousand elements is within a few
+# hundredths of the cosine of all elements.
 _RUNS, _RUN = 8, 512
-# Elements of a router's row that are looked at. Rows are short, and all of them are cheap to read.
+# Maximum number of sampled elements of a router row. Rows are short and cheap to read.
 _ROW = 8192
-# A better assignment by less than this says nothing: between strangers one is always found.
-_BETTER = 0.1
-# Below this mean cosine experts have nothing in common, whatever their order.
-_STRANGERS = 0.3
+# Improvement of the mean cosine that counts. A slightly better assignment exists even between unrelated experts.
+_MIN_IMPROVEMENT = 0.1
+# Below this mean cosine, experts are unrelated in any order.
+_UNRELATED = 0.3
 _EXPERT = re.compile(r"^(?P<module>.+)\.experts\.(?P<number>[0-9]{1,4})\.(?P<part>.+)$")
-# Parts of a module of experts that have one row, or one number, for each.
+# Parts of a module of experts with one row, or one number, for each expert.
 _ROUTER = re.compile(
     r"^(?:(?:gate|router)(?:\.layer)?\.(?:weight|bias)|(?:gate\.|router\.|experts\.)?e_score_correction_bias"
     r"|expert_bias|router\.expert_bias)$"
@@ -67,17 +69,17 @@ _ROUTER = re.compile(
 
 @dataclass(frozen=True)
 class MatchedLayer:
-    """How the experts of a model correspond to those of the donor in one layer.
+    """Correspondence between the experts of a model and those of the donor in one layer.
 
     Args:
         model: Reference of the model.
-        module: Where in the network: ``model.layers.3.mlp``.
-        experts: How many there are.
-        diagonal: Mean cosine of expert i and expert i, as they stand.
-        best: The same of the best assignment.
-        moved: How many experts it renumbers.
-        routers: Mean cosine of the router rows of corresponding experts, as they are merged.
-        distance: Length of the difference of these routers over that of the donor's.
+        module: Name of the module in the network, such as ``model.layers.3.mlp``.
+        experts: Number of experts.
+        diagonal: Mean cosine of the experts with equal numbers, in the current order.
+        best: Mean cosine of the experts in the best assignment.
+        moved: Number of experts that the best assignment renumbers.
+        routers: Mean cosine of the router rows of the experts that are merged.
+        distance: Norm of the difference of these routers, divided by the norm of the donor's router.
     """
 
     model: str
@@ -92,13 +94,13 @@ class MatchedLayer:
 
 @dataclass(frozen=True)
 class MatchedExperts:
-    """What a merge goes on with.
+    """Result of matching the experts, from which the merge continues.
 
     Args:
-        recipe: The recipe, with the mark that its experts are in order, and what was measured of them in that order.
-        checkpoints: Every checkpoint by reference; with ``align_experts``, with its experts in the donor's order.
-        layers: One for each model and module of experts; empty where there are none to compare.
-        findings: Experts that do not correspond, a finding a model.
+        recipe: Recipe, marked as having its experts in order, with its measurements in the same order.
+        checkpoints: Every checkpoint by reference. With ``align_experts``, their experts are in the donor's order.
+        layers: Correspondence for each model and module of experts. Empty if there are no experts to compare.
+        findings: Warnings about experts that do not correspond.
     """
 
     recipe: Recipe
@@ -109,35 +111,35 @@ class MatchedExperts:
 
 @dataclass(frozen=True)
 class _Module:
-    """Experts of one layer: for each their parts, and what the router has of them."""
+    """Experts of one layer: the parts of each expert, and the router's tensors with one row for each expert."""
 
     experts: tuple[Mapping[str, AnyTensor], ...]
     router: Mapping[str, AnyTensor]
-    strange: tuple[str, ...]  # tensors of unknown meaning that may speak of experts
+    unknown: tuple[str, ...]  # Tensors of unknown meaning that may depend on the order of the experts.
 
 
 def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MatchedExperts:
-    """Compare the experts of all models that ``recipe`` merges with those of its donor; renumber them if it says so.
+    """Compare the experts of all models in ``recipe`` with the donor's, and renumber them with ``align_experts``.
 
     Raises:
-        InvalidInput: ``align_experts`` where experts cannot be put in order: in a recipe of steps or of slices, or with
-            tensors of which nobody knows how they belong to experts. A file that cannot be read.
+        InvalidInput: The recipe sets ``align_experts``, but experts cannot be reordered because it has steps or slices,
+            or because it is unknown how a tensor depends on the experts. Or a file cannot be read.
     """
     donor = recipe.donor
-    sliced = any(source.layers is not None for source in recipe.sources)
-    if recipe.align_experts and (recipe.steps or sliced):
+    is_sliced = any(source.layers is not None for source in recipe.sources)
+    if recipe.align_experts and (recipe.steps or is_sliced):
         raise InvalidInput(
             f"{recipe.where}: align_experts",
             found="a recipe of several documents" if recipe.steps else "a recipe of slices",
             expected="whole models, merged in one step",
             remedy="align and merge the models first, then use the result",
         )
-    known = dict(checkpoints)
+    table = dict(checkpoints)
     names = [str(source.model) for source in recipe.sources if source.model != donor]
-    if recipe.mixture is not None or sliced or str(donor) not in known:
-        return MatchedExperts(recipe, known, (), ())
-    first = split_experts(known[str(donor)])
-    modules = _modules(first)
+    if recipe.mixture is not None or is_sliced or str(donor) not in table:
+        return MatchedExperts(recipe, table, (), ())
+    donor_checkpoint = split_experts(table[str(donor)])
+    modules = _modules(donor_checkpoint)
     if recipe.align_experts and not modules:
         raise InvalidInput(
             f"{recipe.where}: align_experts",
@@ -149,26 +151,30 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     findings: list[Finding] = []
     measured = dict(recipe.measured) if recipe.measured is not None else None
     for name in dict.fromkeys(names):
-        if name not in known or not modules:
-            continue  # A step's result: it has the order of what it was made of.
-        other = split_experts(known[name])
-        matched, orders = _match(str(donor), first, modules, name, other, recipe)
+        if name not in table or not modules:
+            continue  # The result of a step has the order of the step's parents.
+        other = split_experts(table[name])
+        matched, orders = _match(donor_checkpoint, modules, name, other, recipe)
         layers += matched
-        findings += _findings(str(donor), name, matched, aligned=recipe.align_experts)
+        findings += _findings(str(donor), name, matched, is_aligned=recipe.align_experts)
         if recipe.align_experts:
-            known[name] = _in_order(other, orders)
+            table[name] = _reorder(other, orders)
             if measured and name in measured:
-                measured[name] = _measured_in_order(measured[name], _modules(other), orders)
+                measured[name] = _reorder_measurements(measured[name], _modules(other), orders)
     recipe = replace(recipe, experts_in_order=True, measured=measured)
-    return MatchedExperts(recipe, known, tuple(layers), tuple(findings))
+    return MatchedExperts(recipe, table, tuple(layers), tuple(findings))
 
 
 def assign(similarity: Floats, groups: int = 1) -> list[int]:
-    """For each expert of the first model that of the second which is most like it, as a whole.
+    """Assign the experts of a second model to those of a first so that the total similarity is maximal.
 
     Args:
-        similarity: ``[experts, experts]``.
-        groups: Of so many equal runs of experts each is assigned to one of the other model, and experts within.
+        similarity: Similarity of shape ``[experts, experts]``, with the experts of the first model as rows.
+        groups: Number of equal groups of consecutive experts. Whole groups are assigned to each other, and experts
+            within them. Default: one group.
+
+    Returns:
+        For each expert of the first model, the number of its counterpart in the second one.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -176,59 +182,60 @@ def assign(similarity: Floats, groups: int = 1) -> list[int]:
     blocks = similarity.reshape(groups, size, groups, size).transpose(0, 2, 1, 3)
     inner = [[linear_sum_assignment(-block)[1] for block in row] for row in blocks]
     scores = [
-        [block[np.arange(size), inner[one][two]].sum() for two, block in enumerate(row)]
-        for one, row in enumerate(blocks)
+        [block[np.arange(size), inner[first][second]].sum() for second, block in enumerate(row)]
+        for first, row in enumerate(blocks)
     ]
     outer = linear_sum_assignment(-np.asarray(scores))[1]
-    return [int(two) * size + int(expert) for one, two in enumerate(outer) for expert in inner[one][two]]
+    return [int(second) * size + int(expert) for first, second in enumerate(outer) for expert in inner[first][second]]
 
 
 def _match(
-    donor: str,
-    first: Checkpoint,
+    donor: Checkpoint,
     modules: Mapping[str, _Module],
     name: str,
     other: Checkpoint,
     recipe: Recipe,
 ) -> tuple[list[MatchedLayer], dict[str, list[int]]]:
-    """How they correspond; and of each module that is to be renumbered, which expert comes in the place of which."""
-    theirs, found = _modules(other), []
+    """Return the correspondence for each module, and the new order of the experts for each module to renumber."""
+    other_modules, layers = _modules(other), []
     orders: dict[str, list[int]] = {}
     with _Samples() as samples:
-        for place, module in modules.items():
-            own = theirs.get(place)
-            if own is None or len(own.experts) != len(module.experts) or not _comparable(module, own):
-                continue  # What is missing, or has another shape, the plan refuses.
-            similarity = samples.similarity(module, own)
-            groups = _groups(first.config, len(module.experts))
+        for module_name, module in modules.items():
+            other_module = other_modules.get(module_name)
+            if other_module is None or len(other_module.experts) != len(module.experts):
+                continue  # The plan refuses missing experts.
+            if not _is_comparable(module, other_module):
+                continue  # The plan refuses other shapes.
+            similarity = samples.similarity(module, other_module)
+            groups = _groups(donor.config, len(module.experts))
             order = assign(similarity, groups)
-            count = np.arange(len(order))
-            moved = int(np.count_nonzero(np.asarray(order) != count))
-            used = list(order) if recipe.align_experts else list(range(len(order)))
+            numbering = np.arange(len(order))
+            moved = int(np.count_nonzero(np.asarray(order) != numbering))
+            merged_order = list(order) if recipe.align_experts else list(range(len(order)))
             if recipe.align_experts and moved:
-                _require_known(name, place, own)
-                orders[place] = order
-            rows, distance = samples.routers(module, own, used)
-            found.append(
+                _require_known_tensors(name, module_name, other_module)
+                orders[module_name] = order
+            cosine, distance = samples.routers(module, other_module, merged_order)
+            layers.append(
                 MatchedLayer(
                     model=name,
-                    module=place,
+                    module=module_name,
                     experts=len(order),
                     diagonal=float(similarity.diagonal().mean()),
-                    best=float(similarity[count, order].mean()),
+                    best=float(similarity[numbering, order].mean()),
                     moved=moved,
-                    routers=rows,
+                    routers=cosine,
                     distance=distance,
                 )
             )
-    return found, orders
+    return layers, orders
 
 
-def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, aligned: bool) -> Iterator[Finding]:
-    crossed = [one for one in layers if one.moved and one.best - one.diagonal > _BETTER]
-    strangers = [one for one in layers if one.best < _STRANGERS]
-    if crossed and not aligned:
-        worst = max(crossed, key=lambda one: one.best - one.diagonal)
+def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, is_aligned: bool) -> Iterator[Finding]:
+    crossed = [layer for layer in layers if layer.moved and layer.best - layer.diagonal > _MIN_IMPROVEMENT]
+    unrelated = [layer for layer in layers if layer.best < _UNRELATED]
+    if crossed and not is_aligned:
+        worst = max(crossed, key=lambda layer: layer.best - layer.diagonal)
         yield Finding(
             "warn",
             f"{name}: {worst.module}.experts",
@@ -237,12 +244,12 @@ def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, aligned:
             expected="expert i of one model merged with the expert of the other that does the same",
             remedy="set align_experts: true",
         )
-    if strangers:
-        worst = min(strangers, key=lambda one: one.best)
+    if unrelated:
+        worst = min(unrelated, key=lambda layer: layer.best)
         yield Finding(
             "warn",
             f"{name}: {worst.module}.experts",
-            found=f"experts that have little in common with those of {donor} in any order, in {len(strangers)} of "
+            found=f"experts that have little in common with those of {donor} in any order, in {len(unrelated)} of "
             f"{len(layers)} layers: mean cosine {worst.best:.2f}",
             expected="relatives: a merge of strangers is seldom of use",
             remedy="merge mixtures that come from one base",
@@ -250,95 +257,95 @@ def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, aligned:
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
-    """Modules of experts by name, of a table of single experts."""
+    """Return the modules of experts by name, from a table of single experts."""
     experts: dict[str, dict[int, dict[str, AnyTensor]]] = {}
     for name, tensor in checkpoint.tensors.items():
         if match := _EXPERT.match(name):
             experts.setdefault(match["module"], {}).setdefault(int(match["number"]), {})[match["part"]] = tensor
-    beside: dict[str, dict[str, AnyTensor]] = {module: {} for module in experts}
+    other_tensors: dict[str, dict[str, AnyTensor]] = {module: {} for module in experts}
     for name, tensor in checkpoint.tensors.items():
         if _EXPERT.match(name):
             continue
         module = name
-        while "." in module:  # Shared experts may lie deep below.
+        while "." in module:  # Shared experts may be several levels below the module.
             module = module.rpartition(".")[0]
-            if module in beside:
-                beside[module][name.removeprefix(f"{module}.")] = tensor
+            if module in other_tensors:
+                other_tensors[module][name.removeprefix(f"{module}.")] = tensor
                 break
-    found = {}
+    modules = {}
     for module, numbered in experts.items():
         count = len(numbered)
         if sorted(numbered) != list(range(count)):
             continue
         router = {
             part: tensor
-            for part, tensor in beside[module].items()
+            for part, tensor in other_tensors[module].items()
             if _ROUTER.match(part) and tensor.shape[:1] == (count,)
         }
-        strange = tuple(
+        unknown = tuple(
             part
-            for part, tensor in beside[module].items()
+            for part, tensor in other_tensors[module].items()
             if part not in router and "shared" not in part and count in tensor.shape
         )
-        found[module] = _Module(tuple(numbered[number] for number in range(count)), router, strange)
-    return found
+        modules[module] = _Module(tuple(numbered[number] for number in range(count)), router, unknown)
+    return modules
 
 
-def _comparable(one: _Module, other: _Module) -> bool:
-    """Whether all experts of both have the same parts, of the same sizes and of floating point."""
-    tables = [*one.experts, *other.experts, one.router, other.router]
+def _is_comparable(first: _Module, second: _Module) -> bool:
+    """Return whether all experts of both modules have the same floating-point parts of the same shapes."""
+    tables = [*first.experts, *second.experts, first.router, second.router]
     shapes = [{part: tensor.shape for part, tensor in table.items()} for table in tables]
     experts, routers = shapes[:-2], shapes[-2:]
-    floats = all(tensor.dtype.kind == "float" for table in tables for tensor in table.values())
-    return floats and all(one == experts[0] for one in experts) and routers[0] == routers[1]
+    are_floats = all(tensor.dtype.kind == "float" for table in tables for tensor in table.values())
+    return are_floats and all(expert == experts[0] for expert in experts) and routers[0] == routers[1]
 
 
-def _require_known(name: str, place: str, module: _Module) -> None:
+def _require_known_tensors(name: str, module_name: str, module: _Module) -> None:
     rows = [part for part, tensor in module.router.items() if len(tensor.shape) == 2]
-    if module.strange or not rows:
-        what = f"{place}.{module.strange[0]}" if module.strange else f"{place}.experts"
+    if module.unknown or not rows:
+        tensor_name = f"{module_name}.{module.unknown[0]}" if module.unknown else f"{module_name}.experts"
         raise InvalidInput(
-            f"{name}: {what}",
-            found="a tensor of which nobody knows how it belongs to experts" if module.strange else "no router beside",
+            f"{name}: {tensor_name}",
+            found="a tensor of which nobody knows how it belongs to experts" if module.unknown else "no router beside",
             expected="a router that can be put in order with its experts",
             remedy="merge without align_experts, or put the experts in order before",
         )
 
 
-def _in_order(checkpoint: Checkpoint, orders: Mapping[str, Sequence[int]]) -> Checkpoint:
-    """Expert ``i`` of a module becomes its expert ``order[i]``, and so does its part of the router."""
+def _reorder(checkpoint: Checkpoint, orders: Mapping[str, Sequence[int]]) -> Checkpoint:
+    """Return ``checkpoint`` with expert ``order[i]`` of each module, and its part of the router, at position ``i``."""
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
-    for place, order in orders.items():
-        for name, chosen in _renamed_experts(place, modules[place], order):
-            table[name] = replace(checkpoint.tensors[chosen], name=name)
-        for part, tensor in modules[place].router.items():
-            table[f"{place}.{part}"] = permuted_rows(tensor, order)
+    for module_name, order in orders.items():
+        for new_name, name in _renamed_experts(module_name, modules[module_name], order):
+            table[new_name] = replace(checkpoint.tensors[name], name=new_name)
+        for part, tensor in modules[module_name].router.items():
+            table[f"{module_name}.{part}"] = permuted_rows(tensor, order)
     return replace(checkpoint, tensors=table)
 
 
-def _measured_in_order(
+def _reorder_measurements(
     measured: InputMeasurements, modules: Mapping[str, _Module], orders: Mapping[str, Sequence[int]]
 ) -> InputMeasurements:
-    """What a model showed, of its experts under their new numbers."""
+    """Return the measurements of a model with its experts under their new numbers."""
     names = {name: name for name in (*measured.moments, *measured.importance)}
     importance = dict(measured.importance)
-    for place, order in orders.items():
-        names |= _renamed_experts(place, modules[place], order)
-        for part in modules[place].router:
-            if (own := importance.get(f"{place}.{part}")) is not None:
-                importance[f"{place}.{part}"] = permuted_rows(own, order)
+    for module_name, order in orders.items():
+        names |= _renamed_experts(module_name, modules[module_name], order)
+        for part in modules[module_name].router:
+            if (tensor := importance.get(f"{module_name}.{part}")) is not None:
+                importance[f"{module_name}.{part}"] = permuted_rows(tensor, order)
     return replace(
         measured,
-        moments={name: measured.moments[own] for name, own in names.items() if own in measured.moments},
-        importance={name: importance[own] for name, own in names.items() if own in importance},
+        moments={name: measured.moments[old] for name, old in names.items() if old in measured.moments},
+        importance={name: importance[old] for name, old in names.items() if old in importance},
     )
 
 
-def _renamed_experts(place: str, module: _Module, order: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """``(new name, name)`` of every tensor of an expert."""
-    for number, chosen in enumerate(order):
-        for part in module.experts[chosen]:
-            yield f"{place}.experts.{number}.{part}", f"{place}.experts.{chosen}.{part}"
+def _renamed_experts(module_name: str, module: _Module, order: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield ``(new name, name)`` for every tensor of an expert."""
+    for number, old_number in enumerate(order):
+        for part in module.experts[old_number]:
+            yield f"{module_name}.experts.{number}.{part}", f"{module_name}.experts.{old_number}.{part}"
 
 
 def _groups(config: Mapping[str, Any], experts: int) -> int:
@@ -347,7 +354,7 @@ def _groups(config: Mapping[str, Any], experts: int) -> int:
 
 
 class _Samples:
-    """Parts of tensors, read and compared; files stay open in between."""
+    """Reader that compares samples of tensors and keeps their files open."""
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
@@ -359,28 +366,32 @@ class _Samples:
         for descriptor in self._files.values():
             os.close(descriptor)
 
-    def similarity(self, one: _Module, other: _Module) -> Floats:
-        """``[experts, experts]``: mean cosine of router rows and projections."""
-        views = []
-        for part in one.experts[0]:
-            if one.experts[0][part].numel < 2:
+    def similarity(self, first: _Module, second: _Module) -> Floats:
+        """Return the mean cosine of router rows and projections, with the shape ``[experts, experts]``."""
+        cosines = []
+        for part in first.experts[0]:
+            if first.experts[0][part].numel < 2:
                 continue
-            mine = np.stack([self._sample(expert[part]) for expert in one.experts])
-            theirs = np.stack([self._sample(expert[part]) for expert in other.experts])
-            views.append(_cosines(mine, theirs))
-        for part, tensor in one.router.items():
+            first_samples = np.stack([self._sample(expert[part]) for expert in first.experts])
+            second_samples = np.stack([self._sample(expert[part]) for expert in second.experts])
+            cosines.append(_cosines(first_samples, second_samples))
+        for part, tensor in first.router.items():
             if len(tensor.shape) == 2:
-                views.append(_cosines(self._rows(tensor), self._rows(other.router[part])))
-        found: Floats = np.mean(views, axis=0)
-        return found
+                cosines.append(_cosines(self._rows(tensor), self._rows(second.router[part])))
+        mean: Floats = np.mean(cosines, axis=0)
+        return mean
 
-    def routers(self, one: _Module, other: _Module, order: Sequence[int]) -> tuple[float, float]:
-        """Mean cosine of router rows, the other's in ``order``; and their distance over the length of the first."""
-        for part, tensor in one.router.items():
+    def routers(self, first: _Module, second: _Module, order: Sequence[int]) -> tuple[float, float]:
+        """Return the mean cosine of the router rows, with the second router in ``order``, and their relative distance.
+
+        The distance is the norm of the difference divided by the norm of the first router.
+        """
+        for part, tensor in first.router.items():
             if len(tensor.shape) == 2:
-                mine, theirs = self._rows(tensor), self._rows(other.router[part])[list(order)]
-                length = float(np.linalg.norm(mine)) or 1.0
-                return float(_cosines(mine, theirs).diagonal().mean()), float(np.linalg.norm(theirs - mine)) / length
+                rows, other_rows = self._rows(tensor), self._rows(second.router[part])[list(order)]
+                norm = float(np.linalg.norm(rows)) or 1.0
+                cosine = float(_cosines(rows, other_rows).diagonal().mean())
+                return cosine, float(np.linalg.norm(other_rows - rows)) / norm
         return 0.0, 0.0
 
     def _rows(self, tensor: AnyTensor) -> Floats:
@@ -395,7 +406,7 @@ class _Samples:
         return self._read(tensor, starts.tolist(), _RUN)
 
     def _read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
-        """``count`` elements from each of ``starts``, one after the other."""
+        """Read ``count`` elements from each position in ``starts`` and return them in one array."""
         size = count * tensor.dtype.size
         into = np.empty(len(starts) * size, np.uint8)
         elements = tensor.open(self._stored) if isinstance(tensor, DerivedTensor) else partial(self._stored, tensor)
@@ -412,9 +423,12 @@ class _Samples:
         read_into(self._files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 
-def _cosines(one: Floats, other: Floats) -> Floats:
-    """Between all rows; 0 where a row is zero or not finite (which the merge itself refuses)."""
+def _cosines(first: Floats, second: Floats) -> Floats:
+    """Return the cosines of all pairs of rows.
+
+    A cosine is 0 if a row is zero or not finite. The merge itself refuses values that are not finite.
+    """
     with np.errstate(all="ignore"):
-        units = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (one, other)]
-        found: Floats = np.nan_to_num(units[0] @ units[1].T, nan=0.0, posinf=0.0, neginf=0.0)
-    return found
+        units = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (first, second)]
+        cosines: Floats = np.nan_to_num(units[0] @ units[1].T, nan=0.0, posinf=0.0, neginf=0.0)
+    return cosines

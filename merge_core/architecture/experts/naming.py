@@ -1,9 +1,9 @@
-"""What families call the parts of their experts on disk, as data: projections, and modules that memory names otherwise.
+"""List the names that families use on disk for the parts of their experts.
 
-Most families write one tensor an expert and projection (``mlp.experts.3.gate_proj.weight``), and hold all experts of a
-layer in one tensor in memory (``mlp.experts.gate_up_proj``). Checkpoints exist in both layouts. The names of the first
-are the ones that everything here speaks of. Sources: the checkpoints of the families, and what transformers 5 writes
-with and without ``save_original_format``.
+Most families write one tensor per expert and projection (``mlp.experts.3.gate_proj.weight``), but hold all experts of a
+layer in one tensor in memory (``mlp.experts.gate_up_proj``). Checkpoints exist in both layouts. This package uses the
+names of the first layout. Sources: the checkpoints of the families, and the output of transformers 5 with and without
+``save_original_format``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mergegate.merge_core.checkpoint import config_parts
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family writes its experts, one by one.
+    """Names of a family's single experts on disk.
 
     Args:
-        gate: Projection that the activation is applied to.
-        up: Projection that is multiplied with it.
-        down: Projection back.
-        renamed: Beginnings of names inside a layer, as memory has them and as the disk has them.
+        gate: Name of the projection that the activation is applied to.
+        up: Name of the projection that is multiplied with the gate.
+        down: Name of the projection back to the hidden size.
+        renamed: Prefixes of names inside a layer that differ, in memory and on disk.
     """
 
     gate: str = "gate_proj"
@@ -32,7 +32,7 @@ class ExpertNames:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def on_disk(self, part: str) -> str:
-        """The name inside a layer that ``part`` has on disk."""
+        """Return the name on disk of ``part``, a name inside a layer."""
         for memory, disk in self.renamed:
             if part.startswith(memory):
                 return disk + part.removeprefix(memory)
@@ -56,6 +56,6 @@ _BY_MODEL_TYPE = {
 
 
 def expert_names(config: Mapping[str, Any]) -> ExpertNames:
-    """What the family of a config, or of its text part, calls its experts."""
+    """Return the expert names of the family of a config, or of its text part."""
     kinds = (part.get("model_type") for part in config_parts(config))
     return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)

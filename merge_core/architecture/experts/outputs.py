@@ -1,11 +1,11 @@
-"""What dense models can become: families of mixtures, as data, and the configuration of the result.
+"""List the mixture families that dense models can be merged into, and write the configuration of the result.
 
-A family of mixtures says which dense families its attention computes alike, what its tensors are called, and whether it
-has an expert that sees every token. All of them weigh the chosen experts so that the weights sum to one: experts that
-are all equal then compute what the dense model computes. Where a shared expert is added to that sum, everything is
-scaled down by default so that this stays so (``residual``).
+A mixture family states the dense families with the same attention computation, its tensor names, and whether it has a
+shared expert, which sees every token. All families weight the chosen experts so that the weights sum to one. If all
+experts are equal, the mixture then computes the same as the dense model. If a shared expert is added to that sum, all
+experts are scaled down by default to preserve this (``residual``).
 
-Sources: transformers 5.23 and vLLM 0.32, the modelling files of each family.
+Sources: the modeling files of each family in transformers 5.23 and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 @dataclass(frozen=True)
 class OutputFamily:
-    """A family of mixtures.
+    """Family of mixtures of experts.
 
     Args:
-        name: As a recipe's ``architecture`` begins.
-        model_type: Of its configuration.
-        architecture: Its class.
-        sources: ``model_type`` of dense models whose attention it computes alike.
-        module: What stands in a layer where the feed-forward part was.
-        projections: Names of gate, up and down projection there.
-        carried: Parts of a dense layer that it has under the same name.
-        shared: Name of the expert that sees every token; empty for a family without.
-        shared_gate: Whether a gate of its own weighs that expert.
-        biased: Whether its query, key and value projections have biases (zeros, for a source without).
-        correction_bias: Whether its router has a bias that only chooses.
+        name: Name of the family. A recipe's ``architecture`` is a prefix of it.
+        model_type: ``model_type`` of its configuration.
+        architecture: Class name of its models.
+        sources: ``model_type`` of the dense models with the same attention computation.
+        module: Name of the module that replaces the feed-forward network of a layer.
+        projections: Names of the gate, up and down projections in that module.
+        carried: Parts of a dense layer that keep their names.
+        sizes: Keys for the number of experts, their width, and the width of the shared expert.
+        shared: Name of the shared expert, or an empty string for a family without one.
+        shared_gate: Whether the shared expert has its own gate.
+        biased: Whether the query, key and value projections have biases. They are zero for a source without biases.
+        correction_bias: Whether the router has a bias that affects only the choice of experts.
         residual: Default factor of the down projections.
-        says: What its configuration says beside sizes.
-        sizes: Keys of: number of experts, their width, width of the shared expert.
+        says: Settings of its configuration other than sizes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class OutputFamily:
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# In the order in which they are tried.
+# In order of preference.
 OUTPUT_FAMILIES = (
     OutputFamily(
         name="Mixtral",
@@ -95,7 +95,7 @@ OUTPUT_FAMILIES = (
         sizes=("n_routed_experts", "moe_intermediate_size", None),
         shared="shared_experts",
         correction_bias=True,
-        residual=1 / 2,  # The chosen ones and the shared one are added.
+        residual=1 / 2,  # The outputs of the chosen experts and of the shared expert are added.
         says={
             "n_shared_experts": 1,
             "first_k_dense_replace": 0,
@@ -120,7 +120,7 @@ OUTPUT_FAMILIES = (
         shared="shared_expert",
         shared_gate=True,
         biased=True,
-        residual=2 / 3,  # Without prompts its gate is open by half: 1 + 1/2.
+        residual=2 / 3,  # Without prompts, the gate of the shared expert is half open: 1 + 1/2.
         says={
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
@@ -130,17 +130,17 @@ OUTPUT_FAMILIES = (
         },
     ),
 )
-_ALSO_CALLED = {"qwen2moe": "qwenmoe", "glm4moe": "glm4moe"}
+_ALIASES = {"qwen2moe": "qwenmoe", "glm4moe": "glm4moe"}
 
-# What a configuration means where it says nothing: the families' own defaults, which those of mixtures are not.
-_UNSAID: Mapping[str, Any] = {
+# Defaults of the dense families for missing keys. The mixture families have other defaults.
+_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
 }
-_UNSAID_BY_TYPE: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS_BY_TYPE: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     "mistral": {
         "max_position_embeddings": 131072,
@@ -157,59 +157,60 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _ROPE_THETA = 10000.0
-# Keys that mean something else, or nothing, in the result.
+# Keys that have another meaning, or none, in the mixture.
 _DROPPED = (
     "attention_bias", "head_dim", "layer_types", "max_window_layers", "mlp_bias", "pretraining_tp", "sliding_window",
     "use_sliding_window",
 )  # fmt: skip
 
 
-def choose_output(wanted: str | None, source: str, *, shared: bool, prompts: bool, where: str) -> OutputFamily:
-    """The family that dense models become.
+def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, where: str) -> OutputFamily:
+    """Return the mixture family for dense models.
 
     Args:
-        wanted: ``architecture`` of the recipe: how its name begins; None: the first that fits.
+        architecture: ``architecture`` of the recipe, a prefix of the family's name. None selects the first suitable
+            family.
         source: ``model_type`` of the base.
-        shared: Whether there is a shared expert.
-        prompts: Whether it has prompts, which only a gate of its own can follow.
-        where: Place of the recipe.
+        shared: Whether the mixture has a shared expert.
+        prompts: Whether the shared expert has prompts, which require a gate of its own.
+        where: Location of the recipe, for error messages.
 
     Raises:
-        InvalidInput: No family of that name, or none that fits.
+        InvalidInput: No family has this name, or none is suitable.
     """
     fitting = [
         family
         for family in OUTPUT_FAMILIES
         if source in family.sources and bool(family.shared) == shared and (family.shared_gate or not prompts)
     ]
-    if wanted is None:
+    if architecture is None:
         if fitting:
             return fitting[0]
         raise InvalidInput(
             where,
             found=f"a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
-            expected="; ".join(_described(family) for family in OUTPUT_FAMILIES),
+            expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
             remedy=_remedy(source, shared),
         )
-    named = [family for family in OUTPUT_FAMILIES if _plain(family.name).startswith(_asked(wanted))]
-    if not named or not wanted.strip():
-        deepseek = _plain(wanted).startswith("deepseek")
+    matches = [family for family in OUTPUT_FAMILIES if _plain(family.name).startswith(_plain_name(architecture))]
+    if not matches or not architecture.strip():
+        is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
             f"{where}: architecture",
-            found=f"{wanted!r:.60}",
+            found=f"{architecture!r:.60}",
             expected=f"the beginning of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
             remedy=(
                 "GLM-4 MoE computes the same from the same models, and needs no code of its own"
-                if deepseek
+                if is_deepseek
                 else "leave it out to take the first that fits"
             ),
         )
-    if both := [family for family in named if family in fitting]:
-        return both[0]
+    if fitting_matches := [family for family in matches if family in fitting]:
+        return fitting_matches[0]
     raise InvalidInput(
         f"{where}: architecture",
-        found=f"{named[0].name}, of a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
-        expected=_described(named[0]),
+        found=f"{matches[0].name}, of a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
+        expected=_describe(matches[0]),
         remedy=f"leave architecture out: {fitting[0].name} fits" if fitting else _remedy(source, shared),
     )
 
@@ -217,24 +218,24 @@ def choose_output(wanted: str | None, source: str, *, shared: bool, prompts: boo
 def mixture_config(
     base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, where: str
 ) -> dict[str, Any]:
-    """The configuration of the mixture, with everything said that the base's leaves to its own family's defaults.
+    """Return the configuration of the mixture, which states all settings that the base leaves to its family's defaults.
 
     Args:
-        base: Configuration of the base, of one of the family's sources.
-        family: What it becomes.
-        experts: How many are chosen among.
-        per_token: How many see a token.
-        where: What messages call the base.
+        base: Configuration of the base, which is of one of the family's sources.
+        family: Family of the mixture.
+        experts: Number of routed experts.
+        per_token: Number of routed experts per token.
+        where: Name of the base in error messages.
 
     Raises:
-        InvalidInput: A configuration that lacks a size, or of which the family cannot compute the attention.
+        InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """
     kind = str(base.get("model_type", ""))
     if base.get("auto_map"):
         raise _misfit(where, "auto_map", "code of its own", "a model that transformers knows")
-    unsaid = {**_UNSAID, **_UNSAID_BY_TYPE[kind]}
-    said = {key: value for key, value in base.items() if value is not None}
-    full = {**unsaid, **said}
+    defaults = {**_DEFAULTS, **_DEFAULTS_BY_TYPE[kind]}
+    stated = {key: value for key, value in base.items() if value is not None}
+    full = {**defaults, **stated}
     full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
     for key in (*_SIZES, *(["head_dim"] if "head_dim" in full else [])):
         if type(full.get(key)) is not int or full[key] < 1:
@@ -255,9 +256,9 @@ def mixture_config(
         config["sliding_window"] = window
     if family.model_type == "qwen3_moe":
         config["attention_bias"] = bool(full.get("attention_bias", False))
-    for said_as in (width, shared_width):
-        if said_as is not None:
-            config[said_as] = full["intermediate_size"]
+    for width_key in (width, shared_width):
+        if width_key is not None:
+            config[width_key] = full["intermediate_size"]
     if not config.get("rope_parameters"):
         config.setdefault("rope_theta", _ROPE_THETA)
     if "partial_rotary_factor" in family.says:
@@ -267,31 +268,31 @@ def mixture_config(
 
 
 def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: str) -> int | None:
-    """How far back attention sees in every layer; None: everything.
+    """Return the attention window of all layers in tokens, or None for full attention.
 
     Raises:
-        InvalidInput: It is not the same in every layer.
+        InvalidInput: The layers have different windows.
     """
     if kind in ("qwen2", "qwen3"):
         kinds = base.get("layer_types")
-        limited = base.get("use_sliding_window") is True
+        has_windows = base.get("use_sliding_window") is True
         if isinstance(kinds, list):
-            limited = any(layer != "full_attention" for layer in kinds)
-        if limited:
+            has_windows = any(layer != "full_attention" for layer in kinds)
+        if has_windows:
             raise _misfit(where, "use_sliding_window", "true", "full attention in every layer")
         return None
     if kind != "mistral":
         return None
-    # Said to be null is said.
+    # An explicit null takes precedence over the default.
     window = base["sliding_window"] if "sliding_window" in base else full.get("sliding_window")
     return window if type(window) is int and window < full["max_position_embeddings"] else None
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings in the form of transformers 5, from whichever form they are said in."""
-    said = config.get("rope_parameters")
-    if isinstance(said, Mapping) and said:
-        return dict(said)
+    """Return the parameters of rotary positions in the form of transformers 5, from either form."""
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, Mapping) and parameters:
+        return dict(parameters)
     scaling = config.get("rope_scaling")
     older = dict(scaling) if isinstance(scaling, Mapping) else {}
     kind = older.pop("type", None)
@@ -308,12 +309,12 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _asked(name: str) -> str:
-    plain = _plain(name)
-    return _ALSO_CALLED.get(plain.removesuffix("forcausallm"), plain)
+def _plain_name(architecture: str) -> str:
+    plain = _plain(architecture)
+    return _ALIASES.get(plain.removesuffix("forcausallm"), plain)
 
 
-def _described(family: OutputFamily) -> str:
+def _describe(family: OutputFamily) -> str:
     return f"{family.name} from {', '.join(family.sources)} with {'one' if family.shared else 'no'} shared expert"
 
 

@@ -1,4 +1,4 @@
-"""Rows of a tensor in another order: the router of a mixture whose experts are renumbered."""
+"""Reorder the rows of a tensor, such as the router of a mixture whose experts are renumbered."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowPermutation(DerivedTensor):
-    """Row ``i`` is row ``rows[i]`` of another tensor.
+    """Tensor whose row ``i`` is row ``rows[i]`` of the tensor ``whole``.
 
     Args:
-        whole: The other tensor.
-        rows: Numbers of its rows.
+        whole: Original tensor.
+        rows: Row numbers in the original tensor.
     """
 
     whole: AnyTensor
@@ -57,5 +57,5 @@ class RowPermutation(DerivedTensor):
 
 
 def permuted_rows(tensor: AnyTensor, rows: Sequence[int]) -> RowPermutation:
-    """``tensor`` with its rows in that order."""
+    """Return ``tensor`` with its rows in the order ``rows``."""
     return RowPermutation(tensor.name, tensor.dtype, tensor.shape, tensor, tuple(rows))

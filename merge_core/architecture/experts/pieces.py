@@ -1,19 +1,18 @@
-"""Fused experts as single ones: a table of pieces over the same bytes, and the way back to what lies on disk.
+"""Split fused experts into single ones as views of the same bytes, and map the result back to the donor's layout.
 
-Where a checkpoint holds the experts of a layer in one tensor, a merge must not take that tensor for one vector: an
-election of signs or an angle would mean something else than in a checkpoint that holds each expert alone. So before
-anything is planned, every table is made one of single experts (:func:`split_experts`), under the names of the layout
-that
-writes them one by one. An expert is a contiguous run of a fused tensor, and so are its gate and its up projection where
-the tensor is ``[experts, 2 * intermediate, hidden]``; nothing is read for it, and the engine streams pieces as it does
-whole tensors.
+If a checkpoint holds all experts of a layer in one tensor, a merge must not treat this tensor as one vector. A sign
+election or an angle would have another meaning than for a checkpoint that holds each expert separately. Before
+planning, :func:`split_experts` therefore turns every table of tensors into one with single experts, under the names of
+the layout that stores them separately. An expert is a contiguous range of a fused tensor. If the tensor has the shape
+``[experts, 2 * intermediate, hidden]``, so are the expert's gate and up projections. Splitting reads no data, and the
+engine streams pieces like complete tensors.
 
-Where it is ``[experts, hidden, 2 * intermediate]`` (Llama 4, GPT-OSS) gate and up lie side by side in every row, and
-the piece is one expert's both. Which it is, the shapes of ``gate_up_proj`` and ``down_proj`` together say:
-``[E, 2I, H]`` with ``[E, H, I]`` cannot be read as ``[E, H', 2I']`` with ``[E, I', H']``.
+If the shape is ``[experts, hidden, 2 * intermediate]`` (Llama 4, GPT-OSS), each row contains both gate and up values,
+and a piece contains both projections of one expert. The shapes of ``gate_up_proj`` and ``down_proj`` together determine
+the layout: ``[E, 2I, H]`` with ``[E, H, I]`` cannot be read as ``[E, H', 2I']`` with ``[E, I', H']``.
 
-Each piece knows the tensor that it lies in, so a result can be written in the layout of its donor
-(:func:`to_disk_tensors`).
+Each piece records the tensor that contains it, so that :func:`to_disk_tensors` can write the merge in the layout of its
+donor.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# No router chooses among more: a tensor of so many rows is something else.
+# No router chooses among more experts. A tensor with more rows is something else.
 MOST_EXPERTS = 4096
 _FUSED = re.compile(r"^(?P<module>.+)\.experts\.(?P<part>[A-Za-z][A-Za-z0-9_]*)$")
 # Granite's names of the same two tensors.
@@ -54,12 +53,12 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Where a piece lies.
+    """Location of a piece on disk.
 
     Args:
-        whole: Name of the tensor on disk.
-        form: Names of the pieces that it consists of, in the order of their bytes, with ``*`` for the expert's number;
-            one name without a star for a tensor that only has another name.
+        whole: Name of the tensor on disk that contains the piece.
+        form: Names of the pieces of that tensor in the order of their bytes, with ``*`` for the expert number. A single
+            name without ``*`` if the tensor only has another name.
     """
 
     whole: str
@@ -68,19 +67,19 @@ class DiskPlace:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece(StoredTensor):
-    """A run of a stored tensor under a name of its own."""
+    """Range of a stored tensor with its own name."""
 
     place: DiskPlace
 
 
 @dataclass(frozen=True)
 class DerivedPiece(DerivedTensor):
-    """A run of a computed tensor under a name of its own.
+    """Range of a computed tensor with its own name.
 
     Args:
-        place: Where it lies.
-        whole: What it is a run of.
-        start: Its first element there.
+        place: Location on disk.
+        whole: Tensor that contains the piece.
+        start: Index of the first element in that tensor.
     """
 
     place: DiskPlace
@@ -97,34 +96,34 @@ class DerivedPiece(DerivedTensor):
     def open(self, read: ReadStored) -> ReadElements:
         elements = self.whole.open(read)
 
-        def run(first: int, into: NDArray[np.uint8]) -> None:
+        def piece_elements(first: int, into: NDArray[np.uint8]) -> None:
             elements(self.start + first, into)
 
-        return run
+        return piece_elements
 
 
 Piece: TypeAlias = StoredPiece | DerivedPiece
 
 
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with each expert of its fused tensors under a name of its own; the same where there are none."""
+    """Return ``checkpoint`` with each expert of its fused tensors as a separate tensor, unchanged if none are fused."""
     names = expert_names(checkpoint.config)
     fused = _fused_modules(checkpoint.tensors)
     if not fused and not names.renamed:
         return checkpoint
     size = _hidden_size(checkpoint.config)
-    taken = set(checkpoint.tensors)
+    stored_names = set(checkpoint.tensors)
     table: dict[str, AnyTensor] = {}
     for tensor in checkpoint.tensors.values():
         pieces = list(_pieces(tensor, fused, names, size))
-        if any(piece.name in taken or piece.name in table for piece in pieces if place_of(piece)):
-            pieces = [tensor]  # The name is taken: a table in which two tensors had it would lose one.
+        if any(piece.name in stored_names or piece.name in table for piece in pieces if place_of(piece)):
+            pieces = [tensor]  # The name is already in use, and one of the two tensors would be lost.
         table |= {piece.name: piece for piece in pieces}
     return replace(checkpoint, tensors=table)
 
 
 def place_of(tensor: AnyTensor) -> DiskPlace | None:
-    """Where a piece lies; None for a tensor that lies on disk as it is."""
+    """Return the location of a piece on disk, or None for a tensor that is stored under its own name."""
     return tensor.place if isinstance(tensor, StoredPiece | DerivedPiece) else None
 
 
@@ -137,7 +136,7 @@ class _Module:
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Module and part of a name that may be a fused tensor's."""
+    """Return the module and the part in the name of a possibly fused tensor, or None for other names."""
     if match := _FUSED.match(name):
         return match["module"], match["part"]
     if match := _LINEAR.match(name):
@@ -146,36 +145,37 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _fused_modules(tensors: Mapping[str, AnyTensor]) -> dict[str, _Module]:
-    """Modules whose experts are fused: all their tensors of three dimensions have one and the same first."""
+    """Return the modules with fused experts. All their three-dimensional tensors have the same first dimension."""
     if not any(len(tensor.shape) == 3 for tensor in tensors.values()):
         return {}
-    found: dict[str, dict[str, AnyTensor]] = {}
+    candidates: dict[str, dict[str, AnyTensor]] = {}
     for name, tensor in tensors.items():
-        if (at := _split(name)) is not None:
-            found.setdefault(at[0], {})[at[1]] = tensor
+        if (module_and_part := _split(name)) is not None:
+            module, part = module_and_part
+            candidates.setdefault(module, {})[part] = tensor
     modules = {}
-    for module, parts in found.items():
+    for module, parts in candidates.items():
         sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
         if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
-            # One number for each expert is a part of the router, and is called so in both layouts.
-            of_each = {
+            # A tensor with one number per expert belongs to the router and has the same name in both layouts.
+            fused = {
                 part: tensor for part, tensor in parts.items() if len(tensor.shape) > 1 and tensor.shape[0] == experts
             }
-            modules[module] = _Module(of_each, experts)
+            modules[module] = _Module(fused, experts)
     return modules
 
 
 def _pieces(
     tensor: AnyTensor, fused: Mapping[str, _Module], names: ExpertNames, hidden: int | None
 ) -> Iterator[AnyTensor]:
-    at = _split(tensor.name)
-    module = fused.get(at[0]) if at else None
-    if at is None or module is None or at[1] not in module.tensors or not _is_plain(tensor):
-        name = _renamed(tensor.name, names)
+    split = _split(tensor.name)
+    module = fused.get(split[0]) if split else None
+    if split is None or module is None or split[1] not in module.tensors or not _is_plain(tensor):
+        name = _disk_layout_name(tensor.name, names)
         yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, DiskPlace(tensor.name, (name,)))
         return
-    parts = _parts(at[1], module, names, hidden)
-    prefix = _renamed(f"{at[0]}.experts.", names)
+    parts = _parts(split[1], module, names, hidden)
+    prefix = _disk_layout_name(f"{split[0]}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]
     place, size = DiskPlace(tensor.name, form), math.prod(shape)
@@ -186,20 +186,20 @@ def _pieces(
 
 
 def _is_plain(tensor: AnyTensor) -> bool:
-    """Whether the elements of a tensor are weights, one after the other: payloads of quantised models are not."""
+    """Return whether the elements of a tensor are plain weights. Payloads of quantized models are not."""
     return tensor.dtype.kind == "float"
 
 
 def _parts(part: str, module: _Module, names: ExpertNames, hidden: int | None) -> tuple[str, ...]:
-    """What one expert's share of the fused tensor ``part`` is called, in the order in which it lies there."""
+    """Return the names of one expert's pieces in the fused tensor ``part``, in the order of their bytes."""
     up, down = module.tensors.get("gate_up_proj"), module.tensors.get("down_proj")
     if up is not None and down is not None and _sizes(up) == (2 * _sizes(down)[1], _sizes(down)[0]):
-        own = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}
-        return tuple(f"{projection}.weight" for projection in own.get(part, ())) or (part,)
+        projections = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}
+        return tuple(f"{projection}.weight" for projection in projections.get(part, ())) or (part,)
     up = module.tensors.get("up_proj")
     if part not in ("up_proj", "down_proj") or up is None or down is None:
         return (part,)
-    # Without a gate both readings have the same shapes: which of the sizes is the hidden one decides.
+    # Without a gate, both layouts have the same shapes. The position of the hidden size determines the layout.
     if _sizes(up) == (_sizes(down)[1], hidden) and _sizes(down)[0] == hidden != _sizes(up)[0]:
         return (f"{names.up if part == 'up_proj' else names.down}.weight",)
     return (part,)
@@ -215,11 +215,11 @@ def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, pla
     return StoredPiece(name, tensor.file, tensor.dtype, shape, tensor.offset + start * tensor.dtype.size, place)
 
 
-def _renamed(name: str, names: ExpertNames) -> str:
-    at = parse_layer_place(name)
-    if at is None or not names.renamed:
+def _disk_layout_name(name: str, names: ExpertNames) -> str:
+    place = parse_layer_place(name)
+    if place is None or not names.renamed:
         return name
-    return f"{at.stack}.{at.index}.{names.on_disk(at.part)}"
+    return f"{place.stack}.{place.index}.{names.on_disk(place.part)}"
 
 
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
@@ -228,13 +228,13 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DiskTensor(SizedTensor):
-    """A tensor of an output file.
+    """Tensor of an output file.
 
     Args:
-        name: As the file has it.
-        dtype: Its format: one that holds what any of its pieces would be written in.
-        shape: Its sizes.
-        pieces: Names of what is computed for it, in the order of their bytes.
+        name: Name in the file.
+        dtype: Format that can represent the formats of all pieces.
+        shape: Shape of the tensor.
+        pieces: Names of the computed pieces in the order of their bytes.
     """
 
     name: str
@@ -244,48 +244,50 @@ class DiskTensor(SizedTensor):
 
 
 def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpoint) -> list[DiskTensor]:
-    """What the tensors ``outputs`` are written as: fused, or under another name, where those of ``donor`` are.
+    """Return the tensors to write for ``outputs``, fused or renamed as in the donor's layout.
 
-    Layers may have other numbers than in the donor: a layer's parts are written as the same parts of any of its layers.
-    Experts that do not fill a tensor of the donor's form (one is missing, or has another size) are written one by one.
+    Layer numbers may differ from the donor's, so the parts of a layer are written like the same parts of any layer of
+    the donor. If experts do not fill a fused tensor, because one is missing or has another size, they are written one
+    by one.
 
     Args:
-        outputs: Format and shape by name.
-        donor: From :func:`split_experts`.
+        outputs: Format and shape of each computed tensor by name.
+        donor: Donor checkpoint from :func:`split_experts`.
     """
     forms = _forms(donor.tensors.values())
-    found: list[DiskTensor] = []
+    disk_tensors: list[DiskTensor] = []
     done: set[str] = set()
     for name, (dtype, shape) in outputs.items():
         if name in done:
             continue
         form = forms.get(_key(name)) if forms else None
-        disk = _fused(name, form, outputs) if form else None
-        found.append(disk := disk or DiskTensor(name, dtype, shape, (name,)))
+        disk = _fuse(name, form, outputs) if form else None
+        disk_tensors.append(disk := disk or DiskTensor(name, dtype, shape, (name,)))
         done.update(disk.pieces)
-    return found
+    return disk_tensors
 
 
-def _fused(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
-    """The tensor that holds ``name``, if all that belongs into it is there."""
-    at, own = parse_layer_place(name), place
-    if at is not None:  # The same part of another layer.
-        own = DiskPlace(_in_layer(place.whole, at.index), tuple(_in_layer(part, at.index) for part in place.form))
+def _fuse(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
+    """Return the tensor that contains ``name``, or None if one of its pieces is missing or does not fit."""
+    layer, target = parse_layer_place(name), place
+    if layer is not None:  # Use the form of the donor's layer for this layer.
+        form = tuple(_in_layer(part, layer.index) for part in place.form)
+        target = DiskPlace(_in_layer(place.whole, layer.index), form)
     dtype, shape = outputs[name]
-    if "*" not in own.form[0]:
-        return DiskTensor(own.whole, dtype, shape, own.form) if own.form == (name,) else None
+    if "*" not in target.form[0]:
+        return DiskTensor(target.whole, dtype, shape, target.form) if target.form == (name,) else None
     experts = 0
     pieces: list[str] = []
-    while all(part.replace("*", str(experts)) in outputs for part in own.form):
-        pieces += [part.replace("*", str(experts)) for part in own.form]
+    while all(part.replace("*", str(experts)) in outputs for part in target.form):
+        pieces += [part.replace("*", str(experts)) for part in target.form]
         experts += 1
     if name not in pieces or any(outputs[piece][1] != shape for piece in pieces):
         return None
     dtypes = {outputs[piece][0] for piece in pieces}
-    if len(dtypes) > 1 and any(one.kind != "float" for one in dtypes):
+    if len(dtypes) > 1 and any(piece_dtype.kind != "float" for piece_dtype in dtypes):
         return None
-    rows = (len(own.form) * shape[0], *shape[1:]) if len(own.form) > 1 else shape
-    return DiskTensor(own.whole, promote(dtypes), (experts, *rows), tuple(pieces))
+    rows = (len(target.form) * shape[0], *shape[1:]) if len(target.form) > 1 else shape
+    return DiskTensor(target.whole, promote(dtypes), (experts, *rows), tuple(pieces))
 
 
 def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], DiskPlace]:
@@ -297,18 +299,18 @@ def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], DiskPlace]:
 
 
 def _key(name: str) -> tuple[str, str]:
-    """A tensor's place but for the numbers of layer and expert."""
-    at = parse_layer_place(name)
-    stack, part = (at.stack, at.part) if at else ("", name)
+    """Return the location of a tensor without the numbers of its layer and expert."""
+    place = parse_layer_place(name)
+    stack, part = (place.stack, place.part) if place else ("", name)
     return stack, _NUMBER.sub(".experts.*.", f".{part}", count=1)
 
 
 def _in_layer(name: str, index: int) -> str:
-    at = parse_layer_place(name)
-    return name if at is None else f"{at.stack}.{index}.{at.part}"
+    place = parse_layer_place(name)
+    return name if place is None else f"{place.stack}.{index}.{place.part}"
 
 
 def disk_name(tensor: AnyTensor) -> str:
-    """Name of the tensor on disk that ``tensor`` is, or is a piece of."""
+    """Return the name of the tensor on disk that contains ``tensor``, or of ``tensor`` itself."""
     place = place_of(tensor)
     return place.whole if place else tensor.name
