@@ -77,7 +77,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
     ours = opened(shared_prefix_type(), network)
     found = ours._loglikelihood_tokens(requests, disable_tqdm=True)
     whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert ours._shares is may_share
+    assert ours._shares_exactly is may_share
     bound = 1e-4 if dtype is torch.float32 else 0.1
     assert max(abs(one[0] - other[0]) for one, other in zip(found, whole, strict=True)) < bound
     if dtype is torch.float32:
@@ -89,7 +89,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
 def test_what_is_shared_is_read_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
     lm = opened(shared_prefix_type(), network)
-    assert lm._shares
+    assert lm._shares_exactly
     read = 0
 
     def counted(*_: Any, input_ids: torch.Tensor, **named: Any) -> Any:
@@ -136,7 +136,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
     assert len(set(theirs)) > 6  # or there would be nothing to compare
     begun: list[int] = []
     ours = opened(shared_prefix_type(), network)
-    assert ours._writes is FAMILIES[family][1]
+    assert ours._writes_exactly is FAMILIES[family][1]
     monkeypatch.setattr(reading, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     assert ours.generate_until(asked, disable_tqdm=True) == theirs
     windowed = getattr(network.config, "sliding_window", None)
@@ -221,10 +221,10 @@ def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any],
 
 def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(batch_schedule, "_STRETCH", 4)
+    monkeypatch.setattr(batch_schedule, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
     theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
-    assert ours._writes
+    assert ours._writes_exactly
     steps: list[int] = []
 
     def count(_: Any, told: Any, named: dict[str, Any]) -> None:
