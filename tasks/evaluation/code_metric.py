@@ -1,9 +1,9 @@
 """Score generated code without Hugging Face's ``code_eval``.
 
 ``evaluate`` downloads the script of ``code_eval`` and runs programs in the process that loads it. The replacement here
-has the same interface and yields the same numbers, but it runs programs with ``run_program``. If c of the n answers to a
-document pass, it has pass@k = 1 - C(n-c, k) / C(n, k). This is the probability that at least one of k answers passes if
-they are drawn from the n without replacement (Chen et al. 2021, arXiv:2107.03374, equation 1).
+has the same interface and yields the same numbers, but it runs programs with ``run_program``. If c of the n answers to
+a document pass, its score is pass@k = 1 - C(n-c, k) / C(n, k). This is the probability that at least one of k answers
+passes if they are drawn from the n without replacement (Chen et al. 2021, arXiv:2107.03374, equation 1).
 """
 
 from __future__ import annotations

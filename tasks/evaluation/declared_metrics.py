@@ -1,8 +1,8 @@
 """Determine the metrics that a task's configuration lists, and what lm-eval computes per document for each of them.
 
-lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it lists BLEU. Some metrics (F1, Matthews
-correlation, BLEU) collect pairs of reference and prediction to be scored together at the end. Pairs have no mean, and
-lm-eval fails if a task asks for one. Only a call reveals what a function of the task returns.
+lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it lists BLEU. Some metrics (F1,
+Matthews correlation, BLEU) collect pairs of reference and prediction to be scored together at the end. Pairs have no
+mean, and lm-eval fails if a task asks for one. Only a call reveals what a function of the task returns.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def cover(documents: int, parts: Sequence[DocumentRange], known: Sequence[Docume
 def _add_pieces(
     part: DocumentRange, missing: Sequence[tuple[int, int]], pieces: list[Piece], *, is_scored: bool
 ) -> list[tuple[int, int]]:
-    """Add the overlap of ``part`` with the missing documents to ``pieces``, and return the rest of the missing documents.
+    """Add the overlap of ``part`` with the missing documents to ``pieces``, and return the remaining gaps.
 
     ``is_scored`` tells whether the part has been scored as a unit.
     """
