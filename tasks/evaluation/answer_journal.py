@@ -32,7 +32,7 @@ class JournalledModel:
     Args:
         lm: Model that answers the requests that are not in the journal.
         journal: Records of completed batches.
-        batched: Whether ``batch_begins`` will be called before each batch; if not, every answer is its own batch.
+        batched: Whether ``finish_batch`` will be called before each batch; if not, every answer is its own batch.
     """
 
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
@@ -70,9 +70,9 @@ class JournalledModel:
             self._ends[name].append(end)
             self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
             if not self._batched:
-                self.batch_begins()
+                self.finish_batch()
 
-    def batch_begins(self) -> None:
+    def finish_batch(self) -> None:
         """Append the answers of the preceding batch, which is now complete, to the journal."""
         if not self._answered:
             return
@@ -101,7 +101,7 @@ class JournalledModel:
             _set_generator(state)
         if left:
             results = getattr(self._lm, kind)([requests[index] for index in left])
-            self.batch_begins()  # the last batch is complete
+            self.finish_batch()  # the last batch is complete
             for index, answer in zip(left, results, strict=True):
                 answers[index] = answer
                 if ended := self._ends.get(names[index]):
@@ -118,7 +118,9 @@ class JournalledModel:
             if kind != "generate_until":
                 return ""
             # vLLM reports the settings it derived from a prompt's settings, so only the prompt can be compared.
-            matches = [other for other, waiting in self._waiting.items() if waiting and waiting[0][0] == request[0]]
+            matches = [
+                candidate for candidate, waiting in self._waiting.items() if waiting and waiting[0][0] == request[0]
+            ]
             if len(matches) != 1:
                 return ""
             name = matches[0]
@@ -166,7 +168,7 @@ def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> I
 
     def with_journal(compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_batch(*args: Any, **kwargs: Any) -> Any:
-            model.batch_begins()
+            model.finish_batch()
             return compute(*args, **kwargs)
 
         return compute_batch

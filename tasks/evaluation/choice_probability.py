@@ -34,7 +34,7 @@ class AnsweredChoice(NamedTuple):
 
     @property
     def probability(self) -> float | None:
-        """Probability of the right answer, in [0, 1]; None if a likelihood is NaN, or all are minus infinity."""
+        """Probability of the right answer, in [0, 1]; None if a likelihood is NaN, or the largest is infinite."""
         if (shares := self._shares()) is None:
             return None
         return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares)
@@ -80,7 +80,7 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
     return values
 
 
-def answered_now(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
+def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
     """Return the answered choice of a sample that was just scored, or None if the task has no choices.
 
     Args:
@@ -114,7 +114,7 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
     return len(choices), _right(target, choices)
 
 
-def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
+def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
     """Return the answered choice of a sample that lm-eval wrote to a file.
 
     The result is None if the task has no choices, or if the file does not reveal which choice is right.

@@ -98,7 +98,7 @@ class CodeEval:
 
 
 @contextmanager
-def programs_told(tell: Callable[[int], None]) -> Iterator[None]:
+def report_programs(tell: Callable[[int], None]) -> Iterator[None]:
     """Report the number of programs run after each one: a document may have many, and each takes seconds."""
     token = _on_program.set(tell)
     try:
@@ -108,7 +108,7 @@ def programs_told(tell: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def code_bounded(limits: ProgramLimits | None) -> Iterator[None]:
+def confine_code_eval(limits: ProgramLimits | None) -> Iterator[None]:
     """Make tasks that are loaded inside the context use ``CodeEval`` for ``code_eval``; no effect without limits."""
     if limits is None:
         yield
@@ -126,7 +126,7 @@ def code_bounded(limits: ProgramLimits | None) -> Iterator[None]:
         vars(evaluate)["load"] = load
 
 
-def bound_checks(leaf: Any, limits: ProgramLimits) -> None:
+def confine_checks(leaf: Any, limits: ProgramLimits) -> None:
     """Confine a task that runs programs with its own function (``check_correctness``): replace that function."""
     for function in _functions(leaf.config.to_dict(keep_callable=True)):
         namespace = getattr(function, "__globals__", {})

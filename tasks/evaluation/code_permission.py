@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
+from mergegate.tasks.evaluation.code_runs import EVERY, find_unconfined_code
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
@@ -45,9 +45,9 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
             f"evaluate.tasks: {written}",
             found="a task that runs code which the model wrote",
             expected="its name under evaluate.allow_code",
-            remedy=how_to_allow(written),
+            remedy=allow_code_advice(written),
         )
-    way = runs_in_its_own_way(_functions_of(read_definition(task.definition))) if task.definition else ""
+    way = find_unconfined_code(_functions_of(read_definition(task.definition))) if task.definition else ""
     if way:
         raise InvalidInput(
             f"evaluate.tasks: {written}",
@@ -68,7 +68,7 @@ def _functions_of(definition: Definition) -> Iterator[tuple[Path, str]]:
                 yield Path(f"not beside it: {text}"), str(text)
 
 
-def how_to_allow(written: str) -> str:
+def allow_code_advice(written: str) -> str:
     """Return the advice for allowing a task to run code."""
     return (
         f"under evaluate 'allow_code: [{written}]': its programs then run in bounds (docs/security.md); or leave it out"
@@ -94,7 +94,7 @@ def runs_code(task: EvalTask) -> bool:
     return any(leaf.config.get("unsafe_code") for leaf in read_definition(task.definition).leaves)
 
 
-def way_of_shipped(config: Mapping[str, Any]) -> str:
-    """Apply ``runs_in_its_own_way`` to a task that lm-eval ships, whose functions are named by their files."""
+def find_unconfined_code_of_shipped(config: Mapping[str, Any]) -> str:
+    """Apply ``find_unconfined_code`` to a task that lm-eval ships, whose functions are named by their files."""
     named = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
-    return runs_in_its_own_way((Path(file + ".py"), function) for file, _, function in named)
+    return find_unconfined_code((Path(file + ".py"), function) for file, _, function in named)

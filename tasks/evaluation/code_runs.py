@@ -35,7 +35,7 @@ _ATTRIBUTES |= {f"{kind}{how}" for kind in ("exec", "spawn") for how in ("l", "l
 _RUNS = _NAMES | {f".{name}" for name in _ATTRIBUTES}
 
 
-def runs_in_its_own_way(functions: Iterable[tuple[Path, str]]) -> str:
+def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
     """Return how a task's functions run code that mergegate cannot confine; empty if they do not.
 
     Args:
@@ -44,8 +44,8 @@ def runs_in_its_own_way(functions: Iterable[tuple[Path, str]]) -> str:
     for file, name in functions:
         if not file.is_file():
             return f"{name}, in a module that is not beside its definition"
-        if found := next(_reached(file, name), None):
-            return f"{found} in {file.name}"
+        if way := next(_reached(file, name), None):
+            return f"{way} in {file.name}"
     return ""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.checkpoints import TellProgress
-from mergegate.tasks.evaluation.process import ask_about_task
+from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import StageValue, value_stage
@@ -45,19 +45,19 @@ def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: 
         InvalidInput: If the data cannot be loaded, or a template of the task fails.
         Refused: If the search takes longer than ``limit``.
     """
-    return ask_about_task(task, _count_matches, (task, texts), "its documents", limit.seconds)
+    return call_with_task_data(task, _count_matches, (task, texts), "its documents", limit.seconds)
 
 
 def _count_matches(task: EvalTask, texts: CalibrationTexts, on_progress: TellProgress) -> ContaminatedDocuments:
     """Search the documents; runs in the process that holds models."""
-    from mergegate.tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
+    from mergegate.tasks.evaluation.harness import documents_in_set, load_task, quiet, user_errors
     from mergegate.tasks.evaluation.task_texts import text_of
 
     corpus = _APART.join(_plain(text) for text in texts.texts)
     matches, documents, first = 0, 0, ""
-    with quiet(), mistakes_of(task):
+    with quiet(), user_errors(task):
         loaded = load_task(task)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         for name, leaf in loaded.leaves.items():
             for position, document in enumerate(leaf.eval_docs):
                 if counted is not None and (name, position) not in counted:

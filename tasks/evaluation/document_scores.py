@@ -114,7 +114,7 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
 
 def pair_documents(
-    reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, where: str
+    reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, location: str
 ) -> PairedScores:
     """Pair the scores of both models under ``metric``, document by document, in the order of ``merge``.
 
@@ -122,18 +122,18 @@ def pair_documents(
         reference: Scores of the reference.
         merge: Scores of the merge.
         metric: Metric to compare.
-        where: Name of the comparison in messages, such as ``'reverse: merge against reverser'``.
+        location: Name of the comparison in messages, such as ``'reverse: merge against reverser'``.
 
     Raises:
         InvalidInput: If the documents differ, or were not prompted in the same way.
     """
     left, right = ({(row.task, row.doc_id): row for row in side if row.metric == metric} for side in (reference, merge))
     if not left:
-        raise InvalidInput(where, found=f"no document scored by {metric!r}")
+        raise InvalidInput(location, found=f"no document scored by {metric!r}")
     if left.keys() != right.keys():
         task, doc_id = min(left.keys() ^ right.keys())
         raise InvalidInput(
-            where,
+            location,
             found=f"document {doc_id} of {task} scored on one side only",
             expected="the same documents on both sides",
             remedy="evaluate both with the same settings",
@@ -143,7 +143,7 @@ def pair_documents(
         for name in ("doc_hash", "prompt_hash", "target_hash"):
             if getattr(ours, name) != getattr(theirs, name):
                 raise InvalidInput(
-                    where,
+                    location,
                     found=f"another {name.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
                     expected="both models asked the same question in the same words",
                     remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",

@@ -35,8 +35,8 @@ from mergegate.merge_core.files import JournalPlace, open_journal
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
-from mergegate.tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choice_from_task, choices_of, probabilities
+from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval, report_programs
 from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
@@ -50,13 +50,13 @@ from mergegate.tasks.evaluation.task_data import (
     LoadedData,
     TaskData,
     digest_of_leaves,
+    record_sources,
     revision_now,
-    sources_noted,
 )
-from mergegate.tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
+from mergegate.tasks.evaluation.task_definition import EvalTask, matches_digest, named_data, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, function_dumper
-from mergegate.tasks.evaluation.task_setup import arrange
-from mergegate.tasks.evaluation.task_texts import asked_of
+from mergegate.tasks.evaluation.task_setup import set_up_tasks
+from mergegate.tasks.evaluation.task_texts import question_text
 from mergegate.tasks.sandbox import ProgramLimits
 
 _READABLE = 64  # longest cluster name, in characters, that is stored as text
@@ -73,7 +73,7 @@ class ScoredDocuments:
     outcomes: tuple[DocumentScore, ...]
 
 
-def look_at_data(task: EvalTask) -> LoadedData:
+def inspect_data(task: EvalTask) -> LoadedData:
     """Load ``task``, count its documents and pin them, and return both with the metrics that it will have.
 
     For a group, all tasks below it count; for a task with a document set, only the documents in the set. If the
@@ -93,22 +93,22 @@ def look_at_data(task: EvalTask) -> LoadedData:
             for name, leaf in loaded.leaves.items():
                 for document in islice(leaf.eval_docs, 1):
                     _cluster(name, document, task.cluster_field)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
-        metrics = {name: metrics_to_come(name, leaf) for name, leaf in loaded.leaves.items()}
+        metrics = {name: expected_metrics(name, leaf) for name, leaf in loaded.leaves.items()}
         return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
 def count_documents(task: EvalTask) -> int:
-    """Return the number of documents of ``task``, summed over the tasks of a group. See ``look_at_data``."""
-    return look_at_data(task).documents
+    """Return the number of documents of ``task``, summed over the tasks of a group. See ``inspect_data``."""
+    return inspect_data(task).documents
 
 
 def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
     return tuple(revision_now(source) for source in sources)
 
 
-def counted_documents(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+def documents_in_set(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
     """Return the documents in the task's document set as (leaf, position), None if the task uses all documents."""
     if task.only is None:
         return None
@@ -135,7 +135,7 @@ def clusters_in_order(task: EvalTask, field: str, seed: int) -> tuple[str, ...]:
     """
     with quiet():
         loaded = load_task(task)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         return tuple(
             _cluster_of(loaded.leaves[leaf], leaf, loaded.leaves[leaf].eval_docs[position], field)
             for leaf, position in ordered(loaded.sizes, seed)
@@ -145,7 +145,7 @@ def clusters_in_order(task: EvalTask, field: str, seed: int) -> tuple[str, ...]:
 
 def _cluster_of(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:
     if field is None:
-        return asked_of(leaf, document)
+        return question_text(leaf, document)
     return name if field == "task" else _cluster(name, document, field)
 
 
@@ -193,10 +193,10 @@ def score_documents(
         open_journal(journal, is_answer_record) as records,
         journalled(opened, records, backend.computes_in) as lm,
         progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
-        programs_told(lambda count: on_progress(count, count)),
+        report_programs(lambda count: on_progress(count, count)),
     ):
         loaded = load_task(task)
-        documents = documents_in(loaded.sizes, scoring.seed, part, counted_documents(loaded, task))
+        documents = documents_in(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
         if (count := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
                 f"task {task.name}: {part}",
@@ -204,17 +204,17 @@ def score_documents(
                 expected=f"{part.last - part.first}, as when they were counted",
                 remedy="its data changed: pin it, or delete 'documents' from the store",
             )
-        return ask_documents(loaded, documents, lm, model.name, task, scoring)
+        return score_loaded_documents(loaded, documents, lm, model.name, task, scoring)
 
 
-def ask_documents(
+def score_loaded_documents(
     loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> ScoredDocuments:
     from lm_eval.evaluator import evaluate
 
     settings = resolve_prompt_settings(task.asked, scoring)
-    leaves = arrange(loaded, documents, lm, settings, scoring.seed)
-    with mistakes_of(task):
+    leaves = set_up_tasks(loaded, documents, lm, settings, scoring.seed)
+    with user_errors(task):
         results = evaluate(
             lm=lm,
             task_dict={"tasks": dict(leaves)},
@@ -233,7 +233,7 @@ def ask_documents(
     for name, samples in results["samples"].items():
         measured = {metric for sample in samples for metric in sample["metrics"]}
         directions = _judging_metrics(name, leaves[name], measured)
-        answers = [answered_now(leaves[name], sample) for sample in samples]
+        answers = [choice_from_task(leaves[name], sample) for sample in samples]
         right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
         for sample, probability in zip(samples, right_probabilities or [None] * len(samples), strict=True):
             for metric in (metric for metric in sample["metrics"] if metric in directions):
@@ -251,7 +251,7 @@ def _with_ends(row: DocumentScore, ends: Sequence[AnswerEnd]) -> DocumentScore:
 
 
 @contextmanager
-def mistakes_of(task: EvalTask) -> Iterator[None]:
+def user_errors(task: EvalTask) -> Iterator[None]:
     """Report exceptions from the user's functions and templates, and lm-eval's from averaging, as InvalidInput."""
     from jinja2 import TemplateError
 
@@ -321,7 +321,7 @@ def _judging_metrics(name: str, leaf: Any, measured: Iterable[str]) -> dict[str,
     return metrics
 
 
-def metrics_to_come(name: str, leaf: Any) -> dict[str, bool]:
+def expected_metrics(name: str, leaf: Any) -> dict[str, bool]:
     """Return the metrics that a leaf will have once it is scored, and whether higher is better for each.
 
     These are all metrics that are means, once for each filter of the answers. Scoring may produce fewer of them but
@@ -402,11 +402,11 @@ def load_task(task: EvalTask) -> LoadedTask:
     if _last_loaded is None or _last_loaded[0] != key or task.data_digest not in accepted:
         _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
-        with sources_noted() as sources, code_bounded(task.code):
+        with record_sources() as sources, confine_code_eval(task.code):
             leaves = _load_tasks(task, Path(scratch.name))
         if task.code is not None:
             for leaf in leaves.values():
-                bound_checks(leaf, task.code)
+                confine_checks(leaf, task.code)
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         generation = {
@@ -431,14 +431,14 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
     """Return lm-eval's task objects by name: a single task, or all tasks below a group."""
     from lm_eval.tasks import TaskManager
 
-    _keep_templates()
+    _cache_templates()
     try:
         shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
         if _is_laid_over(shipped):
-            with _from_mirror(task, _found_in_mirror(task).values(), scratch):
+            with _from_mirror(task, _mirror_datasets(task).values(), scratch):
                 return dict(_shipped_tasks().load([task.in_lm_eval])["tasks"])
         prepared = _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(shipped, scratch)
-        datasets, manager = _found_in_mirror(task), TaskManager(include_defaults=False)
+        datasets, manager = _mirror_datasets(task), TaskManager(include_defaults=False)
         loaded: dict[str, Any] = {}
         for name, path in prepared.items():  # one at a time, so that each task sees only its own datasets
             with _from_mirror(task, [datasets[name]] if name in datasets else [], scratch):
@@ -458,15 +458,17 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         ) from error
 
 
-def _found_in_mirror(task: EvalTask) -> dict[str, FoundDataset]:
+def _mirror_datasets(task: EvalTask) -> dict[str, FoundDataset]:
     """Return the location of each leaf's data in ``evaluate.data``, by name; empty if that is not set."""
     if task.mirror is None:
         return {}
-    return {each.asked.task: each for each in find_datasets(task.mirror, named_data(task.in_lm_eval, task.definition))}
+    return {
+        each.request.task: each for each in find_datasets(task.mirror, named_data(task.in_lm_eval, task.definition))
+    }
 
 
-def _from_mirror(task: EvalTask, found: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:
-    return nullcontext() if task.mirror is None else datasets_from(found, scratch)
+def _from_mirror(task: EvalTask, datasets: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:
+    return nullcontext() if task.mirror is None else datasets_from(datasets, scratch)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -505,7 +507,7 @@ def _prepare(task: EvalTask, path: Path, scratch: Path) -> dict[str, Path]:
     same mtime would yield stale data. Reading a few megabytes of jsonl again is fast.
     """
     definition = read_definition(path)
-    if not still_as_pinned(task, definition):
+    if not matches_digest(task, definition):
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
     return {leaf.name: _prepare_leaf(leaf, scratch, number) for number, leaf in enumerate(definition.leaves)}
 
@@ -530,7 +532,7 @@ def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:
 
 
 @lru_cache(maxsize=1)
-def _keep_templates() -> None:
+def _cache_templates() -> None:
     """Cache compiled templates.
 
     lm-eval compiles a template for every document that it renders, which takes ten times as long as rendering. The

@@ -125,9 +125,9 @@ def parse_sample(line: bytes, path: Path, number: int) -> tuple[WrittenSample, M
     Raises:
         InvalidInput: If the line is not JSON or has a value of the wrong type; the message names the line and key.
     """
-    where = line_location(path, number)
-    content = parse_json(line, where, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
-    return _checked(WrittenSample, content, where, "not a sample of lm-eval"), content
+    location = line_location(path, number)
+    content = parse_json(line, location, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
+    return _checked(WrittenSample, content, location, "not a sample of lm-eval"), content
 
 
 def _checked(model: type[M], content: object, location: str, problem: str) -> M:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mergegate.tasks.evaluation.local_groups import laid_over_tasks
+from mergegate.tasks.evaluation.local_groups import task_overrides
 
 _NAMED = re.compile(rb"^['\"]?(task|group|tag|class)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^['\"]?tag['\"]?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
@@ -86,7 +86,7 @@ def _members(
     group: str, config: Mapping[str, Any], path: Path, overrides: Mapping[str, Any], depth: int
 ) -> Iterator[LeafConfig]:
     """Yield the tasks below a group, as lm-eval builds it; ``overrides`` from enclosing groups take precedence."""
-    laid_over = laid_over_tasks(config, overrides)
+    laid_over = task_overrides(config, overrides)
     members = config.get("task") or []
     for member in [members] if isinstance(members, str) else members:
         own = dict(member) if isinstance(member, Mapping) else {"task": member}

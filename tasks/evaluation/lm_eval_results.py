@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value, line_location, read_lines
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, answered_then, probabilities
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, choice_from_log, probabilities
 from mergegate.tasks.evaluation.declared_metrics import is_registered_mean
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.lm_eval_files import (
@@ -184,7 +184,7 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
     return TaskResults(task, tuple(outcomes), _conditions(file, leaves), _precision(file), file.path)
 
 
-def require_same_conditions(reference: TaskResults, merge: TaskResults, where: str) -> None:
+def require_same_conditions(reference: TaskResults, merge: TaskResults, location: str) -> None:
     """Check that two models were evaluated under the same conditions. Pairing compares documents and prompts later.
 
     Raises:
@@ -193,7 +193,7 @@ def require_same_conditions(reference: TaskResults, merge: TaskResults, where: s
     for name, ours, theirs in zip(Conditions._fields, reference.conditions, merge.conditions, strict=True):
         if ours != theirs:
             raise InvalidInput(
-                where,
+                location,
                 found=f"another {name} on each side: {_short(ours)} in {reference.file}, {_short(theirs)} in "
                 f"{merge.file}",
                 expected="both models asked alike",
@@ -304,7 +304,7 @@ def _sample(
         names(tuple(sample.metrics)),
         tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
         names(_cluster(content, cluster_field, line_location(path, number))),
-        answered_then(config, content),
+        choice_from_log(config, content),
     )
 
 

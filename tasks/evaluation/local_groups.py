@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.task_file import Definition, as_list, modules_of, one_definition, read_task_file
+from mergegate.tasks.evaluation.task_file import Definition, as_list, modules_of, read_task_file, resolve_definition
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def group_members(
     return tuple(members.values())
 
 
-def laid_over_tasks(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def task_overrides(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a group applies to its tasks; ``overrides`` from enclosing groups take precedence."""
     return {key: value for key, value in group.items() if key not in _OF_A_GROUP} | dict(overrides)
 
@@ -100,7 +100,7 @@ def laid_over_tasks(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 def _members(group: _Group, overrides: Mapping[str, Any], enclosing: tuple[str, ...]) -> Iterator[Definition]:
     """Yield the tasks below a group, in the order of the group; ``overrides`` from enclosing groups take precedence."""
     definitions = _definitions_in(group.path.parent)
-    laid_over = laid_over_tasks(group.config, overrides)
+    laid_over = task_overrides(group.config, overrides)
     for item in as_list(group.config.get("task") or []):
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         kind = "group" if "group" in own else "task"
@@ -120,7 +120,7 @@ def _members(group: _Group, overrides: Mapping[str, Any], enclosing: tuple[str, 
         elif own:  # a complete task
             files: list[Path] = modules_of(settings, group.path.parent)
             inline_name = f"{group.name}::{name}"
-            yield one_definition(
+            yield resolve_definition(
                 group.path, inline_name, settings, group.data_root, files, overrides=settings, is_inline=True
             )
         else:
@@ -153,7 +153,7 @@ def _task_at(
     """Return one task of a file, overridden by its entry in a list and by ``settings``."""
     overrides = {**source.own, **settings}
     merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
-    return one_definition(source.path, source.name, merged, root, files, overrides=overrides)
+    return resolve_definition(source.path, source.name, merged, root, files, overrides=overrides)
 
 
 def _data_root(source: _TaskSource, file_root: Path) -> Path:

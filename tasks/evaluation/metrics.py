@@ -62,18 +62,20 @@ class JudgedMetrics:
                 selected.append(row._replace(metric=label, outcome=score, higher_is_better=higher_is_better))
         return tuple(selected)
 
-    def judged(self, rows: Sequence[DocumentScore], where: str) -> tuple[DocumentScore, ...]:
+    def judged(self, rows: Sequence[DocumentScore], location: str) -> tuple[DocumentScore, ...]:
         """Return one score for each document in ``rows``.
 
         Raises:
             InvalidInput: If a document has no score under the metric of its leaf; the message names both.
         """
         selected = self.chosen(rows)
-        check_all_scored(where, documents_of(rows), selected, {leaf: name for leaf, (name, _) in self.by_leaf.items()})
+        check_all_scored(
+            location, documents_of(rows), selected, {leaf: name for leaf, (name, _) in self.by_leaf.items()}
+        )
         return selected
 
 
-def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, where: str) -> JudgedMetrics:
+def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, task: str) -> JudgedMetrics:
     """Choose the metric that judges each leaf that has documents in ``rows``.
 
     Args:
@@ -82,45 +84,49 @@ def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, where:
             and the others their default; ``acc_norm`` means ``acc_norm,none`` if the leaf has no other ``acc_norm``.
             A mapping: metrics by leaf or by pattern of leaves (``leaderboard_math_*``). Names precede patterns,
             patterns apply in the given order, and leaves that match nothing use their default.
-        where: Name of the task in messages.
+        task: Name of the task in messages.
 
     Raises:
         InvalidInput: For a metric that no leaf, or not the intended leaf, has, or for an unknown leaf.
     """
-    return choose_known_metrics(metrics_by_leaf(rows), setting, where)
+    return choose_known_metrics(metrics_by_leaf(rows), setting, task)
 
 
-def choose_known_metrics(known: Mapping[str, Mapping[str, bool]], setting: MetricSetting, where: str) -> JudgedMetrics:
+def choose_known_metrics(
+    labels_by_leaf: Mapping[str, Mapping[str, bool]], setting: MetricSetting, task: str
+) -> JudgedMetrics:
     """Choose metrics from the labels of each leaf and their directions, before anything is scored.
 
     See ``choose_metrics``.
     """
     if isinstance(setting, Mapping):
-        requested = _requested_by_leaf(known, setting, where)
+        requested = _requested_by_leaf(labels_by_leaf, setting, task)
     elif setting is None:
         requested = {}
     else:
         metric = setting
-        requested = {leaf: label for leaf, metrics in known.items() if (label := _in_full(setting, metrics)) in metrics}
-        if known and not requested:
-            labels = dict.fromkeys(name for metrics in known.values() for name in metrics)
+        requested = {
+            leaf: label for leaf, metrics in labels_by_leaf.items() if (label := _in_full(setting, metrics)) in metrics
+        }
+        if labels_by_leaf and not requested:
+            labels = dict.fromkeys(name for metrics in labels_by_leaf.values() for name in metrics)
             is_ambiguous = any(name.partition(",")[0] == setting for name in labels)
             raise InvalidInput(
-                f"evaluate.tasks: {where}: metric",
+                f"evaluate.tasks: {task}: metric",
                 found=f"{setting!r}, " + ("which can mean several" if is_ambiguous else "which the task does not have"),
                 expected=" or ".join(labels),
                 remedy=_only_of_choices(metric) or suggest(setting, labels),
             )
-    named = {leaf: requested.get(leaf) or default_metric(tuple(metrics)) for leaf, metrics in known.items()}
-    return JudgedMetrics({leaf: (name, known[leaf][name]) for leaf, name in named.items()})
+    named = {leaf: requested.get(leaf) or default_metric(tuple(metrics)) for leaf, metrics in labels_by_leaf.items()}
+    return JudgedMetrics({leaf: (name, labels_by_leaf[leaf][name]) for leaf, name in named.items()})
 
 
 def metrics_by_leaf(rows: Iterable[DocumentScore]) -> dict[str, dict[str, bool]]:
     """Return the metrics of each leaf and whether higher is better, in order of first occurrence."""
-    known: dict[str, dict[str, bool]] = {}
+    labels: dict[str, dict[str, bool]] = {}
     for row in rows:
-        known.setdefault(row.task, {}).setdefault(row.metric, row.higher_is_better)
-    return known
+        labels.setdefault(row.task, {}).setdefault(row.metric, row.higher_is_better)
+    return labels
 
 
 def default_metric(metrics: Sequence[str]) -> str:
@@ -142,16 +148,16 @@ def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
 
 
 def check_all_scored(
-    where: str,
-    asked: Iterable[tuple[str, int]],
+    location: str,
+    documents: Iterable[tuple[str, int]],
     scored: Iterable[DocumentScore],
     metrics: Mapping[str, str] | None = None,
 ) -> None:
     """Check that every evaluated document has a score, so that none is dropped silently.
 
     Args:
-        where: Location for messages.
-        asked: Documents that were evaluated.
+        location: Location for messages.
+        documents: Documents that were evaluated.
         scored: Their scores.
         metrics: Required metric by leaf. None: any metric.
 
@@ -159,16 +165,16 @@ def check_all_scored(
         InvalidInput: Naming the first leaf with missing documents, their number, and the first of them.
     """
     available = {(row.task, row.doc_id) for row in scored}
-    everything = tuple(dict.fromkeys(asked))
-    missing = [document for document in everything if document not in available]
+    expected = tuple(dict.fromkeys(documents))
+    missing = [document for document in expected if document not in available]
     if not missing:
         return
     leaf, first = missing[0]
-    of_leaf = [document for document in everything if document[0] == leaf]
+    of_leaf = [document for document in expected if document[0] == leaf]
     lost = sum(document[0] == leaf for document in missing)
     under = f"under {metrics[leaf]!r}" if metrics and leaf in metrics else "under any metric that is a mean"
     raise InvalidInput(
-        where,
+        location,
         found=f"{lost} of {len(of_leaf)} documents of {leaf} without a score {under}, first document {first}",
         expected="a score for every document that was asked",
         remedy="leave them out by the task's process_docs, or judge the leaf by a metric that all of them have "
@@ -176,7 +182,7 @@ def check_all_scored(
     )
 
 
-def checked_score(where: str, metric: str, document: object, value: float) -> float:
+def checked_score(location: str, metric: str, document: object, value: float) -> float:
     """Return ``value`` if it can be averaged.
 
     Raises:
@@ -184,7 +190,7 @@ def checked_score(where: str, metric: str, document: object, value: float) -> fl
     """
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidInput(
-            where,
+            location,
             found=f"{metric} of document {document} is {value}",
             expected="a number",
             remedy="a model that computes NaN is broken (look at perplexity and the merge's health); if other models "
@@ -207,11 +213,11 @@ def _only_of_choices(metric: str) -> str:
 
 
 def _requested_by_leaf(
-    known: Mapping[str, Mapping[str, bool]], setting: Mapping[str, str], where: str
+    labels_by_leaf: Mapping[str, Mapping[str, bool]], setting: Mapping[str, str], task: str
 ) -> dict[str, str]:
-    location = f"evaluate.tasks: {where}: metric"
+    location = f"evaluate.tasks: {task}: metric"
     requested: dict[str, str] = {}
-    for leaf, metrics in known.items():
+    for leaf, metrics in labels_by_leaf.items():
         patterns = [leaf] if leaf in setting else [each for each in setting if fnmatchcase(leaf, each)]
         if not patterns:
             continue
@@ -225,11 +231,12 @@ def _requested_by_leaf(
             )
         requested[leaf] = metric
     for pattern in setting:
-        if not any(pattern == leaf or fnmatchcase(leaf, pattern) for leaf in known):
+        if not any(pattern == leaf or fnmatchcase(leaf, pattern) for leaf in labels_by_leaf):
             raise InvalidInput(
                 location,
                 found=f"{pattern!r}, which is none of its tasks",
-                expected=f"one of {', '.join(list(known)[:5])}{', …' if len(known) > 5 else ''}, or a pattern",
-                remedy=suggest(pattern, known),
+                expected=f"one of {', '.join(list(labels_by_leaf)[:5])}{', …' if len(labels_by_leaf) > 5 else ''}, "
+                "or a pattern",
+                remedy=suggest(pattern, labels_by_leaf),
             )
     return requested

@@ -32,7 +32,7 @@ _VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # suffixes of a configura
 class FoundDataset:
     """Location of a dataset: a directory with the layout of the Hub, or one file per split."""
 
-    asked: TaskDataset
+    request: TaskDataset
     directory: Path | None
     by_split: Mapping[str, Path]
 
@@ -41,14 +41,14 @@ class FoundDataset:
         """All files that may determine the documents of the dataset."""
         if self.directory is None:
             return tuple(self.by_split.values())
-        return _data_in(self.directory, self.asked)
+        return _data_in(self.directory, self.request)
 
     @property
     def named_files(self) -> dict[str, list[str]]:
         """Files that the task itself names, by split."""
         assert self.directory is not None
         named: dict[str, list[str]] = {}
-        for split, file in self.asked.files:
+        for split, file in self.request.files:
             named.setdefault(split, []).extend(map(str, _matching(self.directory, file)))
         return named
 
@@ -111,7 +111,7 @@ def check_examples(dataset: FoundDataset, count: int) -> None:
     Raises:
         InvalidInput: Naming the missing split.
     """
-    request = dataset.asked
+    request = dataset.request
     if count and request.examples and dataset.directory is None and request.examples not in dataset.by_split:
         raise InvalidInput(
             f"evaluate.data: task {request.task}",

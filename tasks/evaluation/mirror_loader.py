@@ -17,31 +17,35 @@ from mergegate.tasks.evaluation.mirror import FORMATS, FoundDataset, split_named
 
 
 @contextmanager
-def datasets_from(found: Iterable[FoundDataset], scratch: Path) -> Iterator[None]:
+def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iterator[None]:
     """Load the given datasets from the mirror inside the context, and refuse all others, so that no network is needed.
 
     Args:
-        found: Datasets in the mirror.
+        found_datasets: Datasets in the mirror.
         scratch: Directory for the converted data. The cache of datasets is keyed by (path, time) and may be stale.
     """
     import datasets  # type: ignore[import-untyped]  # ships no types
 
     mirrored: dict[tuple[str, str | None], FoundDataset] = {}
-    for each in found:
-        other = mirrored.setdefault(each.asked.key, each)
-        if (other.directory, other.by_split, other.asked.files) != (each.directory, each.by_split, each.asked.files):
+    for each in found_datasets:
+        first = mirrored.setdefault(each.request.key, each)
+        if (first.directory, first.by_split, first.request.files) != (
+            each.directory,
+            each.by_split,
+            each.request.files,
+        ):
             raise InvalidInput(
                 "evaluate.data",
-                found=f"tasks {other.asked.task} and {each.asked.task} with data of their own of one dataset",
+                found=f"tasks {first.request.task} and {each.request.task} with data of their own of one dataset",
                 expected="the same data for both in this group",
                 remedy="name the tasks of the group one by one",
             )
     load = datasets.load_dataset
 
-    def load_from_mirror(path: str, name: str | None = None, *_: Any, **asked: Any) -> Any:
+    def load_from_mirror(path: str, name: str | None = None, *_: Any, **arguments: Any) -> Any:
         dataset = mirrored.get((str(path), name if name is None else str(name)))
-        if dataset is None and _is_local(str(path), asked.get("data_files")):
-            return load(path, name, **asked)
+        if dataset is None and _is_local(str(path), arguments.get("data_files")):
+            return load(path, name, **arguments)
         if dataset is None:
             raise InvalidInput(
                 "evaluate.data",
@@ -49,8 +53,8 @@ def datasets_from(found: Iterable[FoundDataset], scratch: Path) -> Iterator[None
                 expected="datasets that its configuration names",
                 remedy="leave the task out, or leave out evaluate.data",
             )
-        splits = _load(dataset, load, scratch, {key: asked[key] for key in asked if key not in _OF_THE_HUB})
-        split = asked.get("split")
+        splits = _load(dataset, load, scratch, {key: arguments[key] for key in arguments if key not in _OF_THE_HUB})
+        split = arguments.get("split")
         return splits[split] if split else splits
 
     datasets.load_dataset = load_from_mirror
@@ -79,7 +83,7 @@ def _load(dataset: FoundDataset, load: Callable[..., Any], scratch: Path, option
     import datasets
 
     cache = {"cache_dir": str(scratch / "cache")}
-    request = dataset.asked
+    request = dataset.request
     if dataset.directory is not None:
         if request.files:
             arguments = (request.reader,) if request.reader else (str(dataset.directory), request.config)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.tasks.checkpoints import TellProgress
-from mergegate.tasks.evaluation.process import ask_about_task
+from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.prompt_settings import resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import Scoring, ordered
 from mergegate.tasks.evaluation.stage import CountLimit
@@ -63,21 +63,21 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, limit: 
             few-shot examples fail, or if answers may be longer than the model's context.
         Refused: If rendering takes longer than ``limit``.
     """
-    return ask_about_task(task, _render, (task, scoring, tokenizer), "its first document", limit.seconds)
+    return call_with_task_data(task, _render, (task, scoring, tokenizer), "its first document", limit.seconds)
 
 
 def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_progress: TellProgress) -> TaskPreview:
     """Render the document; runs in the process that holds models."""
     from lm_eval.models.huggingface import HFLM
 
-    from mergegate.tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
-    from mergegate.tasks.evaluation.task_setup import arrange, require_known_generation, room_for_prompt
+    from mergegate.tasks.evaluation.harness import documents_in_set, load_task, quiet, user_errors
+    from mergegate.tasks.evaluation.task_setup import require_known_generation, room_for_prompt, set_up_tasks
     from mergegate.tasks.evaluation.task_texts import text_of
 
     with quiet():
         loaded_tokenizer = _tokenizer_of(tokenizer)
         loaded = load_task(task)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         order = (key for key in ordered(loaded.sizes, scoring.seed) if counted is None or key in counted)
         if (first := next(order, None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
@@ -92,9 +92,9 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_prog
             for each, settings in loaded.generation.items()
             if settings is not None
         }
-        leaf = arrange(loaded, {name: [position]}, reader, how, scoring.seed)[name]
+        leaf = set_up_tasks(loaded, {name: [position]}, reader, how, scoring.seed)[name]
         template = partial(HFLM.apply_chat_template, reader)
-        with mistakes_of(task):
+        with user_errors(task):
             leaf.build_all_requests(
                 samples=[position],
                 system_instruction=how.system_instruction,

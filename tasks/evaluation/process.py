@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # default limit in seconds for loading the data of one task, downloads included
 
-__all__ = ["ask_about_task", "look_in_child", "score_in_child"]
+__all__ = ["call_with_task_data", "inspect_in_child", "score_in_child"]
 
 
 def score_in_child(
@@ -54,26 +54,26 @@ def score_in_child(
     )
 
 
-def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
-    """Run ``harness.look_at_data`` in the process that holds models, because loading untrusted data can hang or crash.
+def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
+    """Run ``harness.inspect_data`` in the process that holds models, because loading untrusted data can hang or crash.
 
     Raises:
-        InvalidInput: See ``harness.look_at_data``; also if the process died.
+        InvalidInput: See ``harness.inspect_data``; also if the process died.
         Refused: If loading takes longer than ``time_limit`` seconds.
     """
-    return ask_about_task(task, _look, (task,), "its data", time_limit)
+    return call_with_task_data(task, _look, (task,), "its data", time_limit)
 
 
 def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float | None = None) -> tuple[str, ...]:
     """Run ``harness.clusters_in_order`` in the process that holds models.
 
     Raises:
-        InvalidInput, Refused: See ``look_in_child``; also if a document lacks the field.
+        InvalidInput, Refused: See ``inspect_in_child``; also if a document lacks the field.
     """
-    return ask_about_task(task, _clusters, (task, field, seed), "its clusters", time_limit)
+    return call_with_task_data(task, _clusters, (task, field, seed), "its clusters", time_limit)
 
 
-def ask_about_task(
+def call_with_task_data(
     task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], subject: str, time_limit: float | None
 ) -> A:
     """Run a function that may have to load the data of a task in the process that holds models."""
@@ -106,7 +106,7 @@ def _score(
 def _look(task: EvalTask, on_progress: TellProgress) -> LoadedData:
     from mergegate.tasks.evaluation import harness
 
-    return harness.look_at_data(task)
+    return harness.inspect_data(task)
 
 
 def _clusters(task: EvalTask, field: str, seed: int, on_progress: TellProgress) -> tuple[str, ...]:

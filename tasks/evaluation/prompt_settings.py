@@ -100,14 +100,14 @@ class ResolvedPromptSettings:
     gen_kwargs: Mapping[str, GenerationValue]
 
 
-def resolve_prompt_settings(asked: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """Combine ``scoring`` with the settings of a guard, which take precedence; ``asked`` is None if it has none."""
-    own = asked or PromptSettings()
-    is_chat = scoring.chat_template if own.apply_chat_template is None else own.apply_chat_template
+def resolve_prompt_settings(own: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
+    """Combine ``scoring`` with the settings of a guard, which take precedence; if any (``own``)."""
+    settings = own or PromptSettings()
+    is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(
-        num_fewshot=scoring.num_fewshot if own.num_fewshot is None else own.num_fewshot,
+        num_fewshot=scoring.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,
         is_chat=is_chat,
-        is_multiturn=is_chat and own.fewshot_as_multiturn is not False,
-        system_instruction=own.system_instruction,
-        gen_kwargs=own.gen_kwargs or {},
+        is_multiturn=is_chat and settings.fewshot_as_multiturn is not False,
+        system_instruction=settings.system_instruction,
+        gen_kwargs=settings.gen_kwargs or {},
     )

@@ -151,16 +151,16 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     return tuple(cut)
 
 
-def cover(documents: int, parts: Sequence[DocumentRange], known: Sequence[DocumentRange]) -> tuple[Piece, ...]:
+def cover(documents: int, parts: Sequence[DocumentRange], scored: Sequence[DocumentRange]) -> tuple[Piece, ...]:
     """Cover the first ``documents`` documents with pieces that overlap nowhere.
 
-    Known ranges are used first, from the longest; ``parts`` fill the gaps. If a known range extends beyond the
-    documents or overlaps a longer one, only the rest of it counts.
+    Scored ranges are used first, from the longest; ``parts`` fill the gaps. If a scored range extends beyond the
+    documents or overlaps a longer one, only part of it counts.
 
     Args:
         documents: Number of documents, from 1 to the number in ``parts``.
         parts: Ranges from ``document_ranges``.
-        known: Ranges that were scored before; they may overlap.
+        scored: Ranges that were scored before; they may overlap.
 
     >>> [str(piece.counted) for piece in cover(500, document_ranges(1319, 500), [DocumentRange(first=0, last=200)])]
     ['documents 1 to 200', 'documents 201 to 500']
@@ -168,7 +168,7 @@ def cover(documents: int, parts: Sequence[DocumentRange], known: Sequence[Docume
     pieces: list[Piece] = []
     missing = [(0, documents)]
     # A range that is still to be scored is cut to the missing documents, so all of it counts.
-    for part in sorted(known, key=lambda each: (-len(each), each.first)):
+    for part in sorted(scored, key=lambda each: (-len(each), each.first)):
         missing = _add_pieces(part, missing, pieces, is_scored=True)
     for part in parts:
         missing = _add_pieces(part, missing, pieces, is_scored=False)
@@ -202,10 +202,10 @@ def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
         seed: Seed of the order.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
-    return sorted(every, key=lambda item: mixed(item[0], item[1], seed))
+    return sorted(every, key=lambda item: document_sort_key(item[0], item[1], seed))
 
 
-def mixed(task: str, doc: int, seed: int = 0) -> bytes:
+def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
     """Return the sort key that puts documents into random order."""
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 

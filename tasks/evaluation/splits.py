@@ -51,17 +51,17 @@ class DocumentSet(BaseModel):
     division: DocumentSplits
     name: SetName
 
-    def among(self, documents: Iterable[tuple[D, str]], where: str) -> frozenset[D]:
+    def among(self, documents: Iterable[tuple[D, str]], task: str) -> frozenset[D]:
         """Return the documents of this set, given all documents.
 
         Raises:
             InvalidInput: See ``split_documents``.
         """
-        return split_documents(documents, self.division, where)[self.name]
+        return split_documents(documents, self.division, task)[self.name]
 
 
 def split_documents(
-    documents: Iterable[tuple[D, str]], division: DocumentSplits, where: str
+    documents: Iterable[tuple[D, str]], division: DocumentSplits, task: str
 ) -> Mapping[SetName, frozenset[D]]:
     """Assign each document to one set.
 
@@ -70,7 +70,7 @@ def split_documents(
     Args:
         documents: Documents with the names of their clusters. A document on its own needs a unique name.
         division: Sizes and seed.
-        where: Name of the task in messages.
+        task: Name of the task in messages.
 
     Raises:
         InvalidInput: If no document would be left for the gate.
@@ -89,7 +89,7 @@ def split_documents(
     if not sets["gate"]:
         total = sum(map(len, clusters.values()))
         raise InvalidInput(
-            f"{where}: sweep.documents",
+            f"{task}: sweep.documents",
             found=f"{total:,} documents in {len(clusters):,} clusters: none is left for the gate",
             expected=f"more than the {division.search:,} of the search and the {division.confirmation:,} of the "
             "confirmation",

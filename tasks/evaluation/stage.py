@@ -42,7 +42,7 @@ from mergegate.tasks.evaluation.metrics import (
     documents_of,
     metrics_by_leaf,
 )
-from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
+from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, document_sort_key
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
@@ -204,7 +204,7 @@ def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
         InvalidInput: If documents are missing from the artifact, because then positions in the order are unknown.
     """
     value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
-    documents = sorted(documents_of(rows), key=lambda at: mixed(at[0], at[1], value.seed))
+    documents = sorted(documents_of(rows), key=lambda at: document_sort_key(at[0], at[1], value.seed))
     if value.part is None or len(documents) != len(value.part):
         raise InvalidInput(
             f"{value.tasks[0].task}: scores of {value.model}",
@@ -265,24 +265,24 @@ def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtim
 
 
 def count_missing_documents(
-    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+    task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> int:
     """Return how many of the first ``documents`` documents have no stored score.
 
     Args:
         documents: See ``evaluate_documents``.
-        known: Result of ``known_scores``.
+        scores: Result of ``known_scores``.
     """
-    ranges = {part.value.part for part in known}
-    return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, known) if piece.scored not in ranges)
+    ranges = {part.value.part for part in scores}
+    return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, scores) if piece.scored not in ranges)
 
 
 def _pieces(
-    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+    task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> tuple[Piece, ...]:
     total = task.documents or 0
     limit = total if documents is None else min(documents, total)
-    ranges = [part.value.part for part in known if part.value.part]
+    ranges = [part.value.part for part in scores if part.value.part]
     return cover(limit, document_ranges(total, scoring.first_look), ranges)
 
 
@@ -308,9 +308,9 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
         InvalidInput: If the data cannot be loaded.
         Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import inspect_in_child
 
-    sources = look_in_child(task, limit.seconds).data.sources
+    sources = inspect_in_child(task, limit.seconds).data.sources
     return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in sources))
 
 
@@ -326,9 +326,9 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
         InvalidInput: If the data cannot be loaded.
         Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import inspect_in_child
 
-    loaded = look_in_child(task, limit.seconds)
+    loaded = inspect_in_child(task, limit.seconds)
     metrics = {leaf: dict(labels) for leaf, labels in loaded.metrics.items()}
     return TaskSize(documents=loaded.documents, data=loaded.data, metrics=metrics)
 
@@ -412,7 +412,7 @@ class TaskScores:
             for part in parts
             for row in sorted(
                 read_document_scores(part.directory / SCORES_FILE),
-                key=lambda row: mixed(row.task, row.doc_id, part.value.seed),
+                key=lambda row: document_sort_key(row.task, row.doc_id, part.value.seed),
             )
         )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
@@ -537,10 +537,10 @@ def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ..
     return tuple(table)
 
 
-def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
+def _check_one_version(location: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
-        raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
+        raise InvalidInput(location, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
 
 
 def _check_one_benchmark(joined: TaskScores) -> None:

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
-from mergegate.tasks.evaluation.code_permission import allow_code, how_to_allow, way_of_shipped
+from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code_of_shipped
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.mirror import check_examples, find_dataset
 from mergegate.tasks.evaluation.prompt_settings import PromptSettings
-from mergegate.tasks.evaluation.task_code import imported_beside
+from mergegate.tasks.evaluation.task_code import local_imports
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
 
@@ -87,7 +87,7 @@ def refusal_of(
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         return Refusal(UnsupportedReason.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
-        if way := way_of_shipped(config):
+        if way := find_unconfined_code_of_shipped(config):
             return Refusal(UnsupportedReason.OWN_CODE, f"a task that runs code in a way of its own ({way})", _LEAVE)
         if not code_allowed:
             return Refusal(
@@ -198,7 +198,7 @@ def require_supported(
         location = f"{where}: {task}" + (f": {name}" if is_member else "")
         if refusal.reason is UnsupportedReason.CODE:
             allowed = f"{task} under evaluate.allow_code"
-            raise InvalidInput(location, found=refusal.found, expected=allowed, remedy=how_to_allow(task))
+            raise InvalidInput(location, found=refusal.found, expected=allowed, remedy=allow_code_advice(task))
         raise InvalidInput(
             location,
             found=refusal.found,
@@ -209,24 +209,24 @@ def require_supported(
         )
 
 
-def require_effect(task: str, asked: PromptSettings | None, root: Path = Path()) -> None:
+def require_effect(task: str, settings: PromptSettings | None, root: Path = Path()) -> None:
     """Check that the prompt settings of a guard change how its task is evaluated.
 
     Raises:
         InvalidInput: For few-shot examples of a task that sets none, or for generation settings of a task that
             generates nothing.
     """
-    if asked is None:
+    if settings is None:
         return
     configs = [config for _, config, _ in _leaves(task, root)[1]]
-    if asked.num_fewshot and all(config.get("num_fewshot") == 0 for config in configs):
+    if settings.num_fewshot and all(config.get("num_fewshot") == 0 for config in configs):
         raise InvalidInput(
             f"evaluate.tasks: {task}: num_fewshot",
-            found=f"{asked.num_fewshot}, of a task that says 0 itself",
+            found=f"{settings.num_fewshot}, of a task that says 0 itself",
             expected="nothing: lm-eval keeps 0 where a task says so",
             remedy="leave it out, or include the task in a YAML file of your own with num_fewshot",
         )
-    if asked.gen_kwargs and not any(_writes(config) for config in configs):
+    if settings.gen_kwargs and not any(_writes(config) for config in configs):
         raise InvalidInput(
             f"evaluate.tasks: {task}: gen_kwargs",
             found="settings of generation for a task that has nothing written out",
@@ -302,7 +302,7 @@ def _needs(file: Path) -> _Needs:
         if path in seen:
             continue
         seen.add(path)
-        queue += imported_beside(path, path.parent)
+        queue += local_imports(path, path.parent)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about other people's code
             tree = ast.parse(read_plain(path, MAX_CODE_BYTES))
@@ -344,8 +344,8 @@ def _nltk_data_in(tree: ast.AST) -> set[str]:
             resource = node.args[0].value
             if isinstance(resource, str) and (function := ast.unparse(node.func)) in named:
                 named[function].add(resource)
-    known = {path.rpartition("/")[2] for path in named["nltk.data.find"]}
-    return named["nltk.data.find"] | (named["nltk.download"] - known)
+    names = {path.rpartition("/")[2] for path in named["nltk.data.find"]}
+    return named["nltk.data.find"] | (named["nltk.download"] - names)
 
 
 def _has_nltk_data(resource: str) -> bool:

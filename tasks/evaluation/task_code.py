@@ -17,7 +17,7 @@ from mergegate.merge_core.parsing import parsing_errors, read_plain
 _MOST = 1 << 20
 
 
-def imported_beside(path: Path, directory: Path) -> tuple[Path, ...]:
+def local_imports(path: Path, directory: Path) -> tuple[Path, ...]:
     """Return the files in ``directory``, or next to ``path``, that a module imports; packages with all their modules.
 
     Raises:

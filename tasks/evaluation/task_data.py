@@ -106,7 +106,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def sources_noted() -> Iterator[list[DataSource]]:
+def record_sources() -> Iterator[list[DataSource]]:
     """Yield a list that records every dataset that is loaded inside the context, by any caller."""
     import datasets  # type: ignore[import-untyped]  # ships no types
 

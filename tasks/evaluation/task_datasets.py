@@ -42,7 +42,7 @@ class TaskDataset:
         return f"{self.path or 'files at an address'}{f' ({self.config})' if self.config else ''}"
 
 
-def asked_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
+def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
     """Return the dataset of a task, or None if it loads none by name.
 
     Args:

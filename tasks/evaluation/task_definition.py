@@ -23,8 +23,8 @@ from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
 from mergegate.tasks.evaluation.prompt_settings import PromptSettings
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
-from mergegate.tasks.evaluation.task_datasets import TaskDataset, asked_dataset
-from mergegate.tasks.evaluation.task_file import Definition, one_definition, read_task_file
+from mergegate.tasks.evaluation.task_datasets import TaskDataset, declared_dataset
+from mergegate.tasks.evaluation.task_file import Definition, read_task_file, resolve_definition
 from mergegate.tasks.sandbox import ProgramLimits
 from mergegate.tasks.store import NotInKey, digest
 
@@ -130,7 +130,7 @@ def is_file_name(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
-def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
+def matches_digest(task: EvalTask, definition: Definition) -> bool:
     """Return whether the files of a local task still match its digest; reads every byte."""
     return _digest(definition, sha256_file, task.mirror) == task.digest
 
@@ -148,12 +148,12 @@ def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
     if definition is not None:
         return _named_in(read_definition(definition))
     _require_shipped(task)
-    datasets = (asked_dataset(leaf.name, leaf.config) for leaf in shipped_leaves(task))
+    datasets = (declared_dataset(leaf.name, leaf.config) for leaf in shipped_leaves(task))
     return tuple(dataset for dataset in datasets if dataset)
 
 
 def _named_in(definition: Definition) -> tuple[TaskDataset, ...]:
-    datasets = (asked_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
+    datasets = (declared_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
     return tuple(dataset for dataset in datasets if dataset)
 
 
@@ -169,7 +169,7 @@ def read_definition(path: Path) -> Definition:
     if "group" not in config and "task_list" not in config:
         if not isinstance(name, str):
             raise InvalidInput(str(path), found="no name under 'task'", expected="one task with 'task: <name>'")
-        return one_definition(path, name, config, data_root, files)
+        return resolve_definition(path, name, config, data_root, files)
     members = group_members(path, config, data_root, files)
     all_files = dict.fromkeys([*files, *(file for member in members for file in member.files)])
     return Definition(path, str(config.get("group") or path.stem), config, tuple(all_files), "", None, members)

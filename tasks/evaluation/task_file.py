@@ -16,7 +16,7 @@ import yaml
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import StrictLoader, parsing_errors, plain_file, read_yaml_mapping
-from mergegate.tasks.evaluation.task_code import imported_beside
+from mergegate.tasks.evaluation.task_code import local_imports
 
 _MAX_INCLUDES = 32
 _MAX_FILES = 1000
@@ -61,7 +61,7 @@ class Definition:
         ).is_absolute()
 
 
-def one_definition(
+def resolve_definition(
     path: Path,
     name: str,
     config: Mapping[str, Any],
@@ -84,8 +84,8 @@ def one_definition(
     return Definition(path, name, config, tuple(files), dataset_path, data_files, **settings)
 
 
-def _directory(root: Path, name: str, where: str) -> Path | None:
-    with parsing_errors(f"{where}: dataset_path", "no name of a directory or a dataset"):
+def _directory(root: Path, name: str, location: str) -> Path | None:
+    with parsing_errors(f"{location}: dataset_path", "no name of a directory or a dataset"):
         return root / name if (root / name).is_dir() else None
 
 
@@ -101,7 +101,7 @@ def modules_of(config: object, directory: Path) -> list[Path]:
         path = queue.pop(0)
         if path not in modules:
             modules[path] = None
-            queue += imported_beside(path, directory)
+            queue += local_imports(path, directory)
     return list(modules)
 
 
@@ -134,9 +134,9 @@ def function_dumper(directory: Path) -> type[yaml.SafeDumper]:
 
 def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -> tuple[dict[str, Any], Path]:
     """Return the merged configuration and the directory that its data paths are relative to; appends to ``files``."""
-    where = str(path)
+    location = str(path)
     if path in including:
-        raise InvalidInput(where, found="includes itself", expected="includes without a circle")
+        raise InvalidInput(location, found="includes itself", expected="includes without a circle")
     functions: list[Function] = []
     remedy = f"it is included by {including[-1]}" if including else "paths are relative to the profile"
     own = read_yaml_mapping(path, "an lm-eval task definition (YAML)", remedy=remedy, loader=_loader(functions))
@@ -146,7 +146,7 @@ def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -
     data_root = path.parent
     for include in as_list(own.pop("include", [])):
         if len(including) >= _MAX_INCLUDES or len(files) > _MAX_FILES:
-            raise InvalidInput(where, found="includes without an end", expected=f"at most {_MAX_INCLUDES} deep")
+            raise InvalidInput(location, found="includes without an end", expected=f"at most {_MAX_INCLUDES} deep")
         included, included_root = read_task_file((path.parent / str(include)).absolute(), files, (*including, path))
         included.pop("task_list", None)
         config.update(included)
@@ -172,16 +172,16 @@ def _loader(functions: list[Function]) -> type[StrictLoader]:
     return Loader
 
 
-def _resolve(data_files: Any, base: Path, where: str, files: list[Path]) -> Any:
+def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> Any:
     """Make the paths in ``data_files`` (a path, a list, or either by split) absolute, and expand patterns to lists."""
     if isinstance(data_files, Mapping):
-        return {split: _resolve(inner, base, where, files) for split, inner in data_files.items()}
+        return {split: _resolve(inner, base, location, files) for split, inner in data_files.items()}
     if isinstance(data_files, list):
-        return [path for inner in data_files for path in as_list(_resolve(inner, base, where, files))]
+        return [path for inner in data_files for path in as_list(_resolve(inner, base, location, files))]
     text = str(data_files)
     if "://" in text:
         return text  # datasets downloads it; only the address can be pinned here
-    with parsing_errors(f"{where}: dataset_kwargs.data_files", "no name of a file"):
+    with parsing_errors(f"{location}: dataset_kwargs.data_files", "no name of a file"):
         has_pattern = not Path(text).is_absolute() and re.search(r"[*?\[]", text)
         paths = sorted(base.glob(text)) if has_pattern else [base / text]
         missing = [file for file in paths if not file.exists()]
@@ -190,7 +190,7 @@ def _resolve(data_files: Any, base: Path, where: str, files: list[Path]) -> Any:
                 plain_file(file)
     if missing or not paths:
         raise InvalidInput(
-            f"{where}: dataset_kwargs.data_files",
+            f"{location}: dataset_kwargs.data_files",
             found=f"no file {missing[0] if missing else base / text}",
             expected="data files, relative to the YAML file",
         )

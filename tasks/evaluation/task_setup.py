@@ -28,7 +28,7 @@ _DEFAULT_BUDGET = 256  # lm-eval's default
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 
 
-def arrange(
+def set_up_tasks(
     loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
     """Return lm-eval's task objects for ``documents``, with the few-shot examples and generation settings of ``how``.

@@ -17,12 +17,12 @@ class DocumentText(NamedTuple):
     doc_hash: str  # as in ``DocumentScore``
 
 
-def document_texts(task: EvalTask, wanted: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
+def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
     """Return the texts of documents of ``task``, by leaf and position; documents that no longer exist are omitted.
 
     Args:
         task: Task with the documents.
-        wanted: Positions of the documents, by leaf.
+        positions: Positions of the documents, by leaf.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded.
@@ -32,14 +32,14 @@ def document_texts(task: EvalTask, wanted: Mapping[str, Sequence[int]]) -> dict[
     with open_tasks(task) as leaves:
         return {
             (name, doc_id): text_of(leaves[name], leaves[name].eval_docs[doc_id])
-            for name, doc_ids in wanted.items()
+            for name, doc_ids in positions.items()
             if name in leaves
             for doc_id in doc_ids
             if doc_id < len(leaves[name].eval_docs)
         }
 
 
-def asked_of(task: Any, document: Mapping[str, Any]) -> str:
+def question_text(task: Any, document: Mapping[str, Any]) -> str:
     """Return the prompt and target of ``document`` as one text, which is equal for documents that ask the same."""
     texts = (_as_text(task, document, convert(document)) for convert in (task.doc_to_text, task.doc_to_target))
     return "\0".join(texts)

@@ -48,7 +48,9 @@ def estimate_document_cost(task: EvalTask) -> DocumentCost:
     return DocumentCost(*(sum(part) / len(each) for part in zip(*each, strict=True)))
 
 
-def document_seconds(tasks: Sequence[EvalTask], known: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[str, float]:
+def document_seconds(
+    tasks: Sequence[EvalTask], scores_by_task: Mapping[str, Sequence[Artifact[Scores]]]
+) -> dict[str, float]:
     """Return the cost of a document of each task, by task.
 
     The unit is seconds if all tasks were measured, else documents of a choice task. Measurements and guesses are never
@@ -57,18 +59,20 @@ def document_seconds(tasks: Sequence[EvalTask], known: Mapping[str, Sequence[Art
 
     Args:
         tasks: Tasks to estimate.
-        known: Scores of any models, by task.
+        scores_by_task: Scores of any models, by task.
     """
-    measured = {task.name: measured_seconds(known.get(task.name, ())) for task in tasks}
+    measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
     if all(measured.values()):
         return {name: 2.0 ** round(math.log2(seconds)) for name, seconds in measured.items() if seconds}
     return {task.name: _guessed(task) for task in tasks}
 
 
-def measured_seconds(known: Sequence[Artifact[Scores]]) -> float | None:
+def measured_seconds(measurements: Sequence[Artifact[Scores]]) -> float | None:
     """Return the seconds per document, the smallest of several measurements; None if there are none."""
     seconds = [
-        scores.value.seconds / len(scores.value.part) for scores in known if scores.value.seconds and scores.value.part
+        scores.value.seconds / len(scores.value.part)
+        for scores in measurements
+        if scores.value.seconds and scores.value.part
     ]
     return min(seconds, default=None)
 

@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel
-from mergegate.tasks.evaluation.backends.hf import BACKEND, wrapped
+from mergegate.tasks.evaluation.backends.hf import BACKEND, wrap_model
 from mergegate.tasks.evaluation.choice_probability import choices_of
 from mergegate.tasks.evaluation.harness import (
     LoadedTask,
-    ask_documents,
-    counted_documents,
+    documents_in_set,
     load_task,
-    mistakes_of,
     progress_to,
     quiet,
+    score_loaded_documents,
+    user_errors,
 )
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.prompt_settings import ResolvedPromptSettings, resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import Scoring, ordered
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_setup import arrange
+from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
 
 class PromptTokens(NamedTuple):
@@ -98,8 +98,8 @@ class TokenizedTask:
         for leaf, document in sorted(self.order[index] for index in part):
             positions.setdefault(leaf, []).append(document)
         with quiet(), _no_bars(alive):
-            lm = wrapped(loaded, self.scoring)
-            scored = ask_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
+            lm = wrap_model(loaded, self.scoring)
+            scored = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
         location = f"task {self.task.name}"
         metrics = choose_metrics(scored.outcomes, metric or None, location)
         sign = 1.0 if metrics.higher_is_better else -1.0
@@ -122,17 +122,17 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
     """
     with quiet(), _no_bars():
         loaded_task = load_task(task)
-        counted = counted_documents(loaded_task, task)
+        counted = documents_in_set(loaded_task, task)
         order = [key for key in ordered(loaded_task.sizes, scoring.seed) if counted is None or key in counted]
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
-            lm = wrapped(loaded, scoring)
+            lm = wrap_model(loaded, scoring)
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)
             how = resolve_prompt_settings(task.asked, scoring)
-            leaves = arrange(loaded_task, by_leaf, lm, how, scoring.seed)
-            with mistakes_of(task):
+            leaves = set_up_tasks(loaded_task, by_leaf, lm, how, scoring.seed)
+            with user_errors(task):
                 for name, leaf in leaves.items():
                     documents |= _tokenized(name, leaf, by_leaf[name], lm, how)
     return TokenizedTask(task, scoring, tuple(order), tuple(documents[key] for key in order if tokens), loaded_task)

@@ -32,9 +32,9 @@ from mergegate.tasks.perplexity.measurement import (
     TextWindow,
     WindowSettings,
     batches_of,
+    divide_documents,
     document_rows,
     read_batch,
-    read_by,
 )
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
@@ -95,7 +95,7 @@ def _measure_together(
         for model in models:
             with load_model(model, dtype=windows.dtype, device=device) as loaded:
                 vocabulary_digest = tokenizer_digest(loaded.tokenizer)
-                reading = read_by(loaded, model, texts, windows)
+                reading = divide_documents(loaded, model, texts, windows)
                 if first_reading is None:
                     first_reading, vocabulary = reading, vocabulary_digest
                     sums = [torch.full((count,), -math.inf, dtype=torch.float64) for count in reading.tokens]

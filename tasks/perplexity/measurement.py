@@ -61,21 +61,21 @@ def measure(
     documents: HeldOutText,
     windows: WindowSettings,
     device: str,
-    place: JournalPlace,
+    location: JournalPlace,
     on_progress: TellProgress,
 ) -> TextMeasurement:
     """Compute the log-likelihood of every held-out document under ``model``.
 
     Args:
-        place: Journal from which a killed run resumes.
+        location: Journal from which a killed run resumes.
         on_progress: Called with the number of scored tokens and their total.
 
     Raises:
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts = read_texts(documents, windows.documents)
-    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(place, _is_record) as journal:
-        reading = read_by(loaded, model, texts, windows)
+    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(location, _is_record) as journal:
+        reading = divide_documents(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
         done, total = 0, sum(reading.tokens)
         for position, batch in enumerate(batches_of(loaded, reading, windows.batch_size)):
@@ -144,7 +144,7 @@ def read_held_out(
         InvalidInput: See ``measure``.
     """
     texts = read_texts(documents, windows.documents)
-    reading = read_by(loaded, model, texts, windows)
+    reading = divide_documents(loaded, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
     return TokenizedText(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)
 
@@ -157,7 +157,9 @@ class Reading(NamedTuple):
     cut: tuple[TextWindow, ...]
 
 
-def read_by(loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings) -> Reading:
+def divide_documents(
+    loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings
+) -> Reading:
     """Divide documents into the windows in which ``model`` reads them.
 
     Raises:

@@ -156,12 +156,12 @@ def _document_of_line(line: bytes, field: str, path: Path, number: int, named: s
         return value
     if conversations and isinstance(value, list) and (messages := _messages(value)) is not None:
         return messages
-    found = f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}"
+    problem = f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}"
     remedy = suggest(field, document) if field not in document and document else ""
     expected = f"text, in the field that {named} names"
     if conversations:
         expected = f"text or messages ({{role, content}}), in the field that {named} names"
-    raise InvalidInput(line_location(path, number), found=found, expected=expected, remedy=remedy)
+    raise InvalidInput(line_location(path, number), found=problem, expected=expected, remedy=remedy)
 
 
 def _messages(items: list[Any]) -> tuple[ChatMessage, ...] | None:

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mergegate.tasks.evaluation.backends import batch_schedule, key_value_cache
 from mergegate.tasks.evaluation.backends import common_prefix as reading
-from mergegate.tasks.evaluation.backends.common_prefix import common_start, read_apart, read_once
-from mergegate.tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
+from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts, common_start, read_once
+from mergegate.tasks.evaluation.backends.shared_prefix import RequestTokens, max_shared_length, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -36,12 +36,12 @@ FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-def drawn(seed: int, count: int) -> list[AskedTokens]:
+def drawn(seed: int, count: int) -> list[RequestTokens]:
     """Questions with and without examples before them, answers of one token and of more, some too long to be read."""
     rng = random.Random(seed)
     words = range(128)
     examples = rng.choices(words, k=20)
-    found: list[AskedTokens] = []
+    found: list[RequestTokens] = []
     for number in range(count):
         context = (examples if number % 2 else []) + rng.choices(words, k=rng.randrange(1, 15))
         if number % 7 == 3:
@@ -189,7 +189,7 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
     assert (len(start) >= 16 and len(rows) > 1) <= (found > 0)
     torch.manual_seed(0)
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval()
-    kept = read_apart(network, tokens, mask, rng.choice((1, 20, 200)))
+    kept = cache_prompts(network, tokens, mask, rng.choice((1, 20, 200)))
     assert kept.get_seq_length() == (longest - 1 if kept.layers else 0)
     for number, row in enumerate(rows):
         with torch.no_grad():
@@ -216,7 +216,7 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
     ],
 )
 def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
-    assert longest_alike(config) == (longest or 1 << 31)
+    assert max_shared_length(config) == (longest or 1 << 31)
 
 
 def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STEP = 32
 
 
-def write_in_stretches(
+def generate_in_steps(
     write: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
     is_done: Callable[[list[int]], bool],
     cache: Any,

@@ -37,7 +37,7 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
     return common if common >= _LEAST else 0
 
 
-def read_apart(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
+def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
     """Return the key-value cache of all tokens of the prompts but the last of each, with room for generated tokens.
 
     Args:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-        yield wrapped(loaded, scoring)
+        yield wrap_model(loaded, scoring)
 
 
-def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
+def wrap_model(loaded: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model that is in memory."""
     return shared_prefix_type()(
         pretrained=loaded.network,

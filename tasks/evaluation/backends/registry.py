@@ -23,12 +23,12 @@ def find_backend(name: str) -> Backend:
     """
     backend = _OWN.get(name) or added_backends().get(name)
     if backend is None:
-        known = backend_names()
+        names = backend_names()
         raise InvalidInput(
             "evaluate.backend",
             found=f"unknown backend {name!r}",
-            expected=f"one of {', '.join(known)}",
-            remedy=suggest(name, known),
+            expected=f"one of {', '.join(names)}",
+            remedy=suggest(name, names),
         )
     return backend
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.tasks.evaluation.backends.batch_schedule import write_in_stretches
-from mergegate.tasks.evaluation.backends.common_prefix import read_apart
+from mergegate.tasks.evaluation.backends.batch_schedule import generate_in_steps
+from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts
 from mergegate.tasks.evaluation.backends.contract import AnswerEnd
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
@@ -35,7 +35,7 @@ _TOKENS_PER_REQUEST = 24
 # Types of rotary embeddings that depend on the length of the batch.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Tokens at the beginning of every sequence that tests a network.
-TRIED_WITH = (5, 9, 6, 8, 7)
+PROBE_TOKENS = (5, 9, 6, 8, 7)
 # Generation settings that choose a token from the logits of a single sequence.
 _SINGLE_SEQUENCE = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 # Settings of a model's own generation configuration that would have another effect if an answer is generated in steps.
@@ -52,12 +52,12 @@ _COUNTED = (
 # Exceptions that a network raises for inputs that it does not support.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
-AskedTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+RequestTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
 
 
 @cache
 def shared_prefix_type() -> type[Any]:
-    """Return the class; imports lm-eval."""
+    """Return the ``SharedPrefixLM`` class; imports lm-eval."""
     from lm_eval.models import huggingface
 
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
@@ -66,7 +66,7 @@ def shared_prefix_type() -> type[Any]:
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
 
         def _loglikelihood_tokens(
-            self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
+            self, requests: list[RequestTokens], disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
             shared: list[int] = []
             alone: list[int] = []
@@ -93,7 +93,7 @@ def shared_prefix_type() -> type[Any]:
             bar.close()
             return [answers[number] for number in range(len(requests))]
 
-        def answer_row(self, row: SharedRow, requests: Sequence[AskedTokens]) -> list[tuple[float, bool]]:
+        def answer_row(self, row: SharedRow, requests: Sequence[RequestTokens]) -> list[tuple[float, bool]]:
             """Compute one batch: the log-probability of each continuation in nats, and whether it is the argmax."""
             import torch
 
@@ -151,7 +151,7 @@ def shared_prefix_type() -> type[Any]:
             if not is_supported or attention_mask is None or max_length > min(self.max_length, self._max_shareable):
                 arguments = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
                 return write(context, **arguments, **settings)  # type: ignore[no-any-return]
-            cache = read_apart(self.model, context, attention_mask, self.row_tokens)
+            cache = cache_prompts(self.model, context, attention_mask, self.row_tokens)
 
             def generate_to(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
                 arguments = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": cache}
@@ -165,7 +165,7 @@ def shared_prefix_type() -> type[Any]:
                 return not ends.isdisjoint(ids) or any(end in self.tok_decode(ids) for end in stop if end)
 
             padding = self.tokenizer.pad_token_id
-            return write_in_stretches(generate_to, is_done, cache, context, attention_mask, max_length, padding)
+            return generate_in_steps(generate_to, is_done, cache, context, attention_mask, max_length, padding)
 
         @property
         def _eos(self) -> set[int]:
@@ -180,14 +180,14 @@ def shared_prefix_type() -> type[Any]:
         def row_tokens(self) -> int:
             return int(self.batch_size) * _TOKENS_PER_REQUEST
 
-        def _may_share(self, request: AskedTokens) -> bool:
+        def _may_share(self, request: RequestTokens) -> bool:
             _, context, continuation = request
             length = len(context) + len(continuation) - 1
             return length <= min(self.max_length, self._max_shareable) and self._shares_exactly
 
         @cached_property
         def _max_shareable(self) -> int:
-            return longest_alike(self.model.config.to_dict())
+            return max_shared_length(self.model.config.to_dict())
 
         @cached_property
         def _shares_exactly(self) -> bool:
@@ -231,7 +231,7 @@ def answer_end(
     return AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
 
 
-def longest_alike(config: Mapping[str, Any]) -> int:
+def max_shared_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
     text = config.get("text_config") or config
     limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
@@ -252,7 +252,7 @@ def shares_exactly(lm: Any) -> bool:
 
     if lm.model.config.get_text_config().vocab_size <= 16:
         return False
-    first, *others = ([*TRIED_WITH, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
+    first, *others = ([*PROBE_TOKENS, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
     in_rows = []
     try:
         for other in others:
@@ -275,14 +275,14 @@ def writes_exactly(lm: Any) -> bool:
     usual = lm.model.generation_config
     if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
         return False  # several sequences per prompt, another cache, or token counts that start at the prompt
-    prompts = [[*TRIED_WITH * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
+    prompts = [[*PROBE_TOKENS * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
     longest = max(map(len, prompts))
     tokens, mask = (
         torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=lm.device)
         for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
     )
     try:
-        cache = read_apart(lm.model, tokens, mask, 64)
+        cache = cache_prompts(lm.model, tokens, mask, 64)
         positions = mask.sum(1, keepdim=True) - 1
         with torch.no_grad():
             arguments = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
