@@ -101,7 +101,7 @@ class ResolvedPromptSettings:
 
 
 def resolve_prompt_settings(own: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """Combine ``scoring`` with the settings of a guard, which take precedence; if any (``own``)."""
+    """Combine ``scoring`` with the settings of a guard, if any (``own``), which take precedence."""
     settings = own or PromptSettings()
     is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(

@@ -38,7 +38,7 @@ def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    process.end_model_process()
+    model_process.end_model_process()
 
 
 @pytest.fixture
