@@ -163,7 +163,7 @@ def _right_as_written(
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
         if "target" in sample and str(value).strip() != text:
-            return None  # the document is not the one whose target was written
+            return None  # the target belongs to another document
         return _right(value.strip() if isinstance(value, str) else value, choices)
     if len(text) > _LONGEST_LITERAL:
         return _right(text, choices)

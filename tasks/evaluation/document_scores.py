@@ -25,7 +25,7 @@ class DocumentScore(NamedTuple):
     task: str  # for a group: the task below it that has the document
     metric: str  # 'acc,none'
     doc_id: int  # position in the task's data
-    doc_hash: str  # 64 hex digits, of the document as lm-eval sees it
+    doc_hash: str  # 64 hex digits, hash of the document in lm-eval's form
     prompt_hash: str  # hash of the prompt, which depends on the template and the few-shot examples
     target_hash: str
     outcome: float  # in [0, 1] for accuracies

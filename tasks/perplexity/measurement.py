@@ -2,8 +2,8 @@
 
 A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with the
 begin-of-text token, or with the end-of-text token if the tokenizer has no other; without both, the first token is not
-scored. Each further window begins with the last token before those that it scores. The last, shorter window is extended
-to the left with preceding context. These are the windows of lm-eval's rolling log-likelihood.
+scored. Each further window begins with the token that precedes its first scored token. The last, shorter window is
+extended to the left with preceding context. These are the windows of lm-eval's rolling log-likelihood.
 
 The journal stores each batch of windows, so that a killed run resumes with the next batch.
 """
@@ -248,7 +248,7 @@ def read_batch(loaded: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.T
 
 
 def _logliks(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [targets, vocab]."""
+    """Return ``log softmax(logits)[position, target]`` in nats, in float32; ``logits`` has shape [targets, vocab]."""
     import torch
 
     target_tensor = torch.tensor(targets, device=logits.device)

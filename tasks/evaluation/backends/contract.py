@@ -34,7 +34,7 @@ class AnswerEnd(NamedTuple):
     # stop: a stop string; eos: an end-of-text token; length: the token limit of an answer; context: the end of the
     # model's context before that limit; '': unknown. A server may report 'stop' for an end-of-text token.
     reason: AnswerReason = ""
-    tokens: int | None = None  # number of generated tokens, including the one that ended the answer; None: unknown
+    tokens: int | None = None  # number of generated tokens, including the final one; None: unknown
 
 
 CUT_OFF = ("length", "context")  # reasons for which an answer is incomplete

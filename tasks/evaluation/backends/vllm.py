@@ -55,7 +55,7 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
         ) from error
 
     class EndsRecorded(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """Records how answers ended."""
+        """lm-eval's vLLM model, which also records how answers ended."""
 
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super()._model_generate(*args, **kwargs)
