@@ -52,8 +52,8 @@ def watch(cache):
         loaded = load(model, dtype, device)
         def begun(network, args, kwargs):
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            from mergegate.tasks.evaluation.backends.shared_prefix import TRIED_WITH
-            if tuple(ids[0].tolist()[:len(TRIED_WITH)]) == TRIED_WITH:
+            from mergegate.tasks.evaluation.backends.shared_prefix import PROBE_TOKENS
+            if tuple(ids[0].tolist()[:len(PROBE_TOKENS)]) == PROBE_TOKENS:
                 return  # no batch: it is tried what the network takes
             content = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
             note("batch", model.name, content, len(ids))

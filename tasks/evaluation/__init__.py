@@ -1,7 +1,7 @@
-"""Evaluation: lm-eval scores of one model on one task, document by document and part by part.
+"""Evaluate a model on lm-eval tasks and keep a score for every document.
 
-A task is pinned by content, scored in a process of its own by one of several backends, and kept as a table of document
-scores. Results that lm-eval has written itself are read here too.
+A task is pinned by its content and scored in a separate process by one of several backends. The scores are stored as a
+table with one row per document and metric. The package also reads results that lm-eval wrote itself.
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend

@@ -1,16 +1,17 @@
-"""Answers to lm-eval's requests, kept as they come: a part that was killed asks only for what was not answered.
+"""Journal the answers to lm-eval's requests, so that a killed part resumes with the unanswered requests.
 
-lm-eval tells whoever wants to know of every answer (``LM.set_cache_hook``). Its own cache of requests listens there
-too, and cannot be used here: it keeps answers one by one, and two requests of equal text as one. What is left after a
-kill would then be cut into other batches than before, and a batch decides the last places of a number. Here a batch is
-kept when all of it is answered, and equal requests count one by one: so what is left is cut exactly as it would have
-been, and the numbers are those of a run that nobody disturbed::
+lm-eval reports every answer to a hook (``LM.set_cache_hook``). Its own request cache uses that hook but is unsuitable
+here, because it stores answers one by one and treats two requests with equal text as one. After a kill, the remaining
+requests would be divided into different batches, and the batch affects the last digits of a number. This journal
+stores a batch once all of it is answered, and counts equal requests separately. The remaining requests form the same
+batches as before, and the numbers equal those of an uninterrupted run::
 
     with journalled(lm, journal, backend.computes_in) as lm:
         evaluate(lm, ...)
 
-A sampled answer depends on the ones before it, through the state of torch's generator: that is kept with each batch,
-and set again. Where another program samples (a server, vLLM's engine), it is only as random as it would have been.
+A sampled answer depends on the preceding ones through the state of torch's generator. The journal stores this state
+with each batch and restores it. If another program samples (a server, vLLM's engine), its answers stay as random as
+they would have been.
 """
 
 from __future__ import annotations
@@ -26,51 +27,53 @@ from mergegate.tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:
-    """An ``LM`` of lm-eval that answers from a journal what stands in it, and adds to it what does not.
+    """An lm-eval ``LM`` that takes recorded answers from a journal and adds new answers to it.
 
     Args:
-        batched: Whether ``batch_begins`` will be called before each batch; otherwise every answer stands for itself.
+        lm: Model that answers the requests that are not in the journal.
+        journal: Records of completed batches.
+        batched: Whether ``finish_batch`` will be called before each batch; if not, every answer is its own batch.
     """
 
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
         self._lm, self._journal, self._batched = lm, journal, batched
         self.ended_answers: list[tuple[Any, AnswerEnd]] = []  # request and end of every generated answer
-        self._known: dict[str, deque[Any]] = defaultdict(deque)  # answers, by name of the request
-        self._generator: dict[str, Any] = {}  # state after the last batch, by kind of request
+        self._recorded: dict[str, deque[Any]] = defaultdict(deque)  # recorded answers, by request name
+        self._generator: dict[str, Any] = {}  # generator state after the last batch, by kind of request
         for record in journal.records:
             for name, answer in record["answers"]:
-                self._known[name].append(answer)
+                self._recorded[name].append(answer)
             self._generator[record["kind"]] = record.get("generator")
-        self._waiting: dict[str, deque[Sequence[Any]]] = {}  # requests without an answer, by name
-        self._answered: list[tuple[str, Any]] = []  # of the batch under way
-        self._ends: dict[str, deque[AnswerEnd]] = defaultdict(deque)  # of the present call, by name of the request
+        self._waiting: dict[str, deque[Sequence[Any]]] = {}  # unanswered requests, by name
+        self._answered: list[tuple[str, Any]] = []  # answers in the current batch
+        self._ends: dict[str, deque[AnswerEnd]] = defaultdict(deque)  # ends in the current call, by request name
         self._kind, self._sampled = "", False
-        self.restored = 0  # requests of the present call that the journal answered
+        self.restored = 0  # number of requests in the current call that the journal answered
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """As lm-eval's: log-probability in nats of each continuation, and whether it is what the model would say."""
+        """Return, as lm-eval does, the log-probability of each continuation in nats and whether it is the argmax."""
         return self._answers("loglikelihood", requests)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """As lm-eval's: what the model says to each prompt."""
+        """Return, as lm-eval does, the generated answer to each prompt."""
         return self._answers("generate_until", requests)
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
-        """Record ``answer``, which may be of the last batch that was begun. lm-eval calls this hook."""
+        """Record one answer, possibly from the batch that began last. lm-eval calls this hook."""
         ends = getattr(self._lm, "answer_ends", None) if kind == "generate_until" else None
         end = ends.popleft() if ends else AnswerEnd()
         answer = _typed(kind, answer)
-        if kind == self._kind and (name := self._whose(kind, request)):
+        if kind == self._kind and (name := self._find_request(kind, request)):
             self._ends[name].append(end)
             self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
             if not self._batched:
-                self.batch_begins()
+                self.finish_batch()
 
-    def batch_begins(self) -> None:
-        """All answers until now are those of whole batches: keep them."""
+    def finish_batch(self) -> None:
+        """Append the answers of the preceding batch, which is now complete, to the journal."""
         if not self._answered:
             return
         record: dict[str, Any] = {"kind": self._kind, "answers": self._answered}
@@ -81,12 +84,12 @@ class JournalledModel:
 
     def _answers(self, kind: str, requests: Sequence[Any]) -> list[Any]:
         names = [_name(kind, request.args) for request in requests]
-        recorded = [known.popleft() if (known := self._known.get(name)) else None for name in names]
+        recorded = [queue.popleft() if (queue := self._recorded.get(name)) else None for name in names]
         ends = [AnswerEnd()] * len(requests)
         if kind == "generate_until":
-            ends = [AnswerEnd() if one is None else AnswerEnd(*one[1:]) for one in recorded]
-            recorded = [None if one is None else one[0] for one in recorded]
-        answers = [None if one is None else _typed(kind, one) for one in recorded]
+            ends = [AnswerEnd() if entry is None else AnswerEnd(*entry[1:]) for entry in recorded]
+            recorded = [None if entry is None else entry[0] for entry in recorded]
+        answers = [None if entry is None else _typed(kind, entry) for entry in recorded]
         left = [index for index in _in_order_of_batches(kind, requests) if answers[index] is None]
         self.restored = len(requests) - len(left)
         self._kind, self._answered = kind, []
@@ -97,9 +100,9 @@ class JournalledModel:
         if self._sampled and (state := self._generator.get(kind)):
             _set_generator(state)
         if left:
-            found = getattr(self._lm, kind)([requests[index] for index in left])
-            self.batch_begins()  # what was the last one is whole
-            for index, answer in zip(left, found, strict=True):
+            results = getattr(self._lm, kind)([requests[index] for index in left])
+            self.finish_batch()  # the last batch is complete
+            for index, answer in zip(left, results, strict=True):
                 answers[index] = answer
                 if ended := self._ends.get(names[index]):
                     ends[index] = ended.popleft()
@@ -108,34 +111,36 @@ class JournalledModel:
         self._kind = ""
         return answers
 
-    def _whose(self, kind: str, request: Sequence[Any]) -> str:
-        """The name of the request that was answered; empty where it cannot be told."""
+    def _find_request(self, kind: str, request: Sequence[Any]) -> str:
+        """Return the name of the request that was answered, or an empty text if it is ambiguous."""
         name = _name(kind, request)
         if not self._waiting.get(name):
             if kind != "generate_until":
                 return ""
-            # vLLM says what it made of a prompt's settings, in place of the settings.
-            alike = [other for other, waiting in self._waiting.items() if waiting and waiting[0][0] == request[0]]
-            if len(alike) != 1:
+            # vLLM reports the settings it derived from a prompt's settings, so only the prompt can be compared.
+            matches = [
+                candidate for candidate, waiting in self._waiting.items() if waiting and waiting[0][0] == request[0]
+            ]
+            if len(matches) != 1:
                 return ""
-            name = alike[0]
+            name = matches[0]
         self._waiting[name].popleft()
         return name
 
 
 def is_answer_record(record: object) -> bool:
-    """Whether ``record`` is one that :class:`JournalledModel` keeps: a kind, its answers by name, torch's state."""
+    """Return whether ``record`` has the form that ``JournalledModel`` writes: kind, answers by name, torch state."""
     if not isinstance(record, dict):
         return False
     match record:
         case {"kind": "loglikelihood", "answers": list(answers)}:
-            whole = all(_is_pair(answer) and _is_pair(answer[1]) for answer in answers)
+            is_valid = all(_is_pair(answer) and _is_pair(answer[1]) for answer in answers)
         case {"kind": "generate_until", "answers": list(answers)}:
-            whole = all(_is_pair(answer) and _is_generated(answer[1]) for answer in answers)
+            is_valid = all(_is_pair(answer) and _is_generated(answer[1]) for answer in answers)
         case _:
             return False
     state = record.get("generator", [])
-    return whole and isinstance(state, list) and all(isinstance(part, str) for part in state)
+    return is_valid and isinstance(state, list) and all(isinstance(part, str) for part in state)
 
 
 def _is_pair(value: object) -> bool:
@@ -143,7 +148,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_generated(value: object) -> bool:
-    """Return whether ``value`` is a text with the fields of its ``AnswerEnd``."""
+    """Return whether ``value`` is a text followed by the fields of its ``AnswerEnd``."""
     if not (isinstance(value, list) and len(value) == 1 + len(AnswerEnd._fields)):
         return False
     text, reason, tokens = value
@@ -152,25 +157,25 @@ def _is_generated(value: object) -> bool:
 
 @contextmanager
 def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
-    """``lm`` with a journal, as long as the context is open.
+    """Yield ``lm`` with a journal that is attached until the context closes.
 
     Args:
-        computes_in: Methods of ``lm`` that compute one batch each; none: its answers do not depend on each other.
+        computes_in: Methods of ``lm`` that compute one batch each; empty if its answers do not depend on each other.
     """
     from lm_eval.api.model import CacheHook
 
     model = JournalledModel(lm, journal, batched=bool(computes_in))
 
-    def after_keeping(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def computing(*args: Any, **kwargs: Any) -> Any:
-            model.batch_begins()
+    def with_journal(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_batch(*args: Any, **kwargs: Any) -> Any:
+            model.finish_batch()
             return compute(*args, **kwargs)
 
-        return computing
+        return compute_batch
 
     lm.set_cache_hook(model)
     for name in computes_in:
-        setattr(lm, name, after_keeping(getattr(lm, name)))
+        setattr(lm, name, with_journal(getattr(lm, name)))
     try:
         yield model
     finally:
@@ -184,12 +189,12 @@ def _name(kind: str, request: Sequence[Any]) -> str:
 
     try:
         return str(hash_args(kind, request))
-    except TypeError:  # settings that JSON does not know
+    except TypeError:  # the settings are not JSON
         return repr((kind, request))
 
 
 def _typed(kind: str, answer: Any) -> Any:
-    """As it goes into the journal, and as it is handed on: JSON knows neither tuples nor numbers of numpy."""
+    """Convert an answer to the types in the journal: JSON supports neither tuples nor NumPy numbers."""
     return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else str(answer)
 
 
@@ -199,18 +204,21 @@ def _is_sampled(request: Any) -> bool:
 
 
 def _in_order_of_batches(kind: str, requests: Sequence[Any]) -> list[int]:
-    """Positions of requests; those generated under equal settings together, in the order in which settings are first
-    met. So they are batched, and the order must stay when the first of them need no answer any more."""
+    """Return the positions of requests in the order in which lm-eval batches them.
+
+    Requests that generate under equal settings are batched together, in the order in which the settings first occur.
+    This order must not change when some requests are already answered.
+    """
     if kind != "generate_until":
         return list(range(len(requests)))
-    together: dict[str, list[int]] = {}
+    by_settings: dict[str, list[int]] = {}
     for index, request in enumerate(requests):
-        together.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-    return [index for group in together.values() for index in group]
+        by_settings.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+    return [index for group in by_settings.values() for index in group]
 
 
 def _generator_state() -> list[str]:
-    """Of torch's generators, the CPU's first."""
+    """Return the states of torch's generators, the CPU's first."""
     import torch
 
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
@@ -220,7 +228,9 @@ def _generator_state() -> list[str]:
 def _set_generator(states: Sequence[str]) -> None:
     import torch
 
-    own, *others = (torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for state in states)
-    torch.set_rng_state(own)
-    if others:
-        torch.cuda.set_rng_state_all(others)
+    cpu_state, *device_states = (
+        torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for state in states
+    )
+    torch.set_rng_state(cpu_state)
+    if device_states:
+        torch.cuda.set_rng_state_all(device_states)

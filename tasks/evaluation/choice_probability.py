@@ -1,16 +1,18 @@
-"""The probability of the right answer: a graded score of choice tasks, from likelihoods that were asked anyway.
+"""Compute the probability of the right answer, a graded score for choice tasks, from likelihoods that exist anyway.
 
-lm-eval asks a choice task for the log-likelihood ``l_i`` of every choice and keeps which is largest. How sure the model
-was is lost in that, and it is what moves first when a model changes. Kept beside lm-eval's own metrics, as
-``prob,none``::
+For each document of a choice task, lm-eval requests the log-likelihood ``l_i`` of every choice and records which is
+largest. That loses how confident the model was, which is what moves first when a model changes. This score keeps it, as
+``prob,none`` in addition to lm-eval's own metrics::
 
     prob = sum of exp(l_i) over the right choices / sum of exp(l_i) over all choices              in [0, 1]
 
-That is the share that ``acc,none`` gives all or nothing of: likelihoods of whole answers, *not* divided by their length
-(``acc_norm`` and ``acc_bytes`` divide). Chance is 1 / number of choices. Where several choices are right they count
-together. Where none is (a label outside the choices, which lm-eval counts as wrong) it is 0.
+``acc,none`` is 1 if the likeliest choice is right, else 0, from the same likelihoods of whole answers, which are *not*
+divided by their length (``acc_norm`` and ``acc_bytes`` divide). Chance level is 1 / number of choices. If several
+choices are right, they count together. If none is right (the label is not among the choices, which lm-eval counts as
+wrong), the score is 0.
 
-A task that scores its answers by a function of its own has no ``prob``: what its target means is known to it alone.
+A task that scores answers with its own function has no ``prob``, because only that function knows what its target
+means.
 """
 
 from __future__ import annotations
@@ -20,33 +22,33 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_LONGEST_LITERAL = 1000  # characters: a position, or a list of them
-PROBABILITY = "prob"  # what a guard says; its label is 'prob,none', as lm-eval writes metrics
+_LONGEST_LITERAL = 1000  # characters of a position, or of a list of positions
+PROBABILITY = "prob"  # name of the metric in a guard; its label is 'prob,none', in lm-eval's notation
 
 
 class AnsweredChoice(NamedTuple):
-    """What a model said of one document of a choice task."""
+    """Likelihoods that a model assigned to the choices of one document, and the right choices."""
 
-    likelihoods: tuple[float, ...]  # of each choice, nats
-    right: frozenset[int]  # positions of the right ones; empty where the label is none of the choices
+    likelihoods: tuple[float, ...]  # log-likelihood of each choice, in nats
+    right: frozenset[int]  # positions of the right choices; empty if the label is not among the choices
 
     @property
     def probability(self) -> float | None:
-        """Of the right answer, in [0, 1]; None where likelihoods are no numbers, or none is above minus infinity."""
+        """Probability of the right answer, in [0, 1]; None if a likelihood is NaN, or the largest is infinite."""
         if (shares := self._shares()) is None:
             return None
         return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares)
 
     @property
     def entropy(self) -> float | None:
-        """Of what is expected among the choices, nats; None as of ``probability``."""
+        """Entropy of the distribution over the choices, in nats; None in the same cases as ``probability``."""
         if (shares := self._shares()) is None:
             return None
-        whole = math.fsum(shares)
-        return -math.fsum(share / whole * math.log(share / whole) for share in shares if share)
+        total = math.fsum(shares)
+        return -math.fsum(share / total * math.log(share / total) for share in shares if share)
 
     def _shares(self) -> list[float] | None:
-        """In proportion to the probability of each choice."""
+        """Return numbers proportional to the probability of each choice."""
         largest = max(self.likelihoods)
         if not math.isfinite(largest) or any(map(math.isnan, self.likelihoods)):
             return None
@@ -54,88 +56,97 @@ class AnsweredChoice(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the likeliest choice, of equals the first, is a right one: ``acc``."""
+        """Whether the likeliest choice (the first, if several tie) is right; equals ``acc``."""
         return self.likelihoods.index(max(self.likelihoods)) in self.right
 
 
 def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice | None]) -> list[float | None] | None:
-    """The probability of the right answer in each document; None in place of those that have none.
+    """Return the probability of the right answer for each document, None for documents that have none.
 
-    None for all where the task asks no choices, or where ``acc`` says anything else than the likelihoods do: then the
-    label was not understood, or the samples are not what was scored.
+    The result as a whole is None if the task has no choices, or if ``acc`` contradicts the likelihoods. A contradiction
+    means that the label was misunderstood, or that these samples were not scored.
 
     Args:
-        accuracies: What lm-eval says under ``acc``, of each document; None where it does not.
-        answers: The same documents' likelihoods and right choices.
+        accuracies: lm-eval's ``acc`` of each document; None where it is missing.
+        answers: Likelihoods and right choices of the same documents.
     """
     understood = [answer for answer in answers if answer is not None]
     if len(understood) < len(answers) or not answers:
         return None
-    found = [answer.probability for answer in understood]
-    for accuracy, answer, probability in zip(accuracies, understood, found, strict=True):
+    values = [answer.probability for answer in understood]
+    for accuracy, answer, probability in zip(accuracies, understood, values, strict=True):
         if probability is not None and accuracy in (0, 1) and bool(accuracy) != answer.is_right:
             return None
-    return found
+    return values
 
 
-def answered_now(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
-    """From a sample and lm-eval's own task object; None where the task asks no choices.
+def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
+    """Return the answered choice of a sample that was just scored, or None if the task has no choices.
 
     Args:
-        task: ``lm_eval.api.task.Task``.
+        task: lm-eval's ``lm_eval.api.task.Task``.
+        sample: Sample that lm-eval returned.
     """
-    found = choices_of(task, sample["doc"])
-    if found is None:
+    labels = choices_of(task, sample["doc"])
+    if labels is None:
         return None
-    choices, right = found
+    choices, right = labels
     likelihoods = _likelihoods(sample, choices)
     return AnsweredChoice(likelihoods, right) if likelihoods else None
 
 
 def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
-    """How many choices lm-eval's ``task`` gives, and which are right; None where it asks none, or judges otherwise.
+    """Return the number of choices and the positions of the right ones, or None if a task has no choices.
+
+    The result is also None if the task judges answers with its own function.
 
     Args:
-        task: ``lm_eval.api.task.Task``.
-        document: As its data has it.
+        task: lm-eval's ``lm_eval.api.task.Task``.
+        document: Document as in the task's data.
     """
     from lm_eval.api.task import ConfigurableTask
 
-    own_way = type(task).process_results is not getattr(ConfigurableTask, "process_results", None)
-    if task.OUTPUT_TYPE != "multiple_choice" or own_way or task.get_config("process_results") is not None:
+    has_own_function = type(task).process_results is not getattr(ConfigurableTask, "process_results", None)
+    if task.OUTPUT_TYPE != "multiple_choice" or has_own_function or task.get_config("process_results") is not None:
         return None
     choices = task.doc_to_choice(document)
     target = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     return len(choices), _right(target, choices)
 
 
-def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
-    """From a sample and a task's configuration as lm-eval wrote them; None where the task asks no choices, or where it
-    does not follow from what was written which choice is right.
+def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
+    """Return the answered choice of a sample that lm-eval wrote to a file.
+
+    The result is None if the task has no choices, or if the file does not reveal which choice is right.
 
     Args:
-        config: Of the task, from ``configs`` of the results file.
+        config: Configuration of the task, from ``configs`` in the results file.
+        sample: One line of the samples file.
     """
     if config.get("output_type") != "multiple_choice" or config.get("process_results") is not None:
         return None
     arguments = sample.get("arguments")
     if not (isinstance(arguments, Mapping) and all(isinstance(each, Mapping) for each in arguments.values())):
         return None
-    asked = [(each.get("arg_0", ""), each.get("arg_1", "")) for each in arguments.values()]
+    requests = [(each.get("arg_0", ""), each.get("arg_1", "")) for each in arguments.values()]
     answers = sample.get("filtered_resps")
     if not isinstance(answers, list):
         return None
-    written = [text for pair in asked for text in pair]
-    written += [answer[0] if isinstance(answer, list) and answer else None for answer in answers]
-    if not all(isinstance(text, str) for text in written):
-        return None  # lm-eval writes prompts, choices and likelihoods as text
-    listed = config.get("metric_list")
-    metrics = [entry.get("metric") for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)]
-    if "acc_mutual_info" in metrics:  # each choice was asked a second time, without the question
-        asked = asked[: len(asked) // 2]
-    if len({context for context, _ in asked}) > 1:  # the choices are in the questions: nothing says which is right
+    texts = [text for pair in requests for text in pair]
+    texts += [answer[0] if isinstance(answer, list) and answer else None for answer in answers]
+    if not all(isinstance(text, str) for text in texts):
+        return None  # lm-eval always writes prompts, choices and likelihoods as text
+    metric_list = config.get("metric_list")
+    metrics = [
+        entry.get("metric")
+        for entry in (metric_list if isinstance(metric_list, list) else ())
+        if isinstance(entry, dict)
+    ]
+    if "acc_mutual_info" in metrics:  # the second half repeats each choice without the question
+        requests = requests[: len(requests) // 2]
+    if len({context for context, _ in requests}) > 1:  # choices are part of the prompts; the right one is unknown
         return None
-    choices = [continuation.strip() for _, continuation in asked]
+    choices = [continuation.strip() for _, continuation in requests]
     right = _right_as_written(config, sample, choices)
     likelihoods = _likelihoods(sample, len(choices))
     return AnsweredChoice(likelihoods, right) if likelihoods and right is not None else None
@@ -144,15 +155,15 @@ def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Answe
 def _right_as_written(
     config: Mapping[str, Any], sample: Mapping[str, Any], choices: Sequence[str]
 ) -> frozenset[int] | None:
-    """Positions of the right choices; None where the target, of which only the text was written, can mean two things.
+    """Return the positions of the right choices, or None if the target is ambiguous.
 
-    lm-eval takes a number for a position and a text for one of the choices.
+    The file contains only the text of the target. lm-eval interprets a number as a position and a text as a choice.
     """
     text, source, document = str(sample.get("target", "")).strip(), config.get("doc_to_target"), sample.get("doc")
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
         if "target" in sample and str(value).strip() != text:
-            return None  # the document is not the one whose target was written
+            return None  # the target belongs to another document
         return _right(value.strip() if isinstance(value, str) else value, choices)
     if len(text) > _LONGEST_LITERAL:
         return _right(text, choices)
@@ -168,18 +179,18 @@ def _right_as_written(
 
 
 def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
-    """Positions of the right choices, from a position, a text, or a list of positions."""
+    """Return the positions of the right choices, given a position, a text, or a list of positions."""
     if isinstance(target, str):
         return frozenset([list(choices).index(target)] if target in choices else [])
     positions = target if isinstance(target, (list, tuple)) else [target]
-    return frozenset(int(one) for one in positions if isinstance(one, int) and 0 <= one < len(choices))
+    return frozenset(int(each) for each in positions if isinstance(each, int) and 0 <= each < len(choices))
 
 
 def _likelihoods(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
-    """The likelihood of each choice; empty where a filter made something else of the answers."""
+    """Return the likelihood of each choice; empty if a filter changed the answers."""
     answers = sample.get("filtered_resps") or ()
     try:
-        found = tuple(float(likelihood) for likelihood, _ in answers[:choices])
+        likelihoods = tuple(float(likelihood) for likelihood, _ in answers[:choices])
     except (TypeError, ValueError, OverflowError):
         return ()
-    return found if choices and len(found) == choices else ()
+    return likelihoods if choices and len(likelihoods) == choices else ()

@@ -1,9 +1,9 @@
-"""Scores of generated code without Hugging Face's ``code_eval``: a script that ``evaluate`` fetches from a network, and
-that runs programs in the process which loads it.
+"""Score generated code without Hugging Face's ``code_eval``.
 
-What stands in for it has the same face and gives the same numbers; programs are run by ``run_program``. A document
-with n answers of which c pass has pass@k = 1 - C(n-c, k) / C(n, k): the chance that at least one of k answers passes
-that are drawn from the n without putting any back (Chen et al. 2021, arXiv:2107.03374, equation 1).
+``evaluate`` downloads the script of ``code_eval`` and runs programs in the process that loads it. The replacement here
+has the same interface and yields the same numbers, but it runs programs with ``run_program``. If c of the n answers to
+a document pass, its score is pass@k = 1 - C(n-c, k) / C(n, k). This is the probability that at least one of k answers
+passes if they are drawn from the n without replacement (Chen et al. 2021, arXiv:2107.03374, equation 1).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, run_program
 
 _NAME = "code_eval"
-_CHECK = "check_correctness"  # by which tasks of lm-eval run programs that do not use code_eval
-_run_already: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
+_CHECK = "check_correctness"  # function that lm-eval tasks without code_eval use to run programs
+_on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
 
 
 def pass_at(k: int, answers: int, passed: int) -> float:
-    """The unbiased estimate of pass@k.
+    """Return the unbiased estimate of pass@k.
 
     Args:
-        k: Answers that are drawn, at least 1 and at most ``answers``.
-        answers: That there are of a document.
-        passed: Those among them that pass.
+        k: Number of answers drawn, from 1 to ``answers``.
+        answers: Number of answers to the document.
+        passed: Number of answers that pass.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
     (0.25, 0.5)
@@ -37,10 +37,10 @@ def pass_at(k: int, answers: int, passed: int) -> float:
 
 
 class CodeEval:
-    """What ``evaluate.load("code_eval")`` returns here.
+    """Replacement for the object that ``evaluate.load("code_eval")`` returns.
 
     Args:
-        limits: Of each program.
+        limits: Limits of each program.
     """
 
     def __init__(self, limits: ProgramLimits) -> None:
@@ -55,18 +55,19 @@ class CodeEval:
         k: Sequence[int] = (1, 10, 100),
         **_: Any,
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
-        """Run every answer with the tests of its document.
+        """Run every answer together with the tests of its document.
 
         Args:
-            references: Tests, a program text for each document.
-            predictions: Answers, any number for each document.
+            references: Tests, one program text per document.
+            predictions: Answers, any number per document.
+            k: Values of k for pass@k.
 
         Returns:
-            The mean of pass@k over documents for each ``k`` of which no document has fewer answers; and what came of
-            each answer, by document.
+            The mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a document, and
+            the result of each answer, by document.
 
         Raises:
-            Refused: as ``run_program``.
+            Refused: See ``run_program``.
         """
         outcomes: dict[int, list[tuple[int, dict[str, Any]]]] = {}
         for document, (tests, answers) in enumerate(zip(references, predictions, strict=True)):
@@ -74,9 +75,9 @@ class CodeEval:
             for number, answer in enumerate(answers):
                 end = self._run(answer + "\n" + tests)
                 passed = end is ProgramEnd.PASSED
-                said = {"task_id": document, "passed": passed, "result": str(end), "completion_id": number}
-                outcomes[document].append((number, said))
-        counts = [(len(found), sum(said["passed"] for _, said in found)) for found in outcomes.values()]
+                result = {"task_id": document, "passed": passed, "result": str(end), "completion_id": number}
+                outcomes[document].append((number, result))
+        counts = [(len(results), sum(result["passed"] for _, result in results)) for results in outcomes.values()]
         fewest = min((answers for answers, _ in counts), default=0)
         means = {
             f"pass@{each}": fsum(pass_at(each, *count) for count in counts) / len(counts)
@@ -86,63 +87,65 @@ class CodeEval:
         return means, outcomes
 
     def check(self, program: str, timeout: float = 0) -> bool:
-        """Whether a program that has its tests in it passes. ``timeout`` is not heard: there is one limit for all."""
+        """Return whether a program that contains its tests passes; ``timeout`` is ignored in favor of the limits."""
         return self._run(program) is ProgramEnd.PASSED
 
     def _run(self, program: str) -> ProgramEnd:
         end = run_program(program, self._limits)
         self._programs += 1
-        _run_already.get()(self._programs)
+        _on_program.get()(self._programs)
         return end
 
 
 @contextmanager
-def programs_told(tell: Callable[[int], None]) -> Iterator[None]:
-    """Inside, ``tell`` hears after each program how many were run: a document may have many, and each takes seconds."""
-    token = _run_already.set(tell)
+def report_programs(tell: Callable[[int], None]) -> Iterator[None]:
+    """Report the number of programs run after each one: a document may have many, and each takes seconds."""
+    token = _on_program.set(tell)
     try:
         yield
     finally:
-        _run_already.reset(token)
+        _on_program.reset(token)
 
 
 @contextmanager
-def code_bounded(limits: ProgramLimits | None) -> Iterator[None]:
-    """Inside, tasks are loaded that get ours where they ask for ``code_eval``. Without limits nothing is changed."""
+def confine_code_eval(limits: ProgramLimits | None) -> Iterator[None]:
+    """Make tasks that are loaded inside the context use ``CodeEval`` for ``code_eval``; no effect without limits."""
     if limits is None:
         yield
         return
     evaluate = importlib.import_module("evaluate")
     load: Callable[..., Any] = vars(evaluate)["load"]
 
-    def load_ours(path: str, *more: Any, **named: Any) -> Any:
-        return CodeEval(limits) if path == _NAME else load(path, *more, **named)
+    def load_replacement(path: str, *args: Any, **kwargs: Any) -> Any:
+        return CodeEval(limits) if path == _NAME else load(path, *args, **kwargs)
 
-    vars(evaluate)["load"] = load_ours
+    vars(evaluate)["load"] = load_replacement
     try:
         yield
     finally:
         vars(evaluate)["load"] = load
 
 
-def bound_checks(leaf: Any, limits: ProgramLimits) -> None:
-    """See that a task which runs programs by a function of its own (``check_correctness``) runs them as ours are."""
+def confine_checks(leaf: Any, limits: ProgramLimits) -> None:
+    """Confine a task that runs programs with its own function (``check_correctness``): replace that function."""
     for function in _functions(leaf.config.to_dict(keep_callable=True)):
-        within = getattr(function, "__globals__", {})
-        if callable(within.get(_CHECK)):
-            within[_CHECK] = CodeEval(limits).check
+        namespace = getattr(function, "__globals__", {})
+        if callable(namespace.get(_CHECK)):
+            namespace[_CHECK] = CodeEval(limits).check
 
 
 def code_labels(leaf: Any) -> dict[str, tuple[str, ...]]:
-    """Of metrics that are called otherwise in the end than in the definition: the names that documents get scores by
-    (``pass_at_k`` with ``k: [1, 8]``: ``pass@1`` and ``pass@8``)."""
+    """Return the names under which scores appear, for metrics whose scores have other names than the definition.
+
+    For example, ``pass_at_k`` with ``k: [1, 8]`` yields ``pass@1`` and ``pass@8``.
+    """
     if not getattr(leaf, "UNSAFE_CODE", False):
         return {}
     kwargs: Mapping[str, Mapping[str, Any]] = getattr(leaf, "_metric_fn_kwargs", {})
-    listed = {metric: said["k"] for metric, said in kwargs.items() if "k" in said}
+    k_by_metric = {metric: arguments["k"] for metric, arguments in kwargs.items() if "k" in arguments}
     return {
         metric: tuple(f"pass@{each}" for each in (drawn if isinstance(drawn, list) else [drawn]))
-        for metric, drawn in listed.items()
+        for metric, drawn in k_by_metric.items()
     }
 
 

@@ -1,7 +1,7 @@
-"""Whose generated code is run: tasks that need it, named one by one in ``evaluate.allow_code``.
+"""Allow only the tasks that a profile names in ``evaluate.allow_code`` to run generated code.
 
-Nobody's code runs because a default says so, and no name stands there for nothing: a task that is not evaluated, or
-runs no code, is a mistake of whoever wrote the list.
+Generated code never runs by default. Every name in the list must have an effect, so a name that is not evaluated, or
+whose task runs no code, is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
+from mergegate.tasks.evaluation.code_runs import EVERY, find_unconfined_code
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in
@@ -19,13 +19,16 @@ from mergegate.tasks.sandbox import ProgramLimits
 
 
 def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTask:
-    """``task`` with the limits that its programs run within, if it runs any and the profile allows it by name.
+    """Return ``task`` with limits for its programs, if it runs any and the profile allows it by name.
 
     Args:
-        written: As the profile names it, under ``tasks`` and in ``allowed``.
+        task: Pinned task.
+        written: Name of the task in the profile, as under ``tasks`` and in ``allowed``.
+        allowed: Names in ``evaluate.allow_code``.
 
     Raises:
-        InvalidInput: when it runs code and is not named, is named and runs none, or runs it in a way of its own.
+        InvalidInput: If the task runs code and is not named, is named and runs no code, or runs code in a way that
+            mergegate cannot confine.
     """
     named = written in allowed
     if not runs_code(task):
@@ -42,9 +45,9 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
             f"evaluate.tasks: {written}",
             found="a task that runs code which the model wrote",
             expected="its name under evaluate.allow_code",
-            remedy=how_to_allow(written),
+            remedy=allow_code_advice(written),
         )
-    way = runs_in_its_own_way(_functions_of(read_definition(task.definition))) if task.definition else ""
+    way = find_unconfined_code(_functions_of(read_definition(task.definition))) if task.definition else ""
     if way:
         raise InvalidInput(
             f"evaluate.tasks: {written}",
@@ -56,26 +59,27 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
 
 
 def _functions_of(definition: Definition) -> Iterator[tuple[Path, str]]:
-    """Everything in the modules beside a local task, and what it takes of modules that are not there."""
-    beside = [file for file in definition.files if file.suffix == ".py"]
-    yield from ((file, EVERY) for file in beside)
+    """Yield all functions in the modules next to a local task, and each function that it takes from other modules."""
+    modules = [file for file in definition.files if file.suffix == ".py"]
+    yield from ((file, EVERY) for file in modules)
     for leaf in definition.leaves:
         for text in texts_in(leaf.config):
-            if isinstance(text, Function) and not any(file.match(str(text.file)) for file in beside):
+            if isinstance(text, Function) and not any(file.match(str(text.file)) for file in modules):
                 yield Path(f"not beside it: {text}"), str(text)
 
 
-def how_to_allow(written: str) -> str:
-    """What a profile says to have the code of a task run."""
+def allow_code_advice(written: str) -> str:
+    """Return the advice for allowing a task to run code."""
     return (
         f"under evaluate 'allow_code: [{written}]': its programs then run in bounds (docs/security.md); or leave it out"
     )
 
 
 def require_evaluated(allowed: Iterable[str], tasks: Collection[str]) -> None:
-    """
+    """Check that every task that may run code is evaluated.
+
     Raises:
-        ValueError: for a name that is allowed and not evaluated.
+        ValueError: For a name that is allowed but not evaluated.
     """
     for name in allowed:
         if name not in tasks:
@@ -84,13 +88,13 @@ def require_evaluated(allowed: Iterable[str], tasks: Collection[str]) -> None:
 
 
 def runs_code(task: EvalTask) -> bool:
-    """Whether a task, or one below it, says that it runs what the model wrote."""
+    """Return whether a task, or one below it, declares that it runs code that the model wrote."""
     if task.definition is None:
         return any(leaf.config.get("unsafe_code") for leaf in shipped_leaves(task.in_lm_eval))
     return any(leaf.config.get("unsafe_code") for leaf in read_definition(task.definition).leaves)
 
 
-def way_of_shipped(config: Mapping[str, Any]) -> str:
-    """As ``runs_in_its_own_way``, of a task that lm-eval ships, whose functions are given by their files."""
+def find_unconfined_code_of_shipped(config: Mapping[str, Any]) -> str:
+    """Apply ``find_unconfined_code`` to a task that lm-eval ships, whose functions are named by their files."""
     named = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
-    return runs_in_its_own_way((Path(file + ".py"), function) for file, _, function in named)
+    return find_unconfined_code((Path(file + ".py"), function) for file, _, function in named)

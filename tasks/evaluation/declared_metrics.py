@@ -1,8 +1,8 @@
-"""The metrics that a task's configuration lists, and what lm-eval gets of each document for each of them.
+"""Determine the metrics that a task's configuration lists, and what lm-eval computes per document for each of them.
 
-lm-eval's own metrics belong to output types: a choice task has no BLEU, whatever it lists. Some hand on what was asked
-and answered, to be scored together at the end (F1, Matthews' correlation, BLEU): of those there is no mean, and lm-eval
-fails where a task asks for one. What a function of the task returns is known when it is called, and not before.
+lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it lists BLEU. Some metrics (F1,
+Matthews correlation, BLEU) collect pairs of reference and prediction to be scored together at the end. Pairs have no
+mean, and lm-eval fails if a task asks for one. Only a call reveals what a function of the task returns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from mergegate.tasks.checkpoints import import_lean
 from mergegate.tasks.evaluation.task_file import Function
 
-_DEFAULTS = {  # lm-eval's, where a task lists none
+_DEFAULTS = {  # lm-eval's defaults for a task that lists no metrics
     "multiple_choice": ("acc", "acc_norm"),
     "loglikelihood": ("perplexity", "acc"),
     "generate_until": ("exact_match",),
 }
-# What lm-eval computes of a document itself, by output type: as numbers, and as pairs for the end.
+# Values that lm-eval itself computes for a document, by output type: numbers, or pairs that are scored at the end.
 _NUMBERS = {
     "multiple_choice": ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match"),
     "loglikelihood": ("acc", "perplexity"),
@@ -30,7 +30,7 @@ _NUMBERS = {
 _PAIRS = {"multiple_choice": ("f1", "mcc", "brier_score", "likelihood")}
 
 
-class _OfADocument(Enum):
+class _DocumentValue(Enum):
     NUMBER = 1
     PAIR = 2
     NOTHING = 3
@@ -38,56 +38,58 @@ class _OfADocument(Enum):
 
 @dataclass(frozen=True)
 class DeclaredMetric:
-    """A metric of a task, from its configuration alone."""
+    """A metric of a task, judged by the configuration alone."""
 
     name: str
-    is_mean: bool  # of numbers by document, with a direction
-    averages_pairs: bool  # it is to be the mean of what is no number
+    is_mean: bool  # a mean of per-document numbers, with a direction
+    averages_pairs: bool  # declared as a mean of pairs, which lm-eval cannot compute
 
 
 def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetric, ...] | None:
-    """The metrics that a task lists, or lm-eval's own where it lists none; None where they cannot be read.
+    """Return the metrics that a task lists, or lm-eval's defaults; None if the list is malformed.
 
     Args:
-        config: As its YAML says it, functions as text.
-        kind: Its output type.
+        config: Configuration as in the task's YAML file, with functions as text.
+        kind: Output type of the task.
     """
     entries = config.get("metric_list")
     if entries is None:
         entries = [{"metric": name} for name in _DEFAULTS.get(kind, ())]
-    if not isinstance(entries, Sequence) or not all(isinstance(one, Mapping) and one.get("metric") for one in entries):
+    if not isinstance(entries, Sequence) or not all(
+        isinstance(entry, Mapping) and entry.get("metric") for entry in entries
+    ):
         return None
     return tuple(_declared(entry, config, kind) for entry in entries)
 
 
 def _declared(entry: Mapping[str, Any], config: Mapping[str, Any], kind: str) -> DeclaredMetric:
-    said, stated = entry["metric"], entry.get("aggregation")
-    # Of the library `evaluate`, or a function: none of lm-eval's own, whatever it is called.
-    is_foreign = entry.get("hf_evaluate") is True or isinstance(said, Function) or "/" in str(said)
-    own_mean, own_direction = (None, False) if is_foreign else _registered(str(said))
-    # A function is judged by its name, as when it is loaded; numpy's mean is one.
-    mean = bool(own_mean) if stated is None else str(stated).rpartition(".")[2] == "mean"
+    metric, aggregation = entry["metric"], entry.get("aggregation")
+    # A metric of the library `evaluate`, or a function, is never lm-eval's own, even if the names are equal.
+    is_foreign = entry.get("hf_evaluate") is True or isinstance(metric, Function) or "/" in str(metric)
+    own_mean, own_direction = (None, False) if is_foreign else _registered(str(metric))
+    # A function is judged by its name, as lm-eval does when it loads the task; numpy's mean counts.
+    mean = bool(own_mean) if aggregation is None else str(aggregation).rpartition(".")[2] == "mean"
     directed = own_direction or entry.get("higher_is_better") is not None
-    gives = _OfADocument.NUMBER if config.get("process_results") else _given(str(said), kind, is_foreign)
-    # Perplexity of an answer is a number of each document, which is not what it is the mean of.
+    value = _DocumentValue.NUMBER if config.get("process_results") else _document_value(str(metric), kind, is_foreign)
+    # The perplexity of an answer is a number per document, but lm-eval's score is not the mean of these numbers.
     is_own_sum = own_mean is False and not config.get("process_results")
     return DeclaredMetric(
-        name=str(said).rpartition(".")[2] or str(said),
-        is_mean=mean and directed and gives is _OfADocument.NUMBER and not is_own_sum,
-        averages_pairs=mean and gives is _OfADocument.PAIR,
+        name=str(metric).rpartition(".")[2] or str(metric),
+        is_mean=mean and directed and value is _DocumentValue.NUMBER and not is_own_sum,
+        averages_pairs=mean and value is _DocumentValue.PAIR,
     )
 
 
-def _given(metric: str, kind: str, is_foreign: bool) -> _OfADocument:
-    """What lm-eval has of a document for ``metric``, where the task has no function for its results."""
+def _document_value(metric: str, kind: str, is_foreign: bool) -> _DocumentValue:
+    """Return what lm-eval computes per document for ``metric`` in a task without ``process_results``."""
     if kind not in _NUMBERS:
-        return _OfADocument.NUMBER  # which is for lm-eval to say
-    if kind == "generate_until":  # one that lm-eval does not have comes from the library `evaluate`
+        return _DocumentValue.NUMBER  # lm-eval reports an unknown output type itself
+    if kind == "generate_until":  # a metric that lm-eval lacks comes from the library `evaluate`
         is_pair = not is_foreign and _is_known(metric) and metric not in _NUMBERS[kind]
-        return _OfADocument.PAIR if is_pair else _OfADocument.NUMBER
+        return _DocumentValue.PAIR if is_pair else _DocumentValue.NUMBER
     if metric in _NUMBERS[kind]:
-        return _OfADocument.NUMBER
-    return _OfADocument.PAIR if metric in _PAIRS.get(kind, ()) else _OfADocument.NOTHING
+        return _DocumentValue.NUMBER
+    return _DocumentValue.PAIR if metric in _PAIRS.get(kind, ()) else _DocumentValue.NOTHING
 
 
 def _is_known(metric: str) -> bool:
@@ -98,17 +100,16 @@ def _is_known(metric: str) -> bool:
 
 
 def is_registered_mean(metric: str) -> bool | None:
-    """Return whether lm-eval averages ``metric`` over documents where a task does not say; None if it has no such
-    metric."""
+    """Return whether lm-eval averages ``metric`` over documents by default; None if it has no such metric."""
     return _registered(metric)[0]
 
 
 @lru_cache(maxsize=256)
 def _registered(metric: str) -> tuple[bool | None, bool]:
-    """Of a metric of lm-eval's own: whether it is averaged over documents (None: unknown), and has a direction."""
+    """Return whether lm-eval averages its metric over documents (None: unknown), and whether it has a direction."""
     from lm_eval.api.registry import get_metric_aggregation, is_higher_better
 
-    if not _is_known(metric):  # lm-eval would warn of it
+    if not _is_known(metric):  # lm-eval would log a warning
         return None, False
     aggregation = get_metric_aggregation(metric)
     return getattr(aggregation, "__name__", "") == "mean", is_higher_better(metric) is not None

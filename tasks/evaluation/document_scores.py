@@ -1,7 +1,7 @@
-"""Outcomes: what a model scored on each document, as a table on disk, and two such tables paired document by document.
+"""Store the score of each document as a table, and pair two such tables document by document.
 
-Pairing is what makes a gate sharp: the same documents, prompted alike, scored by the reference and by the merge. So a
-pair is made only where document, prompt and target have equal hashes on both sides.
+Pairing gives a gate its power: the reference and the merge are scored on the same documents with the same prompts. A
+pair is formed only if document, prompt and target have equal hashes on both sides.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from mergegate.merge_core.errors import InvalidInput
 SCORES_FILE = "outcomes.parquet"
 
 
-_ANSWER = 2000  # characters that are kept of an answer
+_ANSWER = 2000  # characters of an answer that are stored
 
 
 class DocumentScore(NamedTuple):
     """Score of one document under one metric."""
 
-    task: str  # of a group: the task below it that the document is from
+    task: str  # for a group: the task below it that has the document
     metric: str  # 'acc,none'
     doc_id: int  # position in the task's data
-    doc_hash: str  # 64 hex digits, of the document as lm-eval sees it
-    prompt_hash: str  # of what the model is shown: a changed template or few-shot example changes it
+    doc_hash: str  # 64 hex digits, hash of the document in lm-eval's form
+    prompt_hash: str  # hash of the prompt, which depends on the template and the few-shot examples
     target_hash: str
     outcome: float  # in [0, 1] for accuracies
-    cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
-    higher_is_better: bool = True  # as the task says of this metric
-    answer: str = ""  # what the model said or chose, shortened; empty where that is no text
+    cluster: str = ""  # name shared by related documents (a passage, a subject), if a guard sets ``cluster_by``
+    higher_is_better: bool = True  # direction of the metric in this task
+    answer: str = ""  # generated or chosen answer, truncated; empty if it is not text
     ended: tuple[str, ...] = ()  # how each generated answer ended, see ``AnswerEnd``
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
 
@@ -39,7 +39,7 @@ class DocumentScore(NamedTuple):
 def score_of_sample(
     task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str, higher_is_better: bool = True
 ) -> DocumentScore:
-    """Return the score of one of the samples that lm-eval returns, or writes with ``--log_samples``."""
+    """Return the score of a sample that lm-eval returned, or wrote with ``--log_samples``."""
     return DocumentScore(
         task=task,
         metric=metric,
@@ -55,21 +55,21 @@ def score_of_sample(
 
 
 def answer_of(sample: Mapping[str, Any]) -> str:
-    """What the model said to a document, or the choice that it found likeliest. Empty where that is no text."""
+    """Return the generated answer to a document, or its likeliest choice; empty if that is not text."""
     answers: Any = sample.get("filtered_resps") or ()
     arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:
         return ""
-    # Of code that is run: the first of the programs that the answers were made into.
-    said = answers[0][0] if isinstance(answers[0], list) and answers[0] else answers[0]
-    if isinstance(said, str):
-        return said.strip()[:_ANSWER]
+    # For code that is run, the first of the programs that the answers were converted to.
+    first = answers[0][0] if isinstance(answers[0], list) and answers[0] else answers[0]
+    if isinstance(first, str):
+        return first.strip()[:_ANSWER]
     try:
-        # Some tasks ask again without the question, to know how likely a choice is by itself: that is no answer.
-        asked = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]
-        if len(asked) < 2:
+        # Some tasks score each choice a second time without the question; those requests have another context.
+        with_question = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]
+        if len(with_question) < 2:
             return ""
-        best = max(asked, key=lambda at: float(answers[at][0]))
+        best = max(with_question, key=lambda at: float(answers[at][0]))
         return str(arguments[best][1]).strip()[:_ANSWER]
     except (TypeError, ValueError, IndexError, KeyError):
         return ""
@@ -77,16 +77,16 @@ def answer_of(sample: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PairedScores:
-    """Scores of the same documents by two models, in equal order: that in which they were scored."""
+    """Scores of the same documents by two models, in the order in which the merge was scored."""
 
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
     reference: tuple[float, ...]
     merge: tuple[float, ...]
-    clusters: tuple[str, ...] = ()  # of each document; empty texts where none was recorded
+    clusters: tuple[str, ...] = ()  # cluster of each document; empty texts if none was recorded
 
 
 def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None:
-    """Store outcomes as parquet: one row each, columns as in ``DocumentScore``."""
+    """Write scores to a parquet file with one row each and the columns of ``DocumentScore``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -100,48 +100,51 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
 
 
 def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
-    """What ``write_document_scores`` stored."""
+    """Read the scores that ``write_document_scores`` stored."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:  # read_table would import pandas
         columns = file.read().to_pydict()
-    for name in ("ended", "answer_tokens"):  # absent from a table that is older
+    for name in ("ended", "answer_tokens"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
-    columns.setdefault("answer", [""] * len(columns["task"]))  # a table from before they were kept
-    columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
+    columns.setdefault("answer", [""] * len(columns["task"]))  # absent from older tables
+    columns.setdefault("cluster", [""] * len(columns["task"]))  # absent from older tables
     columns.setdefault("higher_is_better", [True] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 
 
 def pair_documents(
-    reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, where: str
+    reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, location: str
 ) -> PairedScores:
-    """The documents of both under ``metric``, one by one, in the order in which those of ``merge`` stand.
+    """Pair the scores of both models under ``metric``, document by document, in the order of ``merge``.
 
     Args:
-        where: What messages call this comparison: ``'reverse: merge against reverser'``.
+        reference: Scores of the reference.
+        merge: Scores of the merge.
+        metric: Metric to compare.
+        location: Name of the comparison in messages, such as ``'reverse: merge against reverser'``.
 
     Raises:
-        InvalidInput: when they are not the same documents, shown in the same way.
+        InvalidInput: If the documents differ, or were not prompted in the same way.
     """
-    left, right = ({(o.task, o.doc_id): o for o in side if o.metric == metric} for side in (reference, merge))
+    left, right = ({(row.task, row.doc_id): row for row in side if row.metric == metric} for side in (reference, merge))
     if not left:
-        raise InvalidInput(where, found=f"no document scored by {metric!r}")
+        raise InvalidInput(location, found=f"no document scored by {metric!r}")
     if left.keys() != right.keys():
         task, doc_id = min(left.keys() ^ right.keys())
         raise InvalidInput(
-            where,
+            location,
             found=f"document {doc_id} of {task} scored on one side only",
             expected="the same documents on both sides",
             remedy="evaluate both with the same settings",
         )
     for (task, doc_id), ours in sorted(left.items()):
         theirs = right[task, doc_id]
-        for what in ("doc_hash", "prompt_hash", "target_hash"):
-            if getattr(ours, what) != getattr(theirs, what):
+        for name in ("doc_hash", "prompt_hash", "target_hash"):
+            if getattr(ours, name) != getattr(theirs, name):
                 raise InvalidInput(
-                    where,
-                    found=f"another {what.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
+                    location,
+                    found=f"another {name.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
                     expected="both models asked the same question in the same words",
                     remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
                 )

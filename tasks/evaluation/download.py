@@ -1,9 +1,9 @@
-"""Fill a directory of datasets for tasks that are loaded by name (``evaluate.data``), where there is a network.
+"""Download the datasets of tasks into a local directory (``evaluate.data``) on a machine with a network.
 
-Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what
-was fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is
-fetched as the Hub has it now, or in the revision that its task names, and noted. It gets its name when all of it is
-there: half a dataset would be another benchmark.
+Each dataset is downloaded whole, with the layout of the Hub, at the commit in ``datasets.json`` in the directory. With
+a copy of this file, every machine downloads the same data. A dataset without an entry is downloaded at its current
+commit, or at the revision that its task names, and gets an entry. It is moved to its final directory only when it is
+complete, because an incomplete dataset would be a different benchmark.
 """
 
 from __future__ import annotations
@@ -21,59 +21,60 @@ from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, hub_a
 from mergegate.tasks.evaluation.mirror import find_dataset, find_datasets
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 
-REVISIONS = "datasets.json"  # in the directory: the commit of each dataset by name
-_ARRIVING = ".arriving"  # in the directory: datasets of which not all is there
-_COMMIT = 40  # characters of one
+REVISIONS = "datasets.json"  # file in the directory with the commit of each dataset, by name
+_ARRIVING = ".arriving"  # subdirectory for incomplete datasets
+_COMMIT = 40  # number of characters in a commit
 _WANTED = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.gz", "*.zst", "*.arrow", "README.md"]
 
 
 @dataclass(frozen=True)
 class FetchedDataset:
-    """What came of one dataset."""
+    """Result for one dataset."""
 
     name: str
-    revision: str  # commit; empty: it was there already, by other means
+    revision: str  # commit; empty if the dataset was put there by other means
     directory: Path
 
 
-def fetch_datasets(asked: Sequence[TaskDataset], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
-    """Fetch every dataset of ``asked`` that is not complete in ``root``.
+def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
+    """Download every dataset that is missing or incomplete in ``root``.
 
     Args:
-        asked: What tasks are loaded from (``named_data``).
-        on_dataset: Told of each as it is there.
+        datasets: Datasets of the tasks (``named_data``).
+        root: Directory to fill.
+        on_dataset: Called with each dataset when it is complete.
 
     Raises:
-        InvalidInput: when the network is forbidden, a dataset is not on the Hub, or not for us; when two tasks want two
-            revisions of one; for data at an address that nobody has put there.
+        InvalidInput: If the network is forbidden, a dataset is not on the Hub or not accessible, two tasks need
+            different revisions of a dataset, or data at a web address is missing from ``root``.
     """
     pinned = _revisions(root)
     by_name: dict[str, list[TaskDataset]] = {}
-    for each in asked:
-        by_name.setdefault(each.path, []).append(each)
-    elsewhere = by_name.pop("", [])
-    for name, those in by_name.items():
-        wanted = _one_revision(name, those)
-        if name in pinned or not all(_is_there(root, each) for each in those):
-            on_dataset(_fetch(name, wanted, root, pinned))
+    for dataset in datasets:
+        by_name.setdefault(dataset.path, []).append(dataset)
+    at_addresses = by_name.pop("", [])
+    for name, requests in by_name.items():
+        revision = _one_revision(name, requests)
+        if name in pinned or not all(_is_there(root, dataset) for dataset in requests):
+            on_dataset(_fetch(name, revision, root, pinned))
         else:
             on_dataset(FetchedDataset(name, "", root / name))
-    find_datasets(root, [*(each for those in by_name.values() for each in those), *elsewhere])
+    find_datasets(root, [*(dataset for requests in by_name.values() for dataset in requests), *at_addresses])
 
 
-def _fetch(name: str, wanted: str, root: Path, pinned: dict[str, str]) -> FetchedDataset:
-    """One dataset; one that is noted and there is asked for again, which costs nothing where it is complete."""
+def _fetch(name: str, requested: str, root: Path, pinned: dict[str, str]) -> FetchedDataset:
+    """Download one dataset. A pinned dataset that is present is checked again, which is cheap if it is complete."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 
     directory, access = root / name, hub_access(writing=False)
     api: Any = access.api()
     try:
-        revision = pinned.get(name) or str(api.dataset_info(name, revision=wanted or None, timeout=20).sha)
-        if len(wanted) == _COMMIT and wanted != revision:
+        revision = pinned.get(name) or str(api.dataset_info(name, revision=requested or None, timeout=20).sha)
+        if len(requested) == _COMMIT and requested != revision:
             raise InvalidInput(
                 f"{root / REVISIONS}: {name}",
                 found=revision,
-                expected=f"{wanted}, which a task names",
+                expected=f"{requested}, which a task names",
                 remedy="remove that line and its directory; then it is fetched anew",
             )
         is_new = not directory.is_dir() or not any(directory.iterdir())
@@ -84,26 +85,28 @@ def _fetch(name: str, wanted: str, root: Path, pinned: dict[str, str]) -> Fetche
                 expected="all of it, or no such directory",
                 remedy="move it away; then it is fetched",
             )
-        place = _arriving(root, name, revision) if is_new else directory
-        api.snapshot_download(name, repo_type="dataset", revision=revision, local_dir=place, allow_patterns=_WANTED)
+        download_path = _arriving(root, name, revision) if is_new else directory
+        api.snapshot_download(
+            name, repo_type="dataset", revision=revision, local_dir=download_path, allow_patterns=_WANTED
+        )
     except (HTTPError, HFValidationError, ConnectionError, FileNotFoundError) as error:
-        raise _not_had(name, error, access) from error
+        raise _unavailable(name, error, access) from error
     pinned[name] = revision
     write_state(root / REVISIONS, (json.dumps(pinned, indent=1, sort_keys=True) + "\n").encode())
     if is_new:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        place.rename(directory)
+        download_path.rename(directory)
     return FetchedDataset(name, revision, directory)
 
 
 def _arriving(root: Path, name: str, revision: str) -> Path:
-    """Where a dataset lies until it is whole: what came of this revision before is still there."""
-    place = root / _ARRIVING / f"{name.replace('/', '--')}@{revision[:40].replace('/', '-')}"
-    place.mkdir(parents=True, exist_ok=True)
-    return place
+    """Create the directory for an incomplete dataset; an earlier download of this revision continues in it."""
+    path = root / _ARRIVING / f"{name.replace('/', '--')}@{revision[:40].replace('/', '-')}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
-def _not_had(name: str, error: Exception, access: HubAccess) -> InvalidInput:
+def _unavailable(name: str, error: Exception, access: HubAccess) -> InvalidInput:
     return InvalidInput(
         f"dataset {name}",
         found=describe_hub_error(error, access),
@@ -112,21 +115,21 @@ def _not_had(name: str, error: Exception, access: HubAccess) -> InvalidInput:
     )
 
 
-def _one_revision(name: str, asked: Iterable[TaskDataset]) -> str:
-    wanted = {each.revision: each.task for each in asked if each.revision}
-    if len(wanted) > 1:
+def _one_revision(name: str, datasets: Iterable[TaskDataset]) -> str:
+    tasks_by_revision = {dataset.revision: dataset.task for dataset in datasets if dataset.revision}
+    if len(tasks_by_revision) > 1:
         raise InvalidInput(
             f"dataset {name}",
-            found=" and ".join(f"{revision} for task {task}" for revision, task in wanted.items()),
+            found=" and ".join(f"{revision} for task {task}" for revision, task in tasks_by_revision.items()),
             expected="one revision of a dataset in a directory",
             remedy="name one in both tasks, or give one of them a file of its own in the directory",
         )
-    return next(iter(wanted), "")
+    return next(iter(tasks_by_revision), "")
 
 
-def _is_there(root: Path, asked: TaskDataset) -> bool:
+def _is_there(root: Path, dataset: TaskDataset) -> bool:
     try:
-        return root.is_dir() and bool(find_dataset(root, asked).files)
+        return root.is_dir() and bool(find_dataset(root, dataset).files)
     except InvalidInput:
         return False
 
@@ -134,5 +137,5 @@ def _is_there(root: Path, asked: TaskDataset) -> bool:
 def _revisions(root: Path) -> dict[str, str]:
     if not (root / REVISIONS).exists():
         return {}
-    found = parse_json(read_plain(root / REVISIONS, 1 << 20), str(root / REVISIONS))
-    return {str(name): str(revision) for name, revision in found.items()} if isinstance(found, dict) else {}
+    content = parse_json(read_plain(root / REVISIONS, 1 << 20), str(root / REVISIONS))
+    return {str(name): str(revision) for name, revision in content.items()} if isinstance(content, dict) else {}

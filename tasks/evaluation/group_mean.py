@@ -1,8 +1,8 @@
-"""What a group calls its own score, against the mean over documents that a guard compares.
+"""Compare the score that a group declares as its own with the mean over documents that a guard tests.
 
-lm-eval gives a group a score where its file has an ``aggregate_metric_list``: the mean over all documents of its
-tasks, or, with ``weight_by_size: false``, the mean of the tasks' scores, each task counting alike. A guard pairs
-documents, and each counts alike: what is not the group's own number has to be asked for.
+lm-eval gives a group a score if its file has an ``aggregate_metric_list``. This score is the mean over all documents of
+its tasks or, with ``weight_by_size: false``, the mean of the tasks' scores, in which all tasks have equal weight. A
+guard pairs documents, which all have equal weight. If that is not the group's own score, the guard must request it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MeanOver = Literal["documents"]
 
 
 def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
-    """See that the score of a group that guards a release is what the group calls its own, or was asked for.
+    """Check that the mean that a guard tests is the group's own score, or that the guard requests it.
 
     Args:
-        task: As a guard names it: a name of lm-eval's, or a YAML file.
-        mean_over: What the guard says; None: nothing.
-        root: What a YAML file is relative to.
+        task: Task in the guard: a name of lm-eval's, or a YAML file.
+        mean_over: Setting of the guard. None: absent.
+        root: Directory that a YAML file is relative to.
 
     Raises:
-        InvalidInput: for a group in which each task counts alike; or a list that lm-eval does not take.
+        InvalidInput: For a group in which all tasks have equal weight, or a list that lm-eval does not accept.
     """
     is_file = is_file_name(task)
     config = read_definition((root / task).absolute()).config if is_file else shipped_group(task)
@@ -58,11 +58,11 @@ def _entries(config: Mapping[str, Any], task: str) -> list[Mapping[str, Any]]:
 
 
 def _weighs_by_size(entry: Mapping[str, Any], task: str) -> bool:
-    said = entry.get("weight_by_size", True)
-    if entry.get("aggregation", "mean") != "mean" or not isinstance(said, bool):
+    weight_by_size = entry.get("weight_by_size", True)
+    if entry.get("aggregation", "mean") != "mean" or not isinstance(weight_by_size, bool):
         raise InvalidInput(
             f"evaluate.tasks: {task}: aggregate_metric_list",
-            found=f"aggregation: {entry.get('aggregation', 'mean')}, weight_by_size: {said}",
+            found=f"aggregation: {entry.get('aggregation', 'mean')}, weight_by_size: {weight_by_size}",
             expected="aggregation: mean, which is all that lm-eval has, and weight_by_size: true or false",
         )
-    return said
+    return weight_by_size

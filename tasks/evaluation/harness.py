@@ -1,9 +1,13 @@
-"""lm-eval as a library: one task, one model, scores by document.
+"""Run lm-eval as a library: one task, one model, a score for every document.
 
-What lm-eval does by default and a gate cannot use is turned off here: log-softmax in the model's own dtype (rounds a
-bf16 model's likelihoods by up to half a nat), its request cache (whose key lacks the model), its prompt cache (whose
-key lacks the data), ``limit`` (takes the first documents), look-ups of the repository it happens to run in, progress
-bars of its own, and data cached for all time under a path that says nothing about its content.
+This module turns off lm-eval defaults that a gate cannot use:
+
+* log-softmax in the model's own dtype, which rounds the likelihoods of a bf16 model by up to half a nat;
+* the request cache, whose key lacks the model, and the prompt cache, whose key lacks the data;
+* ``limit``, which takes the first documents instead of a random sample;
+* lookups in the git repository that lm-eval happens to run in;
+* lm-eval's own progress bars;
+* the data cache, which never expires and whose path says nothing about the content.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from mergegate.merge_core.files import JournalPlace, open_journal
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
-from mergegate.tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choice_from_task, choices_of, probabilities
+from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval, report_programs
 from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
@@ -46,35 +50,37 @@ from mergegate.tasks.evaluation.task_data import (
     LoadedData,
     TaskData,
     digest_of_leaves,
+    record_sources,
     revision_now,
-    sources_noted,
 )
-from mergegate.tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
+from mergegate.tasks.evaluation.task_definition import EvalTask, matches_digest, named_data, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, function_dumper
-from mergegate.tasks.evaluation.task_setup import arrange
-from mergegate.tasks.evaluation.task_texts import asked_of
+from mergegate.tasks.evaluation.task_setup import set_up_tasks
+from mergegate.tasks.evaluation.task_texts import question_text
 from mergegate.tasks.sandbox import ProgramLimits
 
-_READABLE = 64  # characters of a cluster's name
-_TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each
+_READABLE = 64  # longest cluster name, in characters, that is stored as text
+_TEMPLATES = 1024  # size of the cache of compiled templates; a large group of tasks has a few per task
 
-# datasets counts uses of its file formats over the network; read when it is first imported.
+# datasets reports downloads of its file formats over the network. It reads this variable when it is first imported.
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
 @dataclass(frozen=True)
 class ScoredDocuments:
-    """All outcomes of one part of a task."""
+    """Scores of all documents in one part of a task."""
 
     outcomes: tuple[DocumentScore, ...]
 
 
-def look_at_data(task: EvalTask) -> LoadedData:
-    """How many documents ``task`` has (of a group, all below it; of a set, those in it), and what pins them. Loaded
-    anew where what was loaded before is no longer what its datasets are.
+def inspect_data(task: EvalTask) -> LoadedData:
+    """Load ``task``, count its documents and pin them, and return both with the metrics that it will have.
+
+    For a group, all tasks below it count; for a task with a document set, only the documents in the set. If the
+    datasets changed since the task was last loaded, it is loaded again.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded.
+        InvalidInput: If the task's data cannot be loaded.
     """
     global _last_loaded
     with quiet():
@@ -87,29 +93,29 @@ def look_at_data(task: EvalTask) -> LoadedData:
             for name, leaf in loaded.leaves.items():
                 for document in islice(leaf.eval_docs, 1):
                     _cluster(name, document, task.cluster_field)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
-        metrics = {name: metrics_to_come(name, leaf) for name, leaf in loaded.leaves.items()}
+        metrics = {name: expected_metrics(name, leaf) for name, leaf in loaded.leaves.items()}
         return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
 def count_documents(task: EvalTask) -> int:
-    """Documents that ``task`` has; of a group, all below it. Raises as ``look_at_data``."""
-    return look_at_data(task).documents
+    """Return the number of documents of ``task``, summed over the tasks of a group. See ``inspect_data``."""
+    return inspect_data(task).documents
 
 
 def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
     return tuple(revision_now(source) for source in sources)
 
 
-def counted_documents(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
-    """The documents that a task with a set means, as (leaf, position); None: all of them."""
+def documents_in_set(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+    """Return the documents in the task's document set as (leaf, position), None if the task uses all documents."""
     if task.only is None:
         return None
     if task.only not in loaded.sets:
-        together = task.only.division.together
+        cluster_field = task.only.division.together
         clusters = (
-            ((name, position), _together(leaf, name, document, together))
+            ((name, position), _cluster_of(leaf, name, document, cluster_field))
             for name, leaf in loaded.leaves.items()
             for position, document in enumerate(leaf.eval_docs)
         )
@@ -118,37 +124,39 @@ def counted_documents(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str
 
 
 def clusters_in_order(task: EvalTask, field: str, seed: int) -> tuple[str, ...]:
-    """What each document of a task's set shares with others, in the order in which they are scored.
+    """Return the cluster of each document in the task's document set, in scoring order.
 
     Args:
-        field: Of its documents; ``task``: the task below a group that it is of.
-        seed: Of the order.
+        field: Document field that names the cluster, or ``task`` to cluster by the tasks of a group.
+        seed: Seed of the scoring order.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded, or a document has no such field.
+        InvalidInput: If the task's data cannot be loaded, or a document lacks the field.
     """
     with quiet():
         loaded = load_task(task)
-        counted = counted_documents(loaded, task)
+        counted = documents_in_set(loaded, task)
         return tuple(
-            _together(loaded.leaves[leaf], leaf, loaded.leaves[leaf].eval_docs[position], field)
+            _cluster_of(loaded.leaves[leaf], leaf, loaded.leaves[leaf].eval_docs[position], field)
             for leaf, position in ordered(loaded.sizes, seed)
             if counted is None or (leaf, position) in counted
         )
 
 
-def _together(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:
+def _cluster_of(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:
     if field is None:
-        return asked_of(leaf, document)
+        return question_text(leaf, document)
     return name if field == "task" else _cluster(name, document, field)
 
 
 @contextmanager
 def open_tasks(task: EvalTask) -> Iterator[Mapping[str, Any]]:
-    """lm-eval's own task objects by name, those below a group each on its own; quiet as long as they are used.
+    """Open a task and yield lm-eval's task objects by name, with lm-eval's output silenced until the context closes.
+
+    A group yields one object for each task below it.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded.
+        InvalidInput: If the task's data cannot be loaded.
     """
     with quiet():
         yield load_task(task).leaves
@@ -165,74 +173,76 @@ def score_documents(
 ) -> ScoredDocuments:
     """Score one part of the documents of ``task`` with ``model``.
 
-    Only metrics that are means over documents are kept: a gate needs each document's share in the score. Choice tasks
-    have one more, the probability of the right answer (``tasks.evaluation.choice_probability``).
+    The result contains only metrics that are means over documents, because a gate needs the contribution of each
+    document. Choice tasks have an additional metric, the probability of the right answer
+    (``tasks.evaluation.choice_probability``).
 
     Args:
         device: ``cpu`` or ``cuda``.
-        on_progress: Told how many of how many requests are answered.
-        journal: Where answers are kept as they come, and those of a run that was killed are found; None: nowhere.
+        on_progress: Called with the number of answered requests and the total number.
+        journal: Location of the journal that stores answers as they arrive and from which a killed run resumes.
+            None: no journal.
 
     Raises:
-        InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
+        InvalidInput: If the model or the task's data cannot be loaded, or the task has no such metric.
     """
     backend = find_backend(scoring.backend)
     with (
         quiet(),
         backend.opened(model, scoring, device) as opened,
-        open_journal(journal, is_answer_record) as kept,
-        journalled(opened, kept, backend.computes_in) as lm,
+        open_journal(journal, is_answer_record) as records,
+        journalled(opened, records, backend.computes_in) as lm,
         progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
-        programs_told(lambda count: on_progress(count, count)),
+        report_programs(lambda count: on_progress(count, count)),
     ):
         loaded = load_task(task)
-        documents = documents_in(loaded.sizes, scoring.seed, part, counted_documents(loaded, task))
-        if (found := sum(map(len, documents.values()))) != part.last - part.first:
+        documents = documents_in(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
+        if (count := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
                 f"task {task.name}: {part}",
-                found=f"{found} documents",
+                found=f"{count} documents",
                 expected=f"{part.last - part.first}, as when they were counted",
                 remedy="its data changed: pin it, or delete 'documents' from the store",
             )
-        return ask_documents(loaded, documents, lm, model.name, task, scoring)
+        return score_loaded_documents(loaded, documents, lm, model.name, task, scoring)
 
 
-def ask_documents(
+def score_loaded_documents(
     loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> ScoredDocuments:
     from lm_eval.evaluator import evaluate
 
-    how = resolve_prompt_settings(task.asked, scoring)
-    leaves = arrange(loaded, documents, lm, how, scoring.seed)
-    with mistakes_of(task):
+    settings = resolve_prompt_settings(task.asked, scoring)
+    leaves = set_up_tasks(loaded, documents, lm, settings, scoring.seed)
+    with user_errors(task):
         results = evaluate(
             lm=lm,
             task_dict={"tasks": dict(leaves)},
             samples=dict(documents),
-            bootstrap_iters=0,  # errors are ours to compute, paired
+            bootstrap_iters=0,  # mergegate computes its own standard errors, from paired scores
             log_samples=True,
-            system_instruction=how.system_instruction,
-            apply_chat_template=how.is_chat,
-            fewshot_as_multiturn=how.is_multiturn,
+            system_instruction=settings.system_instruction,
+            apply_chat_template=settings.is_chat,
+            fewshot_as_multiturn=settings.is_multiturn,
             confirm_run_unsafe_code=task.code is not None,
         )
     ends: dict[tuple[str, int], list[AnswerEnd]] = {}
-    for request, end in getattr(lm, "ended_answers", ()):  # lm-eval numbers the documents that it was given
+    for request, end in getattr(lm, "ended_answers", ()):  # lm-eval numbers the documents of this call from 0
         ends.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(end)
     outcomes: list[DocumentScore] = []
     for name, samples in results["samples"].items():
         measured = {metric for sample in samples for metric in sample["metrics"]}
         directions = _judging_metrics(name, leaves[name], measured)
-        answers = [answered_now(leaves[name], sample) for sample in samples]
-        sure = probabilities([sample.get("acc") for sample in samples], answers)
-        for sample, probability in zip(samples, sure or [None] * len(samples), strict=True):
+        answers = [choice_from_task(leaves[name], sample) for sample in samples]
+        right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
+        for sample, probability in zip(samples, right_probabilities or [None] * len(samples), strict=True):
             for metric in (metric for metric in sample["metrics"] if metric in directions):
                 outcomes.append(_scored(f"{model}: task {name}", name, metric, directions[metric], sample, task))
             if probability is not None and PROBABILITY not in measured:
-                with_it = {**sample, PROBABILITY: probability}
-                outcomes.append(_scored(f"{model}: task {name}", name, PROBABILITY, True, with_it, task))
-    every = [(name, document) for name, those in documents.items() for document in those]
-    check_all_scored(f"task {task.name}", every, outcomes)
+                with_probability = {**sample, PROBABILITY: probability}
+                outcomes.append(_scored(f"{model}: task {name}", name, PROBABILITY, True, with_probability, task))
+    expected = [(name, document) for name, positions in documents.items() for document in positions]
+    check_all_scored(f"task {task.name}", expected, outcomes)
     return ScoredDocuments(tuple(_with_ends(row, ends.get((row.task, row.doc_id), ())) for row in outcomes))
 
 
@@ -241,9 +251,8 @@ def _with_ends(row: DocumentScore, ends: Sequence[AnswerEnd]) -> DocumentScore:
 
 
 @contextmanager
-def mistakes_of(task: EvalTask) -> Iterator[None]:
-    """What the user's own functions and templates raise while documents are asked, said as a mistake in them; and what
-    lm-eval raises where it is to sum up what they returned."""
+def user_errors(task: EvalTask) -> Iterator[None]:
+    """Report exceptions from the user's functions and templates, and lm-eval's from averaging, as InvalidInput."""
     from jinja2 import TemplateError
 
     try:
@@ -251,20 +260,20 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
     except MergegateError:
         raise
     except Exception as error:
-        own = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
+        user_files = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
         frames = extract_tb(error.__traceback__)
-        places = [f"{frame.filename}: line {frame.lineno}" for frame in frames if frame.filename in own]
-        if not places and any(frame.filename.endswith("lm_eval/api/metrics.py") for frame in frames):
+        locations = [f"{frame.filename}: line {frame.lineno}" for frame in frames if frame.filename in user_files]
+        if not locations and any(frame.filename.endswith("lm_eval/api/metrics.py") for frame in frames):
             raise InvalidInput(
                 f"task {task.name}",
                 found=f"scores of documents that lm-eval cannot sum up: {type(error).__name__}: {error!s:.200}",
                 expected="a number of each document for a metric with aggregation: mean",
                 remedy="correct the task's process_results, or the aggregation of the metric",
             ) from error
-        if not places and not (task.definition and isinstance(error, TemplateError)):
+        if not locations and not (task.definition and isinstance(error, TemplateError)):
             raise
         raise InvalidInput(
-            places[-1] if places else str(task.definition),
+            locations[-1] if locations else str(task.definition),
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             expected="an answer for every document",
             remedy="correct the task; `lm-eval run --tasks` with it shows the same",
@@ -272,61 +281,63 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
 
 
 def _scored(
-    where: str, leaf: str, metric: str, higher_is_better: bool, sample: Mapping[str, Any], task: EvalTask
+    location: str, leaf: str, metric: str, higher_is_better: bool, sample: Mapping[str, Any], task: EvalTask
 ) -> DocumentScore:
     key = f"{metric},{sample['filter']}"
     try:
-        number = float(sample[metric])
+        score = float(sample[metric])
     except (TypeError, ValueError):
         raise InvalidInput(
-            where,
+            location,
             found=f"{key} of document {sample['doc_id']} is {sample[metric]!r:.60}",
             expected="a number, of which the task's score is the mean",
             remedy="name another metric of the task, or correct its process_results",
         ) from None
-    value = checked_score(where, key, sample["doc_id"], number)
+    value = checked_score(location, key, sample["doc_id"], score)
     cluster = _cluster(leaf, sample["doc"], task.cluster_field) if task.cluster_field else ""
     return score_of_sample(leaf, key, sample, value, cluster, higher_is_better)
 
 
 def _judging_metrics(name: str, leaf: Any, measured: Iterable[str]) -> dict[str, bool]:
-    """Metrics of a leaf that can judge, and whether more of each is better.
+    """Return the metrics of a leaf that can judge it, and whether higher is better for each.
 
     Raises:
-        InvalidInput: when there is none, saying what the leaf has.
+        InvalidInput: If there is none; the message lists the metrics that the leaf has.
     """
-    how, directions = leaf.aggregation(), leaf.higher_is_better()
-    found = {
+    aggregations, directions = leaf.aggregation(), leaf.higher_is_better()
+    metrics = {
         metric: bool(directions[metric])
-        for metric, aggregation in how.items()
+        for metric, aggregation in aggregations.items()
         if _is_mean(aggregation) and directions.get(metric) is not None
     }
-    if not found.keys() & set(measured):
-        has = sorted({*measured, *how})
+    if not metrics.keys() & set(measured):
+        names = sorted({*measured, *aggregations})
         raise InvalidInput(
             f"task {name}",
-            found=f"no metric that is a mean over documents with a direction, only {', '.join(has) or 'none at all'}",
+            found=f"no metric that is a mean over documents with a direction, only {', '.join(names) or 'none at all'}",
             expected="a score of each document, of which the task's is the mean",
             remedy="give it one under metric_list (aggregation: mean, higher_is_better: ...), or leave it out",
         )
-    return found
+    return metrics
 
 
-def metrics_to_come(name: str, leaf: Any) -> dict[str, bool]:
-    """Labels under which the documents of a leaf can be judged once they are scored, and whether more of each is
-    better: each metric that is a mean, after each filter of the answers. There may be fewer, never others.
+def expected_metrics(name: str, leaf: Any) -> dict[str, bool]:
+    """Return the metrics that a leaf will have once it is scored, and whether higher is better for each.
+
+    These are all metrics that are means, once for each filter of the answers. Scoring may produce fewer of them but
+    never others.
 
     Raises:
-        InvalidInput: when there is none.
+        InvalidInput: If there is none.
     """
     directions = _judging_metrics(name, leaf, leaf.aggregation())
-    expanded = code_labels(leaf)
-    directions = {own: higher for metric, higher in directions.items() for own in expanded.get(metric, (metric,))}
-    filters = [str(getattr(one, "name", "none")) for one in getattr(leaf, "_filters", None) or ()] or ["none"]
-    found = {f"{metric},{one}": higher for one in filters for metric, higher in directions.items()}
+    code_names = code_labels(leaf)
+    directions = {label: higher for metric, higher in directions.items() for label in code_names.get(metric, (metric,))}
+    filters = [str(getattr(each, "name", "none")) for each in getattr(leaf, "_filters", None) or ()] or ["none"]
+    metrics = {f"{metric},{filter_name}": higher for filter_name in filters for metric, higher in directions.items()}
     if len(leaf.eval_docs) and choices_of(leaf, leaf.eval_docs[0]) is not None:
-        found |= {f"{PROBABILITY},{one}": True for one in filters}
-    return found
+        metrics |= {f"{PROBABILITY},{filter_name}": True for filter_name in filters}
+    return metrics
 
 
 def _check_leaves(task: EvalTask, leaves: Mapping[str, Any]) -> None:
@@ -341,7 +352,7 @@ def _check_leaves(task: EvalTask, leaves: Mapping[str, Any]) -> None:
 
 
 def _cluster(task: str, document: Mapping[str, Any], field: str) -> str:
-    """What stands in ``field``; of a long text (a passage) a digest."""
+    """Return the value of ``field``, or its digest if it is a long text such as a passage."""
     if field not in document:
         raise InvalidInput(
             f"evaluate.tasks: {task}: cluster_by",
@@ -359,17 +370,17 @@ def _is_mean(aggregation: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """lm-eval's task objects of one task by name, and what they say themselves, which scoring changes in them."""
+    """lm-eval's task objects for one task, by name, and the original settings that scoring overrides in them."""
 
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
-    generation: Mapping[str, Mapping[str, Any] | None]  # settings of it; None where nothing is written
-    scratch: Any  # the directory that local data were read into; deleted with this
-    sources: tuple[DataSource, ...]  # that it was loaded from
-    revisions: tuple[str | None, ...]  # of these, when they were loaded
-    digest: str  # of all that it asks
-    examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
-    sets: dict[DocumentSet, frozenset[tuple[str, int]]] = field(default_factory=dict)  # that were asked for
+    generation: Mapping[str, Mapping[str, Any] | None]  # settings of generation; None for a leaf that generates nothing
+    scratch: Any  # directory into which local data was read; deleted together with this object
+    sources: tuple[DataSource, ...]  # datasets that the task was loaded from
+    revisions: tuple[str | None, ...]  # their revisions at that time
+    digest: str  # digest of documents, examples, templates and settings
+    examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by leaf, number and seed
+    sets: dict[DocumentSet, frozenset[tuple[str, int]]] = field(default_factory=dict)  # cache of document sets
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -380,18 +391,22 @@ _last_loaded: tuple[tuple[str, Path | None, ProgramLimits | None], LoadedTask] |
 
 
 def load_task(task: EvalTask) -> LoadedTask:
-    """The last task stays loaded for its next part."""
+    """Load a task, or return the last loaded task if it is the same.
+
+    Raises:
+        InvalidInput: If the task cannot be loaded, or its data differs from the pinned data.
+    """
     global _last_loaded
-    wanted = (task.digest, task.definition, task.code)
-    asked = (None, _last_loaded[1].digest if _last_loaded else None)
-    if _last_loaded is None or _last_loaded[0] != wanted or task.data_digest not in asked:
+    key = (task.digest, task.definition, task.code)
+    accepted = (None, _last_loaded[1].digest if _last_loaded else None)
+    if _last_loaded is None or _last_loaded[0] != key or task.data_digest not in accepted:
         _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
-        with sources_noted() as sources, code_bounded(task.code):
+        with record_sources() as sources, confine_code_eval(task.code):
             leaves = _load_tasks(task, Path(scratch.name))
         if task.code is not None:
             for leaf in leaves.values():
-                bound_checks(leaf, task.code)
+                confine_checks(leaf, task.code)
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         generation = {
@@ -399,8 +414,8 @@ def load_task(task: EvalTask) -> LoadedTask:
             for name, leaf in leaves.items()
         }
         revisions = () if task.is_local else _revisions(sources)
-        found = LoadedTask(leaves, fewshot, generation, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
-        _last_loaded = (wanted, found)
+        loaded = LoadedTask(leaves, fewshot, generation, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        _last_loaded = (key, loaded)
     if task.data_digest not in (None, _last_loaded[1].digest):
         _last_loaded = None
         raise InvalidInput(
@@ -413,26 +428,26 @@ def load_task(task: EvalTask) -> LoadedTask:
 
 
 def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
-    """lm-eval's own task objects by name: one, or those below a group."""
+    """Return lm-eval's task objects by name: a single task, or all tasks below a group."""
     from lm_eval.tasks import TaskManager
 
-    _keep_templates()
+    _cache_templates()
     try:
         shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
         if _is_laid_over(shipped):
-            with _from_mirror(task, _found_in_mirror(task).values(), scratch):
+            with _from_mirror(task, _mirror_datasets(task).values(), scratch):
                 return dict(_shipped_tasks().load([task.in_lm_eval])["tasks"])
         prepared = _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(shipped, scratch)
-        found, manager = _found_in_mirror(task), TaskManager(include_defaults=False)
+        datasets, manager = _mirror_datasets(task), TaskManager(include_defaults=False)
         loaded: dict[str, Any] = {}
-        for name, path in prepared.items():  # one after another: each with the data that are its own
-            with _from_mirror(task, [found[name]] if name in found else [], scratch):
+        for name, path in prepared.items():  # one at a time, so that each task sees only its own datasets
+            with _from_mirror(task, [datasets[name]] if name in datasets else [], scratch):
                 loaded |= manager.load([str(path)])["tasks"]
         return loaded
     except InvalidInput:
         raise
     except Exception as error:
-        # Definition and data are the user's, and pass through YAML, jinja, datasets and Python code of the task.
+        # The user's definition and data pass through YAML, jinja, datasets and Python code of the task.
         offline = isinstance(error, OSError)
         raise InvalidInput(
             str(task.definition or f"task {task.name}"),
@@ -443,34 +458,39 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         ) from error
 
 
-def _found_in_mirror(task: EvalTask) -> dict[str, FoundDataset]:
-    """Where the data of each task below it lie, by name; none without ``evaluate.data``."""
+def _mirror_datasets(task: EvalTask) -> dict[str, FoundDataset]:
+    """Return the location of each leaf's data in ``evaluate.data``, by name; empty if that is not set."""
     if task.mirror is None:
         return {}
-    return {each.asked.task: each for each in find_datasets(task.mirror, named_data(task.in_lm_eval, task.definition))}
+    return {
+        each.request.task: each for each in find_datasets(task.mirror, named_data(task.in_lm_eval, task.definition))
+    }
 
 
-def _from_mirror(task: EvalTask, found: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:
-    return nullcontext() if task.mirror is None else datasets_from(found, scratch)
+def _from_mirror(task: EvalTask, datasets: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:
+    return nullcontext() if task.mirror is None else datasets_from(datasets, scratch)
 
 
 def _first_cause(error: BaseException) -> str:
-    """What was wrong to begin with: libraries wrap it, and say less."""
+    """Describe the exception at the root of a chain: libraries wrap it in less specific ones."""
     while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         error = cause
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if isinstance(error, KeyError):
-        return f"there is no {said} in it"
-    return said or type(error).__name__
+        return f"there is no {message} in it"
+    return message or type(error).__name__
 
 
 def _is_laid_over(shipped: Iterable[LeafConfig]) -> bool:
-    """Whether a group of lm-eval's lays functions over its tasks, or has whole ones inline: only its index reads it."""
+    """Return whether only lm-eval's own index can load the tasks of a shipped group.
+
+    This is the case if the group overrides functions of its tasks or defines tasks inline.
+    """
     return any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped)
 
 
 def _prepare_shipped(shipped: Iterable[LeafConfig], scratch: Path) -> dict[str, Path]:
-    """Definitions by name that load as lm-eval's own index loads them, without parsing 14,000 files."""
+    """Write definitions that load like those from lm-eval's index, but without parsing its 14,000 files."""
     prepared = {}
     for number, leaf in enumerate(shipped):
         path = scratch / f"shipped{number}.yaml"
@@ -480,14 +500,14 @@ def _prepare_shipped(shipped: Iterable[LeafConfig], scratch: Path) -> dict[str, 
 
 
 def _prepare(task: EvalTask, path: Path, scratch: Path) -> dict[str, Path]:
-    """Definitions by name that include the user's, with data found beside them, and read anew instead of from a cache.
+    """Write definitions that include the user's and load the data next to them without a cache; return them by name.
 
-    Of a group one for each task below it: all that lm-eval's own groups add is a mean over tasks, which is not used.
-    datasets keeps what it has read in the user's home under (path, mtime): a file replaced by one of equal mtime would
-    be served stale. A few megabytes of jsonl are read again in no time.
+    A group becomes one definition per task. lm-eval's own groups only add a mean over tasks, which is not used.
+    datasets caches what it reads in the user's home directory under (path, mtime), so a file replaced by one with the
+    same mtime would yield stale data. Reading a few megabytes of jsonl again is fast.
     """
     definition = read_definition(path)
-    if not still_as_pinned(task, definition):
+    if not matches_digest(task, definition):
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
     return {leaf.name: _prepare_leaf(leaf, scratch, number) for number, leaf in enumerate(definition.leaves)}
 
@@ -498,8 +518,8 @@ def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:
         kwargs["data_files"] = leaf.data_files
     if leaf.is_local:
         kwargs["cache_dir"] = str(scratch / "cache")
-    beside = scratch / f"beside{number}"  # lm-eval looks for functions relative to the file that names them
-    beside.symlink_to(leaf.functions_from)
+    functions_link = scratch / f"beside{number}"  # lm-eval resolves functions relative to the file that names them
+    functions_link.symlink_to(leaf.functions_from)
     config: dict[str, Any] = {} if leaf.is_inline else {"include": str(leaf.path)}
     config |= {**leaf.overrides, "task": leaf.name}
     if leaf.dataset_path:
@@ -507,21 +527,24 @@ def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:
     if kwargs:
         config["dataset_kwargs"] = kwargs
     prepared = scratch / f"task{number}.yaml"
-    prepared.write_text(yaml.dump(config, Dumper=function_dumper(beside)))
+    prepared.write_text(yaml.dump(config, Dumper=function_dumper(functions_link)))
     return prepared
 
 
 @lru_cache(maxsize=1)
-def _keep_templates() -> None:
-    """lm-eval compiles a template for every document that it fills in, which takes ten times as long as filling it in;
-    compiled once, it gives the same text."""
+def _cache_templates() -> None:
+    """Cache compiled templates.
+
+    lm-eval compiles a template for every document that it renders, which takes ten times as long as rendering. The
+    cached template yields the same text.
+    """
     from lm_eval import utils
 
-    compile_anew: Any = utils.env.from_string
-    kept = lru_cache(maxsize=_TEMPLATES)(compile_anew)
+    compile_template: Any = utils.env.from_string
+    compile_cached = lru_cache(maxsize=_TEMPLATES)(compile_template)
 
-    def from_string(source: Any, *more: Any, **named: Any) -> Any:
-        return compile_anew(source, *more, **named) if more or named else kept(source)
+    def from_string(source: Any, *args: Any, **kwargs: Any) -> Any:
+        return compile_template(source, *args, **kwargs) if args or kwargs else compile_cached(source)
 
     vars(utils.env)["from_string"] = from_string
 
@@ -530,12 +553,12 @@ def _keep_templates() -> None:
 def _shipped_tasks() -> Any:
     from lm_eval.tasks import TaskManager
 
-    return TaskManager()  # parses every definition it ships: seven seconds, once a process
+    return TaskManager()  # parses every definition that lm-eval ships: seven seconds, once per process
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval, datasets and transformers without logs and bars."""
+    """Silence logs and progress bars of lm-eval, datasets and transformers inside the context."""
     import datasets  # type: ignore[import-untyped]  # ships no types
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
@@ -555,16 +578,17 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
-    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``.
+    """Replace lm-eval's progress bars, which are its only report of progress, by calls of ``on_progress``.
 
     Args:
-        drawn_by: Modules of the backend that draw bars, beside those that always do.
+        on_progress: Called with the number of finished requests and the total number.
+        drawn_by: Modules of the backend that draw bars, in addition to the modules that always do.
     """
     import lm_eval.api.model
-    import lm_eval.api.task  # noqa: F401  # now, so that it is among those that draw
+    import lm_eval.api.task  # noqa: F401  # import it now so that its bars are replaced, too
 
     class ProgressCounter:
-        """What lm-eval uses of tqdm. One with a total and nothing to iterate over counts requests."""
+        """The part of the tqdm interface that lm-eval uses. A bar with a total and no iterable counts requests."""
 
         def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
             self._iterable, self._total, self._done = iterable, total, 0
@@ -581,16 +605,16 @@ def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]
             pass
 
         @staticmethod
-        async def gather(*waiting: Awaitable[Any], **_: Any) -> list[Any]:
-            """Of tqdm_asyncio: batches of requests that are under way together."""
-            counter = ProgressCounter(total=len(waiting))
+        async def gather(*tasks: Awaitable[Any], **_: Any) -> list[Any]:
+            """Replace ``tqdm_asyncio.gather``: await batches of requests that run concurrently."""
+            counter = ProgressCounter(total=len(tasks))
 
-            async def counted(one: Awaitable[Any]) -> Any:
-                answer = await one
+            async def count(task: Awaitable[Any]) -> Any:
+                answer = await task
                 counter.update()
                 return answer
 
-            return list(await asyncio.gather(*map(counted, waiting)))
+            return list(await asyncio.gather(*map(count, tasks)))
 
     names = ("lm_eval.api.model", "lm_eval.api.task", *drawn_by)
     modules = [sys.modules[name] for name in names if name in sys.modules]

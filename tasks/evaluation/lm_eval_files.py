@@ -1,8 +1,7 @@
-"""Typed contents of the files that lm-eval writes: a results file, and one line of a samples file.
+"""Define the types of the files that lm-eval writes: a results file, and one line of a samples file.
 
-A file may come from anyone, so every value that a gate reads has its type here, and nothing else of the file is
-looked at. The shapes are those of ``lm_eval.result_schema``; keys that a version of lm-eval may leave out have a
-default.
+A file may come from anyone. Every value that a gate reads therefore has a type here, and the rest of the file is
+ignored. The shapes follow ``lm_eval.result_schema``; keys that some versions of lm-eval omit have a default.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mergegate.merge_core.parsing import (
     read_plain,
 )
 
-# MMLU has 14,042 documents. Each takes 0.6 kB of memory here, and 30 microseconds.
+# MMLU has 14,042 documents. Each takes 0.6 kB of memory and 30 microseconds to read.
 MAX_SAMPLES = 200_000
 MAX_SAMPLE_BYTES = 16 << 20
 _BOUNDS = JsonBounds(size=64 << 20)
@@ -36,7 +35,7 @@ _Hash = Annotated[str, Field(max_length=128)]
 
 
 class _Written(BaseModel):
-    """Part of a file of lm-eval. Types are strict: a text is never read as a number, nor a number as a switch."""
+    """Part of an lm-eval file. Types are strict: text is never read as a number, nor a number as a boolean."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -45,14 +44,14 @@ class ListedMetric(_Written):
     """One entry of a task's ``metric_list``."""
 
     metric: str
-    aggregation: str | None = None  # None: lm-eval's own for this metric
+    aggregation: str | None = None  # None: lm-eval's default for the metric
 
 
 class WrittenTask(_Written):
     """Configuration of one task."""
 
     output_type: str | None = None
-    process_results: str | None = None  # text of a function
+    process_results: str | None = None  # source of a function
     metric_list: list[ListedMetric] | None = None
     doc_to_target: str | int | list[Any] | None = None
 
@@ -60,12 +59,12 @@ class WrittenTask(_Written):
 class SampleCount(_Written):
     """Number of documents of one task."""
 
-    original: int  # that the task has
-    effective: int  # that were scored
+    original: int  # documents in the task
+    effective: int  # documents that were scored
 
 
 class WrittenConfig(_Written):
-    """How lm-eval was started."""
+    """Settings with which lm-eval was started."""
 
     gen_kwargs: dict[str, Any] | str | None = None
     model_dtype: str | None = None
@@ -73,9 +72,9 @@ class WrittenConfig(_Written):
 
 
 class WrittenResults(_Written):
-    """A results file."""
+    """Content of a results file."""
 
-    results: dict[str, dict[str, Any]]  # by task and 'acc,none'; checked where a number is read
+    results: dict[str, dict[str, Any]]  # by task and 'acc,none'; checked when a number is read
     configs: dict[str, WrittenTask]
     lm_eval_version: str
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
@@ -94,7 +93,7 @@ class WrittenResults(_Written):
 
 
 class WrittenSample(_Written):
-    """One line of a samples file: one document under one filter. ``metrics`` names the keys of its scores."""
+    """One line of a samples file: one document under one filter. ``metrics`` lists the keys of its scores."""
 
     doc_id: Annotated[int, Field(ge=0, lt=1 << 53)]
     filter: str
@@ -105,10 +104,11 @@ class WrittenSample(_Written):
 
 
 def read_results_file(path: Path) -> WrittenResults:
-    """Read and check a results file.
+    """Read and validate a results file.
 
     Raises:
-        InvalidInput: for a file that cannot be read, is not JSON, or has a value of another type, naming its key.
+        InvalidInput: If the file cannot be read, is not JSON, or has a value of the wrong type; the message names the
+            key.
     """
     content = parse_json(
         read_plain(path, _BOUNDS.size), str(path), bounds=_BOUNDS, expected="a file that is not cut off"
@@ -117,20 +117,20 @@ def read_results_file(path: Path) -> WrittenResults:
 
 
 def parse_sample(line: bytes, path: Path, number: int) -> tuple[WrittenSample, Mapping[str, Any]]:
-    """Parse line ``number`` (from 1) of a samples file.
+    """Parse line ``number`` (counted from 1) of a samples file.
 
     Returns:
         The typed sample, and the whole line as plain data.
 
     Raises:
-        InvalidInput: for a line that is not JSON, or has a value of another type, naming line and key.
+        InvalidInput: If the line is not JSON or has a value of the wrong type; the message names the line and key.
     """
-    where = line_location(path, number)
-    content = parse_json(line, where, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
-    return _checked(WrittenSample, content, where, "not a sample of lm-eval"), content
+    location = line_location(path, number)
+    content = parse_json(line, location, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
+    return _checked(WrittenSample, content, location, "not a sample of lm-eval"), content
 
 
-def _checked(model: type[M], content: object, where: str, otherwise: str) -> M:
+def _checked(model: type[M], content: object, location: str, problem: str) -> M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -138,39 +138,39 @@ def _checked(model: type[M], content: object, where: str, otherwise: str) -> M:
     first = faults[0]
     if first["type"] == "missing":
         raise InvalidInput(
-            where,
-            found=f"{otherwise}: {_key(first['loc'])} is missing",
+            location,
+            found=f"{problem}: {_key(first['loc'])} is missing",
             expected=", ".join(
                 field.alias or name for name, field in model.model_fields.items() if field.is_required()
             ),
             remedy=_AGAIN,
         )
-    place, value = _located(first["loc"], content)
-    # A value that may be of several types has one fault for each of them.
-    said = [
+    key_path, value = _located(first["loc"], content)
+    # pydantic reports one error for each type that a value may have.
+    expectations = [
         expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
         for fault in faults
-        if _located(fault["loc"], content)[0] == place
+        if _located(fault["loc"], content)[0] == key_path
     ]
     raise InvalidInput(
-        f"{where}: {_key(place)}" if place else where,
-        found=format_value(value) if place else f"{otherwise}: {format_value(value)}",
-        expected=join_expectations(said).removeprefix("expected "),
+        f"{location}: {_key(key_path)}" if key_path else location,
+        found=format_value(value) if key_path else f"{problem}: {format_value(value)}",
+        expected=join_expectations(expectations).removeprefix("expected "),
         remedy=_AGAIN,
     )
 
 
-def _located(place: Sequence[str | int], content: object) -> tuple[tuple[str | int, ...], object]:
-    """The keys of ``place`` that are in ``content``, and the value there: pydantic adds names of types to them."""
+def _located(key_path: Sequence[str | int], content: object) -> tuple[tuple[str | int, ...], object]:
+    """Return the keys in ``key_path`` that exist in ``content``, and their value: pydantic appends names of types."""
     keys: tuple[str | int, ...] = ()
-    for key in place:
+    for key in key_path:
         is_item = isinstance(content, list) and isinstance(key, int)
         if not is_item and not (isinstance(content, Mapping) and key in content):
             break
-        content = content[key]  # type: ignore[index]  # one of the two
+        content = content[key]  # type: ignore[index]  # a list or a mapping
         keys = (*keys, key)
     return keys, content
 
 
-def _key(place: Sequence[str | int]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).removeprefix(".")
+def _key(key_path: Sequence[str | int]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in key_path).removeprefix(".")

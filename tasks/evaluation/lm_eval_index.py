@@ -1,7 +1,8 @@
-"""The tasks that lm-eval ships, read from its YAML files: a name, group or tag, and the configurations it stands for.
+"""Index the tasks that lm-eval ships: map a task, group or tag to the configurations in its YAML files.
 
-lm-eval's own index parses some 14,000 files, which takes seven seconds and more. Here names are found in them as text
-(a third of a second), and only the files that a profile asks for are parsed; nothing of a task's Python is run.
+lm-eval's own index parses about 14,000 files, which takes more than seven seconds. This index finds names by scanning
+the files as text, which takes a third of a second, and parses only the files that a profile needs. It runs none of the
+tasks' Python code.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mergegate.tasks.evaluation.local_groups import laid_over_tasks
+from mergegate.tasks.evaluation.local_groups import task_overrides
 
 _NAMED = re.compile(rb"^['\"]?(task|group|tag|class)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^['\"]?tag['\"]?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
 _INCLUDE = re.compile(rb"^['\"]?include['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
-_DEEPEST = 16  # groups within groups
+_DEEPEST = 16  # deepest nesting of groups
 
 
 @dataclass(frozen=True)
 class LeafConfig:
-    """One task as its YAML says it: functions are ``file.function`` as text."""
+    """Configuration of one task as in its YAML file, with functions as ``file.function`` text."""
 
     name: str
     config: Mapping[str, Any]
-    path: Path  # of its YAML
-    laid_over: Mapping[str, Any] = field(default_factory=dict)  # what groups say in place of it
+    path: Path  # YAML file
+    laid_over: Mapping[str, Any] = field(default_factory=dict)  # settings that groups override
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,19 @@ class _Names:
 
 
 def shipped_names() -> frozenset[str]:
-    """Names of all tasks, groups and tags that the installed lm-eval ships."""
+    """Return the names of all tasks, groups and tags that the installed lm-eval ships."""
     names = _names()
     return frozenset([*names.tasks, *names.groups, *names.tags])
 
 
 def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
-    """The tasks that a task, group or tag of lm-eval stands for, each once."""
-    found = {leaf.name: leaf for leaf in _leaves(name, {}, 0)}
-    return tuple(found.values())
+    """Return the tasks that a task, group or tag of lm-eval stands for, without duplicates."""
+    leaves = {leaf.name: leaf for leaf in _leaves(name, {}, 0)}
+    return tuple(leaves.values())
 
 
 def shipped_group(name: str) -> Mapping[str, Any]:
-    """What the file of a group of lm-eval says; empty for a task or a tag."""
+    """Return the content of the file that defines a group of lm-eval; empty for a task or a tag."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     names = _names()
@@ -84,8 +85,8 @@ def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[Lea
 def _members(
     group: str, config: Mapping[str, Any], path: Path, overrides: Mapping[str, Any], depth: int
 ) -> Iterator[LeafConfig]:
-    """The tasks below a group, as lm-eval builds it; ``overrides`` is what groups above it say, and wins."""
-    laid_over = laid_over_tasks(config, overrides)
+    """Yield the tasks below a group, as lm-eval builds it; ``overrides`` from enclosing groups take precedence."""
+    laid_over = task_overrides(config, overrides)
     members = config.get("task") or []
     for member in [members] if isinstance(members, str) else members:
         own = dict(member) if isinstance(member, Mapping) else {"task": member}
@@ -96,7 +97,7 @@ def _members(
             yield from _leaves(name, settings, depth + 1)
         elif kind == "group":
             yield from _members(f"{group}::{name}", own, path, laid_over, depth + 1)
-        elif own:  # a whole task, written inline
+        elif own:  # a complete task, defined inline
             yield LeafConfig(f"{group}::{name}", settings, path, settings)
 
 
@@ -111,28 +112,28 @@ def _names() -> _Names:
         return _Names(tasks, groups, {})
     for path in sorted((Path(spec.origin).parent / "tasks").rglob("*.yaml")):
         text = path.read_bytes()
-        said: dict[str, str] = {}
+        values: dict[str, str] = {}
         for key, value in _NAMED.findall(text):
-            said.setdefault(key.decode(), value.decode())
-        if "group" in said and "class" not in said:
-            groups.setdefault(said["group"], path)
-        elif "task" in said and said["task"] != "-":
-            tasks.setdefault(said["task"], path)
+            values.setdefault(key.decode(), value.decode())
+        if "group" in values and "class" not in values:
+            groups.setdefault(values["group"], path)
+        elif "task" in values and values["task"] != "-":
+            tasks.setdefault(values["task"], path)
             for tag in _tags_of(path, inherited, text):
-                tags.setdefault(tag, []).append(said["task"])
+                tags.setdefault(tag, []).append(values["task"])
     return _Names(tasks, groups, {tag: tuple(dict.fromkeys(members)) for tag, members in tags.items()})
 
 
-def _tags_of(path: Path, known: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:
-    """Of a file, or of the one that it includes; ``text``: of the file, where it is read already."""
-    if path not in known:
+def _tags_of(path: Path, cache: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:
+    """Return the tags in a file, or in the file that it includes; ``text`` is its content if already read."""
+    if path not in cache:
         if text is None:
             text = path.read_bytes() if path.is_file() else b""
-        found = [value.decode() for key, value in _NAMED.findall(text) if key == b"tag" and value != b"-"]
+        tags = [value.decode() for key, value in _NAMED.findall(text) if key == b"tag" and value != b"-"]
         for block in _TAGS.findall(text):
-            found += [line.strip().lstrip(b"- ").strip(b"'\"").decode() for line in block.split(b"\n") if line.strip()]
-        if not found and depth < _DEEPEST:
+            tags += [line.strip().lstrip(b"- ").strip(b"'\"").decode() for line in block.split(b"\n") if line.strip()]
+        if not tags and depth < _DEEPEST:
             for include in _INCLUDE.findall(text):
-                found += _tags_of(path.parent / include.decode(), known, None, depth + 1)
-        known[path] = tuple(dict.fromkeys(found))
-    return known[path]
+                tags += _tags_of(path.parent / include.decode(), cache, None, depth + 1)
+        cache[path] = tuple(dict.fromkeys(tags))
+    return cache[path]

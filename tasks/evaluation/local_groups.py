@@ -1,8 +1,9 @@
-"""Groups of tasks in local YAML files: which tasks are below one, and what it lays over them.
+"""Resolve groups of tasks in local YAML files: the tasks below a group, and the settings that the group overrides.
 
-As in lm-eval, ``task`` lists names of tasks, tags and groups in files beside it, with settings of their own or without,
-or whole tasks, which are called ``GROUP::TASK``. Under ``task_list`` a file has several tasks that share the rest of
-it; lm-eval 0.4.13 drops that key without a word, so here each of them is written out for it.
+As in lm-eval, ``task`` lists tasks, tags and groups by their names in files next to the group, optionally with
+settings. It may also contain complete tasks, which are named ``GROUP::TASK``. A ``task_list`` defines several tasks
+that share the rest of a file. lm-eval 0.4.13 silently drops that key, so each of these tasks is written to its own
+file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.task_file import Definition, as_list, modules_of, one_definition, read_task_file
+from mergegate.tasks.evaluation.task_file import Definition, as_list, modules_of, read_task_file, resolve_definition
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,31 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a task or a group is written."""
+class _TaskSource:
+    """Location of the definition of a task or a group."""
 
     path: Path
     name: str
-    own: Mapping[str, Any] = field(default_factory=dict)  # of a task in a list: what it says in place of the file
+    own: Mapping[str, Any] = field(default_factory=dict)  # for a task in a list: settings that override the file
 
 
-# What lm-eval reads as of the group itself; everything else that a group says is laid over its tasks.
+# Keys that lm-eval applies to the group itself. All other keys of a group override those of its tasks.
 _OF_A_GROUP = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag", "task_list")
 
 
 def group_members(
     path: Path, config: Mapping[str, Any], data_root: Path, files: Sequence[Path]
 ) -> tuple[Definition, ...]:
-    """All tasks below the group, or in the list, that a file defines, each once.
+    """Return all tasks below the group, or in the list, that a file defines, without duplicates.
 
     Args:
-        config: Of the file, with what it includes.
-        data_root: What its data paths are relative to.
-        files: That it is put together from.
+        path: File of the group.
+        config: Configuration of the file, merged with its includes.
+        data_root: Directory that its data paths are relative to.
+        files: Files that define the group.
 
     Raises:
-        InvalidInput: naming the file and what is wrong with it.
+        InvalidInput: Naming the file and the problem.
     """
     if "task_list" in config:
         if "group" in config:
@@ -58,12 +60,12 @@ def group_members(
                 expected="tasks under 'task', or a task_list without 'group'",
                 remedy="a group draws in a list by the names of its tasks: task: [NAME, NAME]",
             )
-        places = _places_in_list(path, config)
-        found = [_task_at(place, config, _data_root(place, data_root), {}, list(files)) for place in places]
+        sources = _sources_in_list(path, config)
+        definitions = [_task_at(source, config, _data_root(source, data_root), {}, list(files)) for source in sources]
     else:
         name, task = config["group"], config.get("task")
         is_task = isinstance(task, str) and {"doc_to_text", "output_type", "test_split"} & config.keys()
-        if is_task and (not isinstance(name, str) or task not in _beside(path.parent)):
+        if is_task and (not isinstance(name, str) or task not in _definitions_in(path.parent)):
             raise InvalidInput(
                 f"{path}: group",
                 found=f"{name!r:.60}, in the file of the task {task!r}",
@@ -72,53 +74,53 @@ def group_members(
             )
         if not isinstance(name, str):
             raise InvalidInput(f"{path}: group", found=f"{name!r:.60}", expected="one name", remedy="group: NAME")
-        found = list(_members(_Group(path, name, config, data_root), {}, (name,)))
-    every: dict[str, Definition] = {}
-    for member in found:
-        known = every.setdefault(member.name, member)
-        if (known.path, known.config) != (member.path, member.config):
+        definitions = list(_members(_Group(path, name, config, data_root), {}, (name,)))
+    members: dict[str, Definition] = {}
+    for member in definitions:
+        first = members.setdefault(member.name, member)
+        if (first.path, first.config) != (member.path, member.config):
             raise InvalidInput(
                 f"{path}: task",
                 found=f"{member.name!r} twice, with other settings",
                 expected="each task once",
                 remedy="a task of its own for the other settings: {task: NAME, include: FILE, …}",
             )
-    if not every:
+    if not members:
         raise InvalidInput(
             f"{path}: task", found="no task", expected="the names of tasks beside it, or whole tasks, each once"
         )
-    return tuple(every.values())
+    return tuple(members.values())
 
 
-def laid_over_tasks(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its tasks and not of itself, with ``overrides`` of the groups above it, which win."""
+def task_overrides(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a group applies to its tasks; ``overrides`` from enclosing groups take precedence."""
     return {key: value for key, value in group.items() if key not in _OF_A_GROUP} | dict(overrides)
 
 
-def _members(group: _Group, overrides: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[Definition]:
-    """The tasks below a group, in its order; ``overrides`` is what groups above it say, and wins."""
-    beside = _beside(group.path.parent)
-    laid_over = laid_over_tasks(group.config, overrides)
+def _members(group: _Group, overrides: Mapping[str, Any], enclosing: tuple[str, ...]) -> Iterator[Definition]:
+    """Yield the tasks below a group, in the order of the group; ``overrides`` from enclosing groups take precedence."""
+    definitions = _definitions_in(group.path.parent)
+    laid_over = task_overrides(group.config, overrides)
     for item in as_list(group.config.get("task") or []):
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         kind = "group" if "group" in own else "task"
         if not isinstance(own.get(kind), str):
             raise InvalidInput(f"{group.path}: task", found=f"{item!r}", expected="a name, or a task or group with one")
         name = str(own.pop(kind))
-        if kind == "group" and name not in beside:
+        if kind == "group" and name not in definitions:
             inline = _Group(group.path, f"{group.name}::{name}", own, group.data_root)
-            yield from _members(inline, laid_over, (*above, inline.name))
+            yield from _members(inline, laid_over, (*enclosing, inline.name))
             continue
         settings = {**laid_over, **own}
-        if name in above:
+        if name in enclosing:
             raise InvalidInput(f"{group.path}: task", found=f"{name!r}, a group within itself", expected="no circle")
-        if name in beside:
-            for place in beside[name]:
-                yield from _named(place, group, settings, above)
-        elif own:  # a whole task
+        if name in definitions:
+            for source in definitions[name]:
+                yield from _named(source, group, settings, enclosing)
+        elif own:  # a complete task
             files: list[Path] = modules_of(settings, group.path.parent)
             inline_name = f"{group.name}::{name}"
-            yield one_definition(
+            yield resolve_definition(
                 group.path, inline_name, settings, group.data_root, files, overrides=settings, is_inline=True
             )
         else:
@@ -126,73 +128,75 @@ def _members(group: _Group, overrides: Mapping[str, Any], above: tuple[str, ...]
                 f"{group.path}: task",
                 found=f"{name!r}, which no YAML file beside it defines",
                 expected="the names of tasks beside it, or whole tasks",
-                remedy=suggest(name, beside) or "a task that lm-eval ships is a guard of its own",
+                remedy=suggest(name, definitions) or "a task that lm-eval ships is a guard of its own",
             )
 
 
-def _named(place: _Place, group: _Group, settings: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[Definition]:
-    """What a file beside a group defines, with ``settings`` laid over it."""
+def _named(
+    source: _TaskSource, group: _Group, settings: Mapping[str, Any], enclosing: tuple[str, ...]
+) -> Iterator[Definition]:
+    """Yield the tasks that a file next to a group defines, overridden by ``settings``."""
     files: list[Path] = []
-    config, data_root = read_task_file(place.path, files, ())
+    config, data_root = read_task_file(source.path, files, ())
     if "group" in config:
-        below = _Group(place.path, place.name, config, data_root)
-        for member in _members(below, settings, (*above, place.name)):
+        inner = _Group(source.path, source.name, config, data_root)
+        for member in _members(inner, settings, (*enclosing, source.name)):
             yield replace(member, files=(*files, *member.files))
         return
-    root = group.data_root if _says_data(settings) else _data_root(place, data_root)
-    yield _task_at(place, config, root, settings, [*files, *modules_of(settings, group.path.parent)])
+    root = group.data_root if _has_data(settings) else _data_root(source, data_root)
+    yield _task_at(source, config, root, settings, [*files, *modules_of(settings, group.path.parent)])
 
 
 def _task_at(
-    place: _Place, config: Mapping[str, Any], root: Path, settings: Mapping[str, Any], files: list[Path]
+    source: _TaskSource, config: Mapping[str, Any], root: Path, settings: Mapping[str, Any], files: list[Path]
 ) -> Definition:
-    """One task of a file, with ``settings`` laid over what the file, and its entry in a list, say of it."""
-    overrides = {**place.own, **settings}
+    """Return one task of a file, overridden by its entry in a list and by ``settings``."""
+    overrides = {**source.own, **settings}
     merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
-    return one_definition(place.path, place.name, merged, root, files, overrides=overrides)
+    return resolve_definition(source.path, source.name, merged, root, files, overrides=overrides)
 
 
-def _data_root(place: _Place, of_file: Path) -> Path:
-    return place.path.parent if _says_data(place.own) else of_file
+def _data_root(source: _TaskSource, file_root: Path) -> Path:
+    return source.path.parent if _has_data(source.own) else file_root
 
 
-def _says_data(config: Mapping[str, Any]) -> bool:
+def _has_data(config: Mapping[str, Any]) -> bool:
     return "dataset_path" in config or "dataset_kwargs" in config
 
 
-def _places_in_list(path: Path, config: Mapping[str, Any]) -> Iterator[_Place]:
-    """The tasks of a file with a ``task_list``: the one that it names itself, if it does, and those in the list."""
+def _sources_in_list(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSource]:
+    """Yield the tasks of a file with a ``task_list``: the task that the file itself names, if any, and the list."""
     if isinstance(config.get("task"), str):
-        yield _Place(path, config["task"])
+        yield _TaskSource(path, config["task"])
     for item in as_list(config["task_list"] or []):
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         name = own.pop("task", None)
         if not isinstance(name, str):
             raise InvalidInput(f"{path}: task_list", found=f"{item!r:.80}", expected="a name, or a task with one")
-        yield _Place(path, name, own)
+        yield _TaskSource(path, name, own)
 
 
-def _beside(directory: Path) -> dict[str, list[_Place]]:
-    """What the files of a directory define, by the name of the task or the group, and by the tags of tasks."""
-    found: dict[str, list[_Place]] = {}
+def _definitions_in(directory: Path) -> dict[str, list[_TaskSource]]:
+    """Return the definitions in the files of a directory, by the names of tasks and groups and by tags of tasks."""
+    definitions: dict[str, list[_TaskSource]] = {}
     for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.yml")]):
         try:
             config, _ = read_task_file(path, [], ())
-            places = list(_places(path, config))
+            sources = list(_sources(path, config))
         except InvalidInput:
-            continue  # if it is needed, it is missed by name
-        for place in places:
-            found.setdefault(place.name, [place])
-            tags = [*as_list(config.get("tag") or []), *as_list(place.own.get("tag") or [])]
+            continue  # a task in it that is needed is reported as missing
+        for source in sources:
+            definitions.setdefault(source.name, [source])
+            tags = [*as_list(config.get("tag") or []), *as_list(source.own.get("tag") or [])]
             for tag in dict.fromkeys(map(str, tags if "group" not in config else [])):
-                found.setdefault(tag, []).append(place)
-    return found
+                definitions.setdefault(tag, []).append(source)
+    return definitions
 
 
-def _places(path: Path, config: Mapping[str, Any]) -> Iterator[_Place]:
+def _sources(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSource]:
     if "group" in config:
-        yield _Place(path, str(config["group"]))
+        yield _TaskSource(path, str(config["group"]))
     elif "task_list" in config:
-        yield from _places_in_list(path, config)
+        yield from _sources_in_list(path, config)
     elif isinstance(config.get("task"), str):
-        yield _Place(path, config["task"])
+        yield _TaskSource(path, config["task"])

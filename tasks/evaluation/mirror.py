@@ -1,14 +1,14 @@
-"""Data of tasks where there is no network: a directory with datasets as the Hub lays them out, or files.
+"""Find the data of tasks in a local directory (``evaluate.data: DIR``) for machines without a network.
 
-A profile says ``evaluate.data: DIR``. It holds for every task that is loaded from a dataset by name: those that lm-eval
-ships, YAML files of one's own, those of a sweep. A dataset ``org/name`` is looked for, in this order:
+The directory serves every task that is loaded from a named dataset: tasks that lm-eval ships, the user's YAML files,
+and tasks of a sweep. mergegate looks for a dataset ``org/name`` in this order:
 
-1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot as it lies on the Hub;
-2. files called by task, configuration or dataset, then the split: ``arc_easy_test.jsonl``, ``gsm8k_train.parquet``, in
-   any spelling of capitals and dashes. Where only one file is there, it is the split that the task evaluates. Examples
-   may lack: then nothing can be asked with examples.
+1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot with the layout of the Hub;
+2. files named after the task, configuration or dataset, followed by the split, such as ``arc_easy_test.jsonl`` or
+   ``gsm8k_train.parquet``. Case and punctuation are ignored. A single file counts as the split that the task evaluates.
+   The split with few-shot examples may be missing; the task can then be evaluated only without examples.
 
-What is found is hashed into the key of every measurement; how it is read, ``mirror_loading`` says.
+The files are hashed into the key of every measurement. ``mirror_loader`` reads them.
 """
 
 from __future__ import annotations
@@ -22,93 +22,101 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them
+_DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # formats that datasets reads from a directory
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "dev"}
 _SPLITS |= {"test": "test"}
-_VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # at the end of a configuration: they name no other documents
+_VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # suffixes of a configuration that do not change the documents
 
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """Where a dataset lies: a directory like one of the Hub, or a file by split."""
+    """Location of a dataset: a directory with the layout of the Hub, or one file per split."""
 
-    asked: TaskDataset
+    request: TaskDataset
     directory: Path | None
     by_split: Mapping[str, Path]
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that may decide which documents it has."""
+        """All files that may determine the documents of the dataset."""
         if self.directory is None:
             return tuple(self.by_split.values())
-        return _data_in(self.directory, self.asked)
+        return _data_in(self.directory, self.request)
 
     @property
     def named_files(self) -> dict[str, list[str]]:
-        """By split, the files that the task itself names."""
+        """Files that the task itself names, by split."""
         assert self.directory is not None
         named: dict[str, list[str]] = {}
-        for split, file in self.asked.files:
+        for split, file in self.request.files:
             named.setdefault(split, []).extend(map(str, _matching(self.directory, file)))
         return named
 
 
-def find_dataset(root: Path, asked: TaskDataset) -> FoundDataset:
-    """Where ``asked`` lies below ``root``.
+def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
+    """Find the dataset of a task below ``root``.
 
     Raises:
-        InvalidInput: naming what was looked for.
+        InvalidInput: If it is missing; the message lists the paths that were tried.
     """
-    for directory in _directories(root, asked.path):
-        if directory.is_dir() and _data_in(directory, asked):
-            return FoundDataset(asked, directory, {})
-    by_split = _named_files(root, asked)
-    if len(by_split) == 1 and asked.evaluated not in by_split:
-        by_split = {asked.evaluated: next(iter(by_split.values()))}
-    if asked.evaluated not in by_split:
-        within = asked.files[0][1] if asked.files else ""
-        tried = [f"{place.relative_to(root)}/{within}" for place in _directories(root, asked.path)]
-        tried += [f"{name}_{asked.evaluated}.jsonl" for name in dict.fromkeys(_names(asked))]
+    for directory in _directories(root, request.path):
+        if directory.is_dir() and _data_in(directory, request):
+            return FoundDataset(request, directory, {})
+    by_split = _named_files(root, request)
+    if len(by_split) == 1 and request.evaluated not in by_split:
+        by_split = {request.evaluated: next(iter(by_split.values()))}
+    if request.evaluated not in by_split:
+        within = request.files[0][1] if request.files else ""
+        tried = [f"{directory.relative_to(root)}/{within}" for directory in _directories(root, request.path)]
+        tried += [f"{name}_{request.evaluated}.jsonl" for name in dict.fromkeys(_names(request))]
         raise InvalidInput(
-            f"evaluate.data: {root}: task {asked.task}",
-            found=f"no data of {asked}",
+            f"evaluate.data: {root}: task {request.task}",
+            found=f"no data of {request}",
             expected=f"{'one of ' if len(tried) > 1 else ''}{', '.join(tried)} (or .parquet)",
             remedy="`mergegate fetch-data PROFILE` fills it where there is a network"
-            if asked.path
+            if request.path
             else "put its documents there: data at an address are not fetched",
         )
-    return FoundDataset(asked, None, by_split)
+    return FoundDataset(request, None, by_split)
 
 
-def find_datasets(root: Path, asked: Sequence[TaskDataset]) -> tuple[FoundDataset, ...]:
-    """Where each of ``asked`` lies. Raises as ``find_dataset``; where something is asked and there is no ``root``."""
-    if asked and not root.is_dir():
+def find_datasets(root: Path, requests: Sequence[TaskDataset]) -> tuple[FoundDataset, ...]:
+    """Find several datasets below ``root``.
+
+    Raises:
+        InvalidInput: If ``root`` does not exist or a dataset is missing.
+    """
+    if requests and not root.is_dir():
         raise InvalidInput(
             "evaluate.data",
             found=f"no directory {root}",
-            expected=f"a directory with datasets: of task {asked[0].task} {asked[0]}",
+            expected=f"a directory with datasets: of task {requests[0].task} {requests[0]}",
             remedy="`mergegate fetch-data PROFILE` makes and fills it where there is a network",
         )
-    return tuple(find_dataset(root, each) for each in asked)
+    return tuple(find_dataset(root, dataset) for dataset in requests)
 
 
-def files_of_all(found: Iterable[FoundDataset]) -> tuple[Path, ...]:
-    """All that may decide which documents those datasets have, each file once."""
-    return tuple(dict.fromkeys(file for each in found for file in each.files))
+def files_of_all(datasets: Iterable[FoundDataset]) -> tuple[Path, ...]:
+    """Return all files that may determine the documents of some datasets, without duplicates."""
+    return tuple(dict.fromkeys(file for dataset in datasets for file in dataset.files))
 
 
-def check_examples(found: FoundDataset, wanted: int) -> None:
-    """See that there is something to draw ``wanted`` few-shot examples from.
+def check_examples(dataset: FoundDataset, count: int) -> None:
+    """Check that the split for few-shot examples exists, if any are needed.
+
+    Args:
+        dataset: Dataset of the task.
+        count: Number of examples.
 
     Raises:
-        InvalidInput: naming the split.
+        InvalidInput: Naming the missing split.
     """
-    asked = found.asked
-    if wanted and asked.examples and found.directory is None and asked.examples not in found.by_split:
+    request = dataset.request
+    if count and request.examples and dataset.directory is None and request.examples not in dataset.by_split:
         raise InvalidInput(
-            f"evaluate.data: task {asked.task}",
-            found=f"no file of split {asked.examples!r}, which its {wanted} examples are drawn from",
-            expected=" or ".join(f"{name}_{asked.examples}.jsonl" for name in dict.fromkeys(_names(asked))),
+            f"evaluate.data: task {request.task}",
+            found=f"no file of split {request.examples!r}, which its {count} examples are drawn from",
+            expected=" or ".join(f"{name}_{request.examples}.jsonl" for name in dict.fromkeys(_names(request))),
             remedy="put one beside the others; or evaluate.num_fewshot: 0",
         )
 
@@ -121,73 +129,75 @@ def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(every))
 
 
-def _data_in(directory: Path, asked: TaskDataset) -> tuple[Path, ...]:
-    """What a task would be loaded from; nothing where a file lacks that it names."""
-    if not asked.files:
-        return _files_of(directory, asked.config)
-    named = [_matching(directory, file) for _, file in asked.files]
-    return tuple(file for those in named for file in those) if all(named) else ()
+def _data_in(directory: Path, request: TaskDataset) -> tuple[Path, ...]:
+    """Return the files that a task would be loaded from; empty if a file that it names is missing."""
+    if not request.files:
+        return _files_of(directory, request.config)
+    named = [_matching(directory, file) for _, file in request.files]
+    return tuple(file for files in named for file in files) if all(named) else ()
 
 
-def _matching(directory: Path, file: str) -> list[Path]:
-    return sorted(one for one in directory.glob(file) if one.is_file())
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    return sorted(file for file in directory.glob(pattern) if file.is_file())
 
 
 def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
-    """Of a configuration that has a directory of its own only that, and what says how to read it."""
+    """Return the data files of a configuration, only those in its own directory if it has one, and the dataset card."""
     inner = directory / config if config else directory
-    whole = inner if inner.is_dir() else directory
+    data_directory = inner if inner.is_dir() else directory
     data = [
         file
-        for file in sorted(whole.rglob("*"))
-        if file.suffix in _DATA and file.is_file() and not any(part[0] == "." for part in file.relative_to(whole).parts)
+        for file in sorted(data_directory.rglob("*"))
+        if file.suffix in _DATA
+        and file.is_file()
+        and not any(part[0] == "." for part in file.relative_to(data_directory).parts)
     ]
     card = directory / "README.md"
     return (*data, *([card] if data and card.is_file() else []))
 
 
-def _names(asked: TaskDataset) -> Iterator[str]:
-    """What a file of this dataset may be called by, most particular first."""
-    yield asked.task
-    if not asked.path:
+def _names(request: TaskDataset) -> Iterator[str]:
+    """Yield the base names that a file of this dataset may have, most specific first."""
+    yield request.task
+    if not request.path:
         return
-    base = asked.path.rpartition("/")[2]
-    if asked.config:
-        words = _words(asked.config)
+    base = request.path.rpartition("/")[2]
+    if request.config:
+        words = _words(request.config)
         while len(words) > 1 and _VERSION_WORDS.fullmatch(words[-1]):
             words = words[:-1]
         if not _VERSION_WORDS.fullmatch(words[-1]):
             yield "_".join(words)
-            yield f"{base}_{asked.config}"
+            yield f"{base}_{request.config}"
             return
     yield base
 
 
-def _named_files(root: Path, asked: TaskDataset) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for name in dict.fromkeys("".join(_words(name)) for name in _names(asked)):
-        for called, split, file in _listing(root):
-            if called == name:
-                found.setdefault(split or asked.evaluated, file)
-        if found:
+def _named_files(root: Path, request: TaskDataset) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for name in dict.fromkeys("".join(_words(name)) for name in _names(request)):
+        for base_name, split, file in _listing(root):
+            if base_name == name:
+                files.setdefault(split or request.evaluated, file)
+        if files:
             break
-    return found
+    return files
 
 
 def _listing(root: Path) -> list[tuple[str, str, Path]]:
-    """(name without its split, split or nothing, file) of every data file directly in ``root``."""
+    """Return the base name, the split (or an empty text) and the path of every data file directly in ``root``."""
     listing = []
     for file in sorted(root.iterdir()):
         if file.suffix not in FORMATS or not file.is_file():
             continue
         words = _words(file.stem)
-        at = next((place for place, word in enumerate(words) if place and word in _SPLITS), None)
+        at = next((index for index, word in enumerate(words) if index and word in _SPLITS), None)
         listing.append(("".join(words[:at]), _SPLITS[words[at]] if at is not None else "", file))
     return listing
 
 
 def split_named(stem: str) -> str | None:
-    """The split that a file's name tells; None where it tells none."""
+    """Return the split that a file name indicates, None if it indicates none."""
     return next((_SPLITS[word] for word in _words(stem) if word in _SPLITS), None)
 
 

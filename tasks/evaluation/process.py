@@ -1,6 +1,7 @@
-"""Scoring, and looking at data, in the process that holds models (``tasks.checkpoints.model_process``).
+"""Score models and load data in a separate process (``tasks.checkpoints.model_process``).
 
-Data, templates and functions of a task are foreign, models and devices hang and die: none of it takes the flow along.
+Data, templates and functions of a task are untrusted, and models and devices hang or crash. The separate process keeps
+all of that from taking down the flow.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from mergegate.tasks.evaluation.harness import ScoredDocuments
 
 A = TypeVar("A")
-LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
+LOADED_WITHIN = 1800.0  # default limit in seconds for loading the data of one task, downloads included
 
-__all__ = ["ask_about_task", "look_in_child", "score_in_child"]
+__all__ = ["call_with_task_data", "inspect_in_child", "score_in_child"]
 
 
 def score_in_child(
@@ -33,11 +34,11 @@ def score_in_child(
     on_progress: TellProgress,
     journal: JournalPlace | None = None,
 ) -> ScoredDocuments:
-    """As ``harness.score_documents``, in the process that holds models, within ``scoring.time_limit``.
+    """Run ``harness.score_documents`` in the process that holds models, within ``scoring.time_limit``.
 
     Raises:
-        InvalidInput: as ``harness.score_documents``; or when the process died.
-        Refused: when the time limit is over.
+        InvalidInput: See ``harness.score_documents``; also if the process died.
+        Refused: If the time limit is exceeded.
     """
     backend = find_backend(scoring.backend)
     return call_model_process(
@@ -53,39 +54,39 @@ def score_in_child(
     )
 
 
-def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
-    """``harness.look_at_data`` in that process: loading foreign data can hang and die just as well.
+def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
+    """Run ``harness.inspect_data`` in the process that holds models, because loading untrusted data can hang or crash.
 
     Raises:
-        InvalidInput: as ``harness.look_at_data``; or when the process died.
-        Refused: when ``time_limit`` seconds are over.
+        InvalidInput: See ``harness.inspect_data``; also if the process died.
+        Refused: If loading takes longer than ``time_limit`` seconds.
     """
-    return ask_about_task(task, _look, (task,), "its data", time_limit)
+    return call_with_task_data(task, _look, (task,), "its data", time_limit)
 
 
 def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float | None = None) -> tuple[str, ...]:
-    """``harness.clusters_in_order`` in that process.
+    """Run ``harness.clusters_in_order`` in the process that holds models.
 
     Raises:
-        InvalidInput, Refused: as ``look_in_child``; or when a document has no such field.
+        InvalidInput, Refused: See ``inspect_in_child``; also if a document lacks the field.
     """
-    return ask_about_task(task, _clusters, (task, field, seed), "its clusters", time_limit)
+    return call_with_task_data(task, _clusters, (task, field, seed), "its clusters", time_limit)
 
 
-def ask_about_task(
-    task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], what: str, time_limit: float | None
+def call_with_task_data(
+    task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], subject: str, time_limit: float | None
 ) -> A:
-    """Ask about the data of a task, which may have to be loaded for that."""
+    """Run a function that may have to load the data of a task in the process that holds models."""
     return call_model_process(
         function,
         arguments,
-        where=f"task {task.name}: {what}",
-        network=not task.is_local,  # what is loaded now need not be asked for later
+        where=f"task {task.name}: {subject}",
+        network=not task.is_local,  # data that is loaded now needs no network later
         time_limit=LOADED_WITHIN if time_limit is None else time_limit,
     )
 
 
-# There, and only there, what is heavy is imported.
+# The functions below run in the child process. Only there are heavy modules imported.
 
 
 def _score(
@@ -105,7 +106,7 @@ def _score(
 def _look(task: EvalTask, on_progress: TellProgress) -> LoadedData:
     from mergegate.tasks.evaluation import harness
 
-    return harness.look_at_data(task)
+    return harness.inspect_data(task)
 
 
 def _clusters(task: EvalTask, field: str, seed: int, on_progress: TellProgress) -> tuple[str, ...]:

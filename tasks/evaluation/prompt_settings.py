@@ -1,10 +1,10 @@
-"""How one task is asked: what its guard says of it wins over what the profile says of all.
+"""Resolve how a task is prompted: the settings of its guard override those of the profile.
 
-The keys are called as in lm-eval's ``simple_evaluate``, and do what they do there::
+The keys have the names and the effects of lm-eval's ``simple_evaluate``::
 
-    asked = PromptSettings(num_fewshot=5, apply_chat_template=True)
-    how = asking_of(task.asked, scoring)
-    how.num_fewshot, how.is_chat, how.is_multiturn      # 5, True, True
+    own = PromptSettings(num_fewshot=5, apply_chat_template=True)
+    settings = resolve_prompt_settings(own, scoring)
+    settings.num_fewshot, settings.is_chat, settings.is_multiturn      # 5, True, True
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mergegate.tasks.evaluation.scoring import Scoring
 
-# What a setting of generation can be: a number, a switch, a text, or texts (``until``).
+# Type of a generation setting: a number, a switch, a text, or several texts (``until``).
 GenerationValue = (
     StrictBool
     | StrictInt
@@ -28,7 +28,7 @@ GenerationValue = (
 
 
 class PromptSettings(BaseModel):
-    """How a task is asked where it is not asked as all others of the profile; absent keys leave it as it is."""
+    """Prompt settings of one task that override those of the profile; absent keys change nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,17 +63,17 @@ class PromptSettings(BaseModel):
         return self
 
     def content_key(self) -> object:
-        # Only what is said: a key that this class learns later leaves the keys of scores as they are.
+        # Only keys that are set, so that a key added in a later version does not change existing keys.
         return {name: value for name in PromptSettings.model_fields if (value := getattr(self, name)) is not None}
 
     @property
     def own(self) -> PromptSettings | None:
-        """These keys alone; None where none is given."""
-        said = {name: getattr(self, name) for name in PromptSettings.model_fields}
-        return PromptSettings(**said) if any(value is not None for value in said.values()) else None
+        """The prompt settings without those of a subclass; None if none is set."""
+        values = {name: getattr(self, name) for name in PromptSettings.model_fields}
+        return PromptSettings(**values) if any(value is not None for value in values.values()) else None
 
     def described(self) -> str:
-        """In a line: ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
+        """Return a summary on one line: ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
         parts = []
         if self.num_fewshot is not None:
             parts.append(f"num_fewshot {self.num_fewshot}")
@@ -91,23 +91,23 @@ class PromptSettings(BaseModel):
 
 @dataclass(frozen=True)
 class ResolvedPromptSettings:
-    """How a task is asked, all things considered."""
+    """Prompt settings of a task after all defaults are applied."""
 
-    num_fewshot: int | None  # None: as the task says
+    num_fewshot: int | None  # None: the task's own number
     is_chat: bool
-    is_multiturn: bool  # examples are turns of their own; only of a chat
+    is_multiturn: bool  # whether each example is a turn of its own; only if is_chat
     system_instruction: str | None
     gen_kwargs: Mapping[str, GenerationValue]
 
 
-def resolve_prompt_settings(asked: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """How a task is asked with ``scoring``, where its guard says ``asked``; None: nothing of its own."""
-    own = asked or PromptSettings()
-    is_chat = scoring.chat_template if own.apply_chat_template is None else own.apply_chat_template
+def resolve_prompt_settings(own: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
+    """Combine ``scoring`` with the settings of a guard, if any (``own``), which take precedence."""
+    settings = own or PromptSettings()
+    is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(
-        num_fewshot=scoring.num_fewshot if own.num_fewshot is None else own.num_fewshot,
+        num_fewshot=scoring.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,
         is_chat=is_chat,
-        is_multiturn=is_chat and own.fewshot_as_multiturn is not False,
-        system_instruction=own.system_instruction,
-        gen_kwargs=own.gen_kwargs or {},
+        is_multiturn=is_chat and settings.fewshot_as_multiturn is not False,
+        system_instruction=settings.system_instruction,
+        gen_kwargs=settings.gen_kwargs or {},
     )

@@ -1,9 +1,10 @@
-"""How a model is scored, and on which documents: what must be equal on both sides of every comparison.
+"""Define how a model is scored and on which documents; both must be equal on both sides of every comparison.
 
-The documents of a task are scored in a fixed random order, looked at in steps, scored in parts. The order is a hash of
-seed, task and document, so the first 100 documents are among the first 200 on any machine and Python. Nothing here
-depends on a score: which documents a look sees is a function of settings and the task's size. What was scored before,
-under whatever settings of looks, is not scored again: ``cover`` puts a look together from ranges that are known.
+The documents of a task have a fixed random order. They are scored in parts, and interim looks use growing prefixes of
+the order. The order is a hash of seed, task and document, so the first 100 documents are among the first 200 on any
+machine and any version of Python. Scores have no influence: settings and the task's size alone determine the
+documents of a look. Documents that were scored before, under any look settings, are not scored again: ``cover``
+assembles the documents of a look from ranges with known scores.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mergegate.tasks.evaluation.backends.server import ServerSettings
 from mergegate.tasks.evaluation.backends.vllm import VllmSettings
 from mergegate.tasks.store import NotInKey
 
-CHUNK_SIZE = 500  # documents of one part at most
-_BACKEND_SETTINGS = ("vllm", "server")  # fields that are one backend's own
+CHUNK_SIZE = 500  # largest number of documents in one part
+_BACKEND_SETTINGS = ("vllm", "server")  # fields that belong to one backend each
 
 
 class Scoring(BaseModel):
-    """How a model is scored. Equal on both sides of every comparison, and part of the key: it moves scores."""
+    """How a model is scored. It is equal on both sides of every comparison and part of the key, as it moves scores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +50,7 @@ class Scoring(BaseModel):
         description="A fixed random sample of so many per task or group is looked at first, then more where it does "
         "not decide; absent: 500. all: every document at once.",
     )
-    # NumPy, which lm-eval draws with, takes 32 bits.
+    # lm-eval draws with NumPy, whose seeds have 32 bits.
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sample and the few-shot examples.")
     time_limit: Annotated[float | None, NotInKey] = Field(
         default=None, gt=0, description="Seconds for one part (500 documents at most), loading included; absent: none."
@@ -59,15 +60,15 @@ class Scoring(BaseModel):
 
     @property
     def first_look(self) -> int | None:
-        """Documents of a task that are looked at first; None: all of them at once."""
+        """Number of documents in the first look at a task; None: all documents in a single look."""
         return None if self.documents == "all" else self.documents or CHUNK_SIZE
 
     @property
     def own_settings(self) -> BaseModel | None:
-        """Those of the backend, where it has any and the profile says something about them."""
+        """Settings of the selected backend; None if it has none or the profile sets none."""
         name = find_backend(self.backend).settings
-        found: BaseModel | None = getattr(self, name) if name else None
-        return found
+        settings: BaseModel | None = getattr(self, name) if name else None
+        return settings
 
     @field_validator("backend")
     @classmethod
@@ -89,7 +90,7 @@ class Scoring(BaseModel):
 
 
 class DocumentRange(BaseModel):
-    """Documents ``first`` to ``last`` (exclusive) of a task's order: what is scored, and cached, at once."""
+    """Documents ``first`` to ``last`` (exclusive) in a task's order, which are scored and cached as a unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -110,20 +111,20 @@ class DocumentRange(BaseModel):
 
 
 class Piece(NamedTuple):
-    """A range that is scored at once, and those of its documents that a look takes from it."""
+    """A range that is scored as a unit, and the documents of this range that count in a look."""
 
     scored: DocumentRange
     counted: DocumentRange
 
 
 def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
-    """Cumulative numbers of documents after each look at a task: ``first``, then doublings, at last ``total``.
+    """Return the cumulative number of documents after each look: ``first``, then doublings, finally ``total``.
 
     Args:
-        total: Documents that the task has, at least 1.
-        first: Documents of the first look, at least 1; None or more than there are: all at once.
+        total: Number of documents of the task, at least 1.
+        first: Number of documents in the first look, at least 1. None, or more than ``total``: a single look.
 
-    >>> looks(1319, 500)
+    >>> interim_looks(1319, 500)
     (500, 1000, 1319)
     """
     if total < 1 or (first is not None and first < 1):
@@ -137,8 +138,9 @@ def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
 
 
 def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
-    """Slices of the order, without gap or overlap, in which a task is scored: every look ends a part, and
-    no part is longer than ``CHUNK_SIZE``.
+    """Divide a task's order into the ranges in which it is scored, without gaps or overlaps.
+
+    Every look ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
 
     >>> [part.last for part in document_ranges(1319, 200)]
     [200, 400, 800, 1300, 1319]
@@ -149,66 +151,75 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     return tuple(cut)
 
 
-def cover(documents: int, parts: Sequence[DocumentRange], known: Sequence[DocumentRange]) -> tuple[Piece, ...]:
-    """The first ``documents`` documents, each in one piece: of what is known the longest ranges first, then what of
-    ``parts`` is not. Where a known range goes beyond the documents, or into a longer one, only a part of it counts.
+def cover(documents: int, parts: Sequence[DocumentRange], scored: Sequence[DocumentRange]) -> tuple[Piece, ...]:
+    """Cover the first ``documents`` documents with pieces that overlap nowhere.
+
+    Scored ranges are used first, from the longest; ``parts`` fill the gaps. If a scored range extends beyond the
+    documents or overlaps a longer one, only part of it counts.
 
     Args:
-        documents: At least 1, and no more than the parts have.
-        parts: As ``document_ranges`` cuts them.
-        known: Ranges that were scored before; they may overlap.
+        documents: Number of documents, from 1 to the number in ``parts``.
+        parts: Ranges from ``document_ranges``.
+        scored: Ranges that were scored before; they may overlap.
 
     >>> [str(piece.counted) for piece in cover(500, document_ranges(1319, 500), [DocumentRange(first=0, last=200)])]
     ['documents 1 to 200', 'documents 201 to 500']
     """
     pieces: list[Piece] = []
     missing = [(0, documents)]
-    # Those that will be scored are no longer than what is missing of them: so they are their own pieces.
-    for one in sorted(known, key=lambda each: (-len(each), each.first)):
-        missing = _taken(one, missing, pieces, whole=True)
-    for one in parts:
-        missing = _taken(one, missing, pieces, whole=False)
+    # A range that is still to be scored is cut to the missing documents, so all of it counts.
+    for part in sorted(scored, key=lambda each: (-len(each), each.first)):
+        missing = _add_pieces(part, missing, pieces, is_scored=True)
+    for part in parts:
+        missing = _add_pieces(part, missing, pieces, is_scored=False)
     return tuple(sorted(pieces, key=lambda piece: piece.counted.first))
 
 
-def _taken(
-    one: DocumentRange, missing: Sequence[tuple[int, int]], pieces: list[Piece], *, whole: bool
+def _add_pieces(
+    part: DocumentRange, missing: Sequence[tuple[int, int]], pieces: list[Piece], *, is_scored: bool
 ) -> list[tuple[int, int]]:
-    """What is still missing without ``one``; pieces are added for what was. ``whole``: it has been scored as it is."""
+    """Add the overlap of ``part`` with the missing documents to ``pieces``, and return the remaining gaps.
+
+    ``is_scored`` tells whether the part has been scored as a unit.
+    """
     left = []
     for begin, end in missing:
-        first, last = max(begin, one.first), min(end, one.last)
+        first, last = max(begin, part.first), min(end, part.last)
         if first >= last:
             left.append((begin, end))
             continue
         counted = DocumentRange(first=first, last=last)
-        pieces.append(Piece(one if whole else counted, counted))
+        pieces.append(Piece(part if is_scored else counted, counted))
         left += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
     return left
 
 
 def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
-    """All documents, as (task, position in its data), in the order in which they are scored.
+    """Return all documents as (task, position in its data), in scoring order.
 
     Args:
-        sizes: Documents of each task; several are those below a group, whose documents are mixed.
+        sizes: Number of documents of each task. The documents of all tasks in a group are shuffled together.
+        seed: Seed of the order.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
-    return sorted(every, key=lambda item: mixed(item[0], item[1], seed))
+    return sorted(every, key=lambda item: document_sort_key(item[0], item[1], seed))
 
 
-def mixed(task: str, doc: int, seed: int = 0) -> bytes:
-    """What documents are sorted by to come in random order."""
+def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
+    """Return the sort key that puts documents into random order."""
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
 def documents_in(
     sizes: Mapping[str, int], seed: int, part: DocumentRange, only: Container[tuple[str, int]] | None = None
 ) -> dict[str, list[int]]:
-    """The documents of a part, by task, ascending; a task without one is left out.
+    """Return the positions of a part's documents by task, ascending; tasks without any are omitted.
 
     Args:
-        only: Documents that count, as (task, position in its data); None: all of them.
+        sizes: Number of documents of each task.
+        seed: Seed of the scoring order.
+        part: Range of the scoring order.
+        only: Documents that count, as (task, position in its data). None: all documents.
     """
     every = ordered(sizes, seed)
     counted = every if only is None else [document for document in every if document in only]

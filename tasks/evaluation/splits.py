@@ -1,8 +1,9 @@
-"""Three disjoint sets of documents: what a search may look at, what confirms its winner, and what the gate asks.
+"""Divide the documents of a task into three disjoint sets: for a search, for confirming its winner, and for the gate.
 
-Whoever looks sixty times at the same documents finds something that is good on these documents. So each document is in
-one set, for good: by a hash of what it says, not by its position, so that another order of the data or a document more
-moves no other one. What belongs together (a passage's questions, a subject, equal documents) is in one set together.
+A search that evaluates the same documents sixty times finds a candidate that is good on these documents. Each document
+therefore belongs permanently to one set. The set depends on a hash of the document's text, not on its position, so that
+reordering the data or adding a document moves no other document. Documents that belong together (questions about one
+passage, one subject, equal documents) are in the same set.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ D = TypeVar("D")
 
 
 class DocumentSplits(BaseModel):
-    """How the documents of a task are divided.
+    """Sizes and seed of the division of a task's documents.
 
     Args:
-        search, confirmation: Documents of these sets; as many more as the last cluster has. All others are the gate's.
-        seed: Another one, another division.
-        together: What keeps documents together beside being equal: ``task``, those of one task below a group; else a
-            field of the documents. None: nothing.
+        search, confirmation: Smallest number of documents in these sets. A set exceeds it by the rest of its last
+            cluster. The remaining documents belong to the gate.
+        seed: Seed of the division.
+        together: Field whose value keeps documents together, or ``task`` to keep each task of a group together. Equal
+            documents always stay together. None: only equal documents do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +39,7 @@ class DocumentSplits(BaseModel):
     together: str | None = None
 
     def of(self, name: SetName) -> DocumentSet:
-        """One of the three sets."""
+        """Return one of the three sets."""
         return DocumentSet(division=self, name=name)
 
 
@@ -49,34 +51,35 @@ class DocumentSet(BaseModel):
     division: DocumentSplits
     name: SetName
 
-    def among(self, documents: Iterable[tuple[D, str]], where: str) -> frozenset[D]:
-        """The documents of this set, of all that there are.
+    def among(self, documents: Iterable[tuple[D, str]], task: str) -> frozenset[D]:
+        """Return the documents of this set, given all documents.
 
         Raises:
-            InvalidInput: as ``divide``.
+            InvalidInput: See ``split_documents``.
         """
-        return split_documents(documents, self.division, where)[self.name]
+        return split_documents(documents, self.division, task)[self.name]
 
 
 def split_documents(
-    documents: Iterable[tuple[D, str]], division: DocumentSplits, where: str
+    documents: Iterable[tuple[D, str]], division: DocumentSplits, task: str
 ) -> Mapping[SetName, frozenset[D]]:
-    """All documents, each in one set.
+    """Assign each document to one set.
 
-    Clusters come in the order of a hash of their name; the first fill ``search``, those after them ``confirmation``.
+    Clusters are sorted by a hash of their name. The first ones fill ``search``, the next ones ``confirmation``.
 
     Args:
-        documents: Each with the name of its cluster; of one that belongs with none, what tells it from all others.
-        where: What messages call the task.
+        documents: Documents with the names of their clusters. A document on its own needs a unique name.
+        division: Sizes and seed.
+        task: Name of the task in messages.
 
     Raises:
-        InvalidInput: when nothing would be left for the gate.
+        InvalidInput: If no document would be left for the gate.
     """
     clusters: dict[str, list[D]] = {}
     for document, cluster in documents:
         clusters.setdefault(cluster, []).append(document)
     sets: dict[SetName, list[D]] = {"search": [], "confirmation": [], "gate": []}
-    for cluster in sorted(clusters, key=lambda name: _mixed(name, division.seed)):
+    for cluster in sorted(clusters, key=lambda name: _sort_key(name, division.seed)):
         if len(sets["search"]) < division.search:
             sets["search"] += clusters[cluster]
         elif len(sets["confirmation"]) < division.confirmation:
@@ -86,7 +89,7 @@ def split_documents(
     if not sets["gate"]:
         total = sum(map(len, clusters.values()))
         raise InvalidInput(
-            f"{where}: sweep.documents",
+            f"{task}: sweep.documents",
             found=f"{total:,} documents in {len(clusters):,} clusters: none is left for the gate",
             expected=f"more than the {division.search:,} of the search and the {division.confirmation:,} of the "
             "confirmation",
@@ -95,5 +98,5 @@ def split_documents(
     return {name: frozenset(members) for name, members in sets.items()}
 
 
-def _mixed(cluster: str, seed: int) -> bytes:
+def _sort_key(cluster: str, seed: int) -> bytes:
     return hashlib.sha256(f"division {seed}/{cluster}".encode(errors="surrogatepass")).digest()

@@ -1,12 +1,12 @@
-"""Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
+"""Evaluation as a cached stage: score one model on one task and store a score for every document.
 
-The unit of caching is one model and one part of one task's documents: a task added to a profile costs only itself,
-parents are evaluated once, ever, and other documents cost only those that are new: what is known of a model, a task
-and a scoring is one family in the store, and a look is put together from it::
+The unit of caching is one model and one part of the documents of one task. Adding a task to a profile therefore costs
+only that task, parents are evaluated once and never again, and asking for more documents costs only the new ones. All
+artifacts for one model, task and scoring form a family in the store, and an interim look is assembled from it::
 
-    guards, tasks = pin_tasks(settings.tasks, root, hashes)
-    parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
-    parts = evaluate_to(model, tasks[0], settings.scoring, 1000, runtime())     # the second: 500 more
+    tasks = pin_sound_tasks(names, root, hashes, None)
+    parts = evaluate_documents(model, tasks["gsm8k"], scoring, 500, runtime())      # first look
+    parts = evaluate_documents(model, tasks["gsm8k"], scoring, 1000, runtime())     # second look: 500 more documents
     scores = join_parts(parts)
 """
 
@@ -42,7 +42,7 @@ from mergegate.tasks.evaluation.metrics import (
     documents_of,
     metrics_by_leaf,
 )
-from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
+from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, document_sort_key
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
@@ -50,13 +50,13 @@ from mergegate.tasks.store import Artifact, NotInKey
 
 
 class TaskScore(BaseModel):
-    """Score of one task under one metric, in [0, 1] for accuracies, with the standard error of its mean."""
+    """Score of one task under one metric, in [0, 1] for accuracies, with the standard error of the mean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    metric: str  # lm-eval's 'acc,none', 'exact_match,flexible-extract'
-    n: int  # documents
+    metric: str  # lm-eval's label, such as 'acc,none' or 'exact_match,flexible-extract'
+    n: int  # number of documents
     score: float
     stderr: float
     higher_is_better: bool
@@ -67,21 +67,21 @@ class AnswerEnds(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    counts: dict[str, int]  # answers by ``AnswerEnd.reason``
-    budgets: tuple[int, ...] = ()  # tokens that answers had when they reached the most that they may have, ascending
+    counts: dict[str, int]  # number of answers by ``AnswerEnd.reason``
+    budgets: tuple[int, ...] = ()  # token limits that answers reached, ascending
 
     @property
     def answers(self) -> int:
-        """Number of answers whose end is known."""
+        """Number of answers whose ending is known."""
         return sum(count for reason, count in self.counts.items() if reason)
 
     @property
     def cut_off(self) -> int:
-        """Number of answers that did not end by themselves."""
+        """Number of answers that were cut off by a token limit or by the end of the context."""
         return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
 
     def described(self) -> str:
-        """Return ``58 of 60 answers reached max_gen_toks (24)``; empty if none was cut off."""
+        """Return ``58 of 60 answers reached max_gen_toks (24)``, or an empty text if no answer was cut off."""
         if not self.cut_off:
             return ""
         budget = (
@@ -93,41 +93,44 @@ class AnswerEnds(BaseModel):
 
 
 class Scores(StageValue):
-    """Scores of one model. The artifact holds ``outcomes.parquet``, one row a document, task and metric:
-    ``task, metric, doc_id, doc_hash, prompt_hash, target_hash, outcome, ended, answer_tokens``."""
+    """Scores of one model.
+
+    The artifact contains ``outcomes.parquet`` with one row per document and metric and the columns ``task, metric,
+    doc_id, doc_hash, prompt_hash, target_hash, outcome, ended, answer_tokens``.
+    """
 
     model: Annotated[str, NotInKey]
     tasks: tuple[TaskScore, ...]
     lm_eval_version: str
-    part: DocumentRange | None = None  # of the task's documents; None for scores joined of several
-    seed: int = 0  # of the order in which the documents were taken
-    seconds: Annotated[float | None, NotInKey] = None  # that scoring took here, loading included; None: not measured
-    data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
-    ends: dict[str, AnswerEnds] = Field(default_factory=dict)  # by task; of tasks with generated answers
+    part: DocumentRange | None = None  # range of the task's documents; None for scores joined from several parts
+    seed: int = 0  # seed of the order in which the documents were scored
+    seconds: Annotated[float | None, NotInKey] = None  # time to load the model and score the part; None: not measured
+    data: dict[str, TaskData] = Field(default_factory=dict)  # data by task; empty for results that lm-eval wrote
+    ends: dict[str, AnswerEnds] = Field(default_factory=dict)  # by task, for tasks with generated answers
 
     def summary(self) -> str:
-        own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # what is right, not how surely
+        own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
         scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
         return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.described()))])
 
 
 class TaskSize(StageValue):
-    """How many documents a task has, and what pins them."""
+    """Number of documents of a task, and the digest that pins them."""
 
     documents: int
     data: TaskData
-    metrics: dict[str, dict[str, bool]]  # by leaf: labels that can judge it, and whether more of each is better
+    metrics: dict[str, dict[str, bool]]  # by leaf: metrics that can judge it, and whether higher is better
 
     def summary(self) -> str:
         return f"{self.documents:,}"
 
     def of(self, task: EvalTask) -> EvalTask:
-        """``task`` with its data pinned."""
+        """Return ``task`` with its data pinned."""
         return task.loaded(LoadedData(self.documents, self.data))
 
 
 class TaskSources(StageValue):
-    """The datasets that a task by name, or one whose data lie on the Hub, is loaded from."""
+    """Datasets that a task is loaded from, if it is given by name or its data is on the Hub."""
 
     sources: tuple[DataSource, ...]
 
@@ -136,7 +139,7 @@ class TaskSources(StageValue):
 
 
 class CountLimit(BaseModel):
-    """How long the data of a task may take to load."""
+    """Time limit for loading the data of a task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -147,20 +150,20 @@ class CountLimit(BaseModel):
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
-    """Score ``model`` on one part of ``task``: each metric, and ``outcomes.parquet`` with every document's.
+    """Score ``model`` on one part of ``task`` under every metric, and write all scores to ``outcomes.parquet``.
 
-    A group (``mmlu``) is scored as the mean over all of its documents. Goes on from the journal of a killed run, batch
-    for batch as if nothing had happened.
+    The score of a group such as ``mmlu`` is the mean over all of its documents. If a journal of a killed run exists,
+    the run resumes from it and forms the same batches as an uninterrupted run.
 
     Raises:
-        InvalidInput: when the model or the task's data cannot be loaded, the task has no score by document, or the
-            process that scores died.
-        Refused: when it takes longer than ``scoring.time_limit``.
+        InvalidInput: If the model or the task's data cannot be loaded, the task has no per-document score, or the
+            scoring process died.
+        Refused: If scoring takes longer than ``scoring.time_limit``.
     """
     from mergegate.tasks.evaluation.process import score_in_child
 
     keep_only_journal(out)
-    asked = scoring.server.at(model.name) if scoring.server else None
+    endpoint = scoring.server.at(model.name) if scoring.server else None
     began = time.monotonic()
     scored = score_in_child(
         model,
@@ -169,9 +172,10 @@ def evaluate(
         part,
         runtime.device,
         lambda done, total: advance(done, total, f"requests of {task.name}"),
-        # A server is not in the key; but what one has half answered is not for another to go on with.
+        # The server is not part of the key, but a run must not resume answers that another server gave.
         JournalPlace(
-            out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_fingerprint([model])}"
+            out / JOURNAL,
+            f"{evaluate.key(model, task, scoring, part, runtime)} {endpoint!r} {files_fingerprint([model])}",
         ),
     )
     write_document_scores(out / SCORES_FILE, scored.outcomes)
@@ -189,48 +193,57 @@ def evaluate(
 
 @stage("excerpt", version=2)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
-    """Scores of some of the documents of an artifact, as if they alone had been asked.
+    """Extract the scores of some documents from an artifact, as if only those documents had been evaluated.
 
     Args:
-        part: Within the artifact's own.
+        out: Output directory.
+        scores: Artifact to read from.
+        part: Range to extract, within the range of the artifact.
 
     Raises:
-        InvalidInput: when the artifact has not all documents of its part, so that nobody knows which are these.
+        InvalidInput: If documents are missing from the artifact, because then positions in the order are unknown.
     """
-    known, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
-    documents = sorted(documents_of(rows), key=lambda at: mixed(at[0], at[1], known.seed))
-    if known.part is None or len(documents) != len(known.part):
+    value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
+    documents = sorted(documents_of(rows), key=lambda at: document_sort_key(at[0], at[1], value.seed))
+    if value.part is None or len(documents) != len(value.part):
         raise InvalidInput(
-            f"{known.tasks[0].task}: scores of {known.model}",
+            f"{value.tasks[0].task}: scores of {value.model}",
             found=f"{len(documents):,} documents scored",
-            expected=f"all of {known.part}",
+            expected=f"all of {value.part}",
             remedy="delete 'evaluate' from the store and run again",
         )
-    wanted = set(documents[part.first - known.part.first : part.last - known.part.first])
-    kept = [row for row in rows if (row.task, row.doc_id) in wanted]
-    write_document_scores(out / SCORES_FILE, kept)
-    task = known.tasks[0].task
-    update = {"tasks": score_table(task, kept), "ends": answer_ends(task, kept), "part": part, "seconds": None}
-    return known.model_copy(update=update)
+    selected = set(documents[part.first - value.part.first : part.last - value.part.first])
+    selected_rows = [row for row in rows if (row.task, row.doc_id) in selected]
+    write_document_scores(out / SCORES_FILE, selected_rows)
+    task = value.tasks[0].task
+    update = {
+        "tasks": score_table(task, selected_rows),
+        "ends": answer_ends(task, selected_rows),
+        "part": part,
+        "seconds": None,
+    }
+    return value.model_copy(update=update)
 
 
 def evaluate_documents(
     model: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
 ) -> list[Artifact[Scores]]:
-    """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
+    """Score ``model`` on the first ``documents`` documents of ``task``, and return the artifacts, one per part.
 
-    No document is asked again that the store knows of, in whatever parts: those are taken, longest first, and of one
-    that has more documents than are wanted only the first (see ``tasks.evaluation.scoring.cover``).
+    Documents that are already in the store are not evaluated again, however they were divided into parts. The longest
+    ranges are used first. A range that extends beyond ``documents`` contributes an excerpt (see
+    ``tasks.evaluation.scoring.cover``).
 
     Args:
-        documents: In the task's fixed order; more than it has, or None: all.
+        documents: Number of documents, counted in the task's fixed order. None, or a number larger than the task has:
+            all documents.
 
     Raises:
-        InvalidInput, Refused: as ``evaluate``.
+        InvalidInput, Refused: See ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
     runtime = _with_backend(scoring, runtime)
-    # Two runs at once with different looks would ask some documents twice.
+    # Hold the family: two concurrent runs with different looks would otherwise score some documents twice.
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
         with join_progress(evaluate.name, model.name, [len(piece.scored) for piece in pieces]) as report:
@@ -240,94 +253,108 @@ def evaluate_documents(
 
 
 def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
-    """What the store has of ``model`` on ``task`` scored so, whatever range of documents it is of. Asks nothing.
+    """Return all stored scores of ``model`` on ``task`` under ``scoring``, for any range of documents.
+
+    The lookup evaluates nothing.
 
     Args:
-        task: With its data pinned.
+        task: Task with pinned data.
     """
     runtime = _with_backend(scoring, runtime)
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
 
 def count_missing_documents(
-    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+    task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> int:
-    """How many of the first ``documents`` documents would have to be asked. Arguments as of ``evaluate_documents``,
-    and what
-    ``known_scores`` found."""
-    ranges = {part.value.part for part in known}
-    return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, known) if piece.scored not in ranges)
+    """Return how many of the first ``documents`` documents have no stored score.
+
+    Args:
+        documents: See ``evaluate_documents``.
+        scores: Result of ``known_scores``.
+    """
+    ranges = {part.value.part for part in scores}
+    return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, scores) if piece.scored not in ranges)
 
 
 def _pieces(
-    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+    task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> tuple[Piece, ...]:
     total = task.documents or 0
-    wanted = total if documents is None else min(documents, total)
-    ranges = [part.value.part for part in known if part.value.part]
-    return cover(wanted, document_ranges(total, scoring.first_look), ranges)
+    limit = total if documents is None else min(documents, total)
+    ranges = [part.value.part for part in scores if part.value.part]
+    return cover(limit, document_ranges(total, scoring.first_look), ranges)
 
 
-def _counted(scored: Artifact[Scores], piece: Piece) -> Artifact[Scores]:
-    return scored if piece.counted == piece.scored else excerpt(scored, piece.counted)
+def _counted(artifact: Artifact[Scores], piece: Piece) -> Artifact[Scores]:
+    return artifact if piece.counted == piece.scored else excerpt(artifact, piece.counted)
 
 
 def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
-    """``runtime`` with the libraries that the backend computes with."""
-    own = find_backend(scoring.backend).library_versions()
-    return runtime.model_copy(update={"libraries": {**runtime.libraries, **own}}) if own else runtime
+    """Add the versions of the libraries that the backend computes with to ``runtime``."""
+    library_versions = find_backend(scoring.backend).library_versions()
+    return (
+        runtime.model_copy(update={"libraries": {**runtime.libraries, **library_versions}})
+        if library_versions
+        else runtime
+    )
 
 
 @value_stage("sources", version=1, subject="task")
 def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
-    """Which datasets ``task`` is loaded from: that follows from its definition, and is found out by loading it once.
+    """Load ``task`` once to find the datasets that its definition refers to.
 
     Raises:
-        InvalidInput: when the data cannot be loaded.
-        Refused: when the time is over.
+        InvalidInput: If the data cannot be loaded.
+        Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import inspect_in_child
 
-    found = look_in_child(task, limit.seconds).data.sources
-    return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in found))
+    sources = inspect_in_child(task, limit.seconds).data.sources
+    return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in sources))
 
 
 @value_stage("documents", version=4, subject="task")
 def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
-    """Load the data of ``task`` in the process that scores, count its documents and pin them.
+    """Load the data of ``task`` in the process that holds models, count the documents and pin them.
 
     Args:
-        revisions: What the datasets are that it is loaded from (see ``data_revisions``): other ones, other data.
+        revisions: Revisions of the datasets that the task is loaded from (see ``data_revisions``). The task is loaded
+            again when they change.
 
     Raises:
-        InvalidInput: when the data cannot be loaded.
-        Refused: when the time is over.
+        InvalidInput: If the data cannot be loaded.
+        Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import look_in_child
+    from mergegate.tasks.evaluation.process import inspect_in_child
 
-    found = look_in_child(task, limit.seconds)
-    metrics = {leaf: dict(labels) for leaf, labels in found.metrics.items()}
-    return TaskSize(documents=found.documents, data=found.data, metrics=metrics)
+    loaded = inspect_in_child(task, limit.seconds)
+    metrics = {leaf: dict(labels) for leaf, labels in loaded.metrics.items()}
+    return TaskSize(documents=loaded.documents, data=loaded.data, metrics=metrics)
 
 
 def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
-    """What decides, beside its definition, which documents ``task`` has at this moment. Cheap, but for the first time.
+    """Return what determines the current documents of ``task`` besides its definition. Cheap except for the first call.
 
-    Nothing for data beside the definition, which are in its digest. A text as there never was one, so that the data are
-    loaded anew, where nothing tells whether they changed.
+    The result is empty for local data, which is in the digest of the definition. If nothing reveals whether the data
+    changed, the result contains a unique text, so that the data is loaded again.
 
     Raises:
-        InvalidInput, Refused: as ``find_sources``.
+        InvalidInput, Refused: See ``find_sources``.
     """
     if task.is_local:
         return ()
-    known = [revision_now(source) for source in find_sources.build(task, limit).value.sources]
-    sure = [revision for revision in known if revision is not None]
-    return tuple(sure) if known and len(sure) == len(known) else (f"looked at by {uuid4().hex}",)
+    revisions = [revision_now(source) for source in find_sources.build(task, limit).value.sources]
+    resolved = [revision for revision in revisions if revision is not None]
+    return tuple(resolved) if revisions and len(resolved) == len(revisions) else (f"looked at by {uuid4().hex}",)
 
 
 def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
-    """``task`` with its data as they are now; as it is where somebody has looked already. Raises as ``count_task``."""
+    """Return ``task`` with its current data pinned; a task that is already pinned is returned unchanged.
+
+    Raises:
+        InvalidInput, Refused: See ``count_task``.
+    """
     if task.data is not None:
         return task
     limit = CountLimit(seconds=time_limit)
@@ -335,8 +362,7 @@ def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
 
 
 def find_pinned_data(task: EvalTask) -> EvalTask | None:
-    """``task`` with its data as they are now, where somebody has looked at those before; None where they would have to
-    be loaded."""
+    """Return ``task`` with its current data pinned if the store has it, None if the data would have to be loaded."""
     limit = CountLimit()
     if task.data is not None:
         return task
@@ -347,17 +373,22 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 
 
 def document_count(task: EvalTask, time_limit: float | None = None) -> int:
-    """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
+    """Return the number of documents of ``task``, which is counted once and cached in the store.
+
+    Raises:
+        InvalidInput, Refused: See ``count_task``.
+    """
     return pin_data(task, time_limit).documents or 0
 
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What one model scored on one task: all of its parts together.
+    """Scores of one model on one task, joined from all parts.
 
     Args:
-        where: What messages call them: ``'gsm8k: scores of merge'``.
-        parts: In the order in which they were given. Their tables are read when ``rows`` is first asked for.
+        where: Name used in messages, such as ``'gsm8k: scores of merge'``.
+        task: Name of the task.
+        parts: Artifacts, in any order. Their tables are read on the first access to ``rows``.
     """
 
     where: str
@@ -366,14 +397,14 @@ class TaskScores:
 
     @cached_property
     def rows(self) -> tuple[DocumentScore, ...]:
-        """The score of every document under every metric, in the order in which documents were scored.
+        """Score of every document under every metric, in scoring order.
 
-        Parts come one after another, as they lie in the task's order, and so do the documents of a part: the same order
-        whatever the parts are. Bounds of graded scores bet on documents one by one: theirs must be an order that has
-        nothing to do with the scores, and in which the documents of one look come before those of the next.
+        Parts are sorted by their position in the task's order, and documents within a part by that order, so the result
+        does not depend on how the documents were divided. Bounds for graded scores bet on documents one by one. They
+        need an order that is unrelated to the scores and in which the documents of one look precede those of the next.
 
         Raises:
-            InvalidInput: when two parts hold the same document.
+            InvalidInput: If two parts contain the same document.
         """
         parts = sorted(self.parts, key=lambda part: part.value.part.first if part.value.part else 0)
         together = tuple(
@@ -381,7 +412,7 @@ class TaskScores:
             for part in parts
             for row in sorted(
                 read_document_scores(part.directory / SCORES_FILE),
-                key=lambda row: mixed(row.task, row.doc_id, part.value.seed),
+                key=lambda row: document_sort_key(row.task, row.doc_id, part.value.seed),
             )
         )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
@@ -390,40 +421,40 @@ class TaskScores:
 
     @property
     def lm_eval_version(self) -> str:
-        """Of all parts: ``by_task`` joins no others."""
+        """Version of lm-eval, the same for all parts because ``by_task`` rejects anything else."""
         return self.parts[0].value.lm_eval_version
 
     @property
     def data(self) -> TaskData | None:
-        """What was asked; None for results that lm-eval wrote. ``by_task`` joins only parts of the same."""
+        """Data that was evaluated, the same for all parts; None for results that lm-eval wrote."""
         return self.parts[0].value.data.get(self.task)
 
     @property
     def documents(self) -> int:
-        """How many were scored; of a group of tasks, in all of them."""
+        """Number of documents that were scored; for a group, over all of its tasks."""
         return len({(row.task, row.doc_id) for row in self.rows})
 
     def table(self) -> tuple[TaskScore, ...]:
-        """Mean and standard error under each metric. Of a single part they stand in the artifact."""
+        """Return the mean and standard error under each metric; a single part has them stored in its artifact."""
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
         return score_table(self.task, self.rows)
 
     @property
     def documents_asked(self) -> int:
-        """How many were to be scored; of results that lm-eval wrote, those that it scored."""
-        asked = [part.value.part for part in self.parts]
-        return sum(len(part) for part in asked if part) if all(asked) else self.documents
+        """Number of documents that should have been scored; for results that lm-eval wrote, the number it scored."""
+        ranges = [part.value.part for part in self.parts]
+        return sum(len(part) for part in ranges if part) if all(ranges) else self.documents
 
     def metrics(self, setting: MetricSetting = None) -> JudgedMetrics:
-        """The metric that judges each leaf, where a guard says ``setting``. Raises as ``choose_metrics``."""
+        """Return the metric that judges each leaf under the ``metric`` setting of a guard. See ``choose_metrics``."""
         return choose_metrics(self.rows, setting, self.task)
 
     def judged(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
-        """One score for each document that was asked, under the metric of its leaf.
+        """Return one score per evaluated document, under the metric of its leaf.
 
         Raises:
-            InvalidInput: when a document has none.
+            InvalidInput: If a document has no score.
         """
         if self.documents != self.documents_asked:
             raise InvalidInput(
@@ -436,36 +467,36 @@ class TaskScores:
 
 
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
-    """Scores of one model with the parts of each task joined, in the order in which tasks are first met.
+    """Join the parts of each task, and return the scores of one model by task, in order of first occurrence.
 
     Args:
-        model: What messages call it; an artifact may have been made when it went by another name.
+        model: Name of the model in messages. An artifact may have been created under a different name.
 
     Raises:
-        InvalidInput: when the parts of a task are of different versions of lm-eval, or of different data.
+        InvalidInput: If the parts of a task come from different versions of lm-eval or from different data.
     """
     grouped: dict[str, list[Artifact[Scores]]] = {}
     for part in parts:
         grouped.setdefault(part.value.tasks[0].task, []).append(part)
-    found = {}
+    joined = {}
     for task, group in grouped.items():
-        found[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
-        _check_one_version(found[task].where, group)
-        _check_one_benchmark(found[task])
-    return found
+        joined[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
+        _check_one_version(joined[task].where, group)
+        _check_one_benchmark(joined[task])
+    return joined
 
 
 def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
-    """Scores of one model over all parts of each task: one table, in the order in which tasks are first met.
+    """Combine all parts of each task into the scores of one model, in order of first occurrence.
 
     Raises:
-        InvalidInput: when the parts are of different versions of lm-eval.
+        InvalidInput: If the parts come from different versions of lm-eval.
     """
     value = artifacts[0].value
     _check_one_version(f"scores of {value.model}", artifacts)
     joined = by_task(value.model, artifacts)
-    scores = tuple(score for each in joined.values() for score in each.table())
-    data = {task: each.data for task, each in joined.items() if each.data}
+    scores = tuple(score for task_scores in joined.values() for score in task_scores.table())
+    data = {task: task_scores.data for task, task_scores in joined.items() if task_scores.data}
     part = value.part if len(artifacts) == 1 else None
     ends: dict[str, AnswerEnds] = {}
     for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
@@ -476,36 +507,40 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
 
 
 def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnds]:
-    """Return how the generated answers in ``rows`` ended, under the name of their task; empty if there are none."""
-    documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has a row for each metric
-    every = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
-    if not every:
+    """Return how the generated answers in ``rows`` ended, keyed by the task; empty if there are no such answers."""
+    documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has one row per metric
+    endings = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
+    if not endings:
         return {}
-    budgets = sorted({tokens for reason, tokens in every if reason == "length" and tokens is not None})
-    counts = Counter(reason for reason, _ in every)
+    budgets = sorted({tokens for reason, tokens in endings if reason == "length" and tokens is not None})
+    counts = Counter(reason for reason, _ in endings)
     return {task: AnswerEnds(counts=dict(sorted(counts.items())), budgets=tuple(budgets))}
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:
-    """Mean and standard error of every metric over the documents in ``rows`` that have it, whatever parts they were
-    scored in. Of a group whose leaves are judged by several, first that of all documents, each under its leaf's own.
+    """Return the mean and standard error of every metric over the documents that have it.
+
+    The result does not depend on the parts in which the documents were scored. If the leaves of a group are judged by
+    different metrics, the first entry covers all documents, each under the metric of its leaf.
     """
     table = []
-    own = choose_metrics(rows, None, task)
-    if own.differing and len(whole := own.chosen(rows)) == len(documents_of(rows)):
-        table.append(_task_score(task, own.label, [row.outcome for row in whole], own.higher_is_better))
-    known = metrics_by_leaf(rows)
-    for metric in dict.fromkeys(name for metrics in known.values() for name in metrics):
-        of_leaves = JudgedMetrics({leaf: (metric, each[metric]) for leaf, each in known.items() if metric in each})
-        scores = [row.outcome for row in of_leaves.chosen(rows)]
-        table.append(_task_score(task, metric, scores, of_leaves.higher_is_better))
+    judging = choose_metrics(rows, None, task)
+    if judging.differing and len(judged_rows := judging.chosen(rows)) == len(documents_of(rows)):
+        table.append(_task_score(task, judging.label, [row.outcome for row in judged_rows], judging.higher_is_better))
+    labels = metrics_by_leaf(rows)
+    for metric in dict.fromkeys(name for metrics in labels.values() for name in metrics):
+        leaf_metrics = JudgedMetrics(
+            {leaf: (metric, leaf_labels[metric]) for leaf, leaf_labels in labels.items() if metric in leaf_labels}
+        )
+        scores = [row.outcome for row in leaf_metrics.chosen(rows)]
+        table.append(_task_score(task, metric, scores, leaf_metrics.higher_is_better))
     return tuple(table)
 
 
-def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
+def _check_one_version(location: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
-        raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
+        raise InvalidInput(location, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
 
 
 def _check_one_benchmark(joined: TaskScores) -> None:
@@ -521,7 +556,7 @@ def _check_one_benchmark(joined: TaskScores) -> None:
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:
     n = len(values)
-    # Summed exactly: to the last bit the same, in whatever parts the documents came.
+    # fsum is exact, so the result has the same bits however the documents were divided into parts.
     mean = math.fsum(values) / n
     variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
     return TaskScore(

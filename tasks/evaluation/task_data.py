@@ -1,10 +1,10 @@
-"""The data of a task: which datasets it is loaded from, in which revision, and one digest over all that it asks.
+"""Identify the data of a task: the datasets that it is loaded from, their revisions, and a digest of its content.
 
-Scores are of documents, not of a name: who exchanges a file of a dataset on the Hub makes another benchmark under the
-old name. So what was loaded goes into the key of a measurement: every document, what few-shot examples are drawn from,
-templates, filters and settings of generation, as lm-eval has them after loading. Loading may take minutes; so whether
-it is worth while is found out first, from what is cheap to ask (``revision_now``): the commit of a dataset on the Hub,
-the content of a local directory, what lies in the cache where the network is forbidden.
+Scores belong to documents, not to a name: replacing a file of a dataset on the Hub creates a different benchmark under
+the old name. The key of a measurement therefore covers everything that was loaded: every document, the source of
+few-shot examples, templates, filters and generation settings, all in lm-eval's form after loading. Loading may take
+minutes, so ``revision_now`` first finds out cheaply whether it is necessary. It checks the commit of a dataset on the
+Hub, the content of a local directory, or the cache if the network is forbidden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.store import digest
 
 _COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
-# Of a configuration: where things lie on this machine, and what only names it.
+# Keys of a configuration that are paths on this machine, or only labels.
 _NOT_ASKED = ("dataset_kwargs", "metadata", "tag", "task_alias")
 
 
@@ -35,44 +35,44 @@ class DataSource(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str  # 'cais/mmlu', or what else the task calls it
-    name: str | None = None  # of its configurations: 'law'
-    data_files: tuple[str, ...] = ()  # as the task names them, if it does
-    revision: str = ""  # commit on the Hub of what was loaded; empty where it is not known
+    path: str  # 'cais/mmlu', or another value of ``dataset_path``
+    name: str | None = None  # configuration of the dataset, such as 'law'
+    data_files: tuple[str, ...] = ()  # files that the task names, if any
+    revision: str = ""  # commit on the Hub that was loaded; empty if unknown
 
 
 class TaskData(BaseModel):
-    """What a task asked when it was measured."""
+    """Digest and sources of the data that a task was measured on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str  # sha256 over documents, examples, templates, settings
-    sources: tuple[DataSource, ...] = ()  # empty for data that lie beside the task, which are pinned by content
+    digest: str  # sha256 over documents, examples, templates and settings
+    sources: tuple[DataSource, ...] = ()  # empty for data next to the task, which is pinned by content
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """What loading a task has shown."""
+    """Result of loading a task."""
 
     documents: int
     data: TaskData
-    metrics: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)  # by leaf: label, whether more is better
+    metrics: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)  # by leaf: label, whether higher is better
 
 
 def digest_of_leaves(leaves: Mapping[str, Any]) -> str:
-    """sha256 over all that lm-eval's task objects ask: documents, examples, templates, settings."""
-    running = hashlib.sha256()
+    """Return a sha256 over the documents, examples, templates and settings of lm-eval's task objects."""
+    hasher = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
         config = {key: value for key, value in _plain(leaf.config).items() if key not in _NOT_ASKED}
         if Path(str(config.get("dataset_path"))).is_absolute():
             del config["dataset_path"]
         sampler = getattr(leaf, "sampler", None)
-        running.update(_line({"task": name, "version": str(leaf.VERSION), "config": config}))
+        hasher.update(_line({"task": name, "version": str(leaf.VERSION), "config": config}))
         for kind, documents in (("document", leaf.eval_docs), ("example", getattr(sampler, "df", None) or ())):
             for document in documents:
-                running.update(_line({kind: _plain(document)}))
-    return running.hexdigest()
+                hasher.update(_line({kind: _plain(document)}))
+    return hasher.hexdigest()
 
 
 def _line(value: object) -> bytes:
@@ -80,7 +80,7 @@ def _line(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in plain types that say the same in every process: functions by their text, other objects by bytes."""
+    """Convert a value to plain types that are equal in every process: functions to their source, arrays to a hash."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping) and not is_dataclass(value):
@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
         return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
     if callable(value):
         return _source(value)
-    if hasattr(value, "tobytes"):  # pictures, sounds, arrays
+    if hasattr(value, "tobytes"):  # images, audio, arrays
         return hashlib.sha256(value.tobytes()).hexdigest()
     return str(value)
 
@@ -106,36 +106,38 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def sources_noted() -> Iterator[list[DataSource]]:
-    """Every dataset that is loaded inside, whoever loads it."""
+def record_sources() -> Iterator[list[DataSource]]:
+    """Yield a list that records every dataset that is loaded inside the context, by any caller."""
     import datasets  # type: ignore[import-untyped]  # ships no types
 
-    noted: list[DataSource] = []
+    sources: list[DataSource] = []
     load = datasets.load_dataset
 
-    def listen(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        found = load(path, name, *args, **kwargs)
-        named = kwargs.get("data_files")
+    def load_and_record(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        dataset = load(path, name, *args, **kwargs)
+        data_files = kwargs.get("data_files")
         source = DataSource(
             path=str(path),
             name=None if name is None else str(name),
-            data_files=tuple(_listed(named)),
-            revision=str(kwargs.get("revision") or _commit_of(found)),
+            data_files=tuple(_listed(data_files)),
+            revision=str(kwargs.get("revision") or _commit_of(dataset)),
         )
-        if source not in noted:
-            noted.append(source)
-        return found
+        if source not in sources:
+            sources.append(source)
+        return dataset
 
-    datasets.load_dataset = listen
+    datasets.load_dataset = load_and_record
     try:
-        yield noted
+        yield sources
     finally:
         datasets.load_dataset = load
 
 
 def revision_now(source: DataSource) -> str | None:
-    """What a dataset is at this moment, cheaply: another text where loading it anew may give other documents. None
-    where only loading can tell."""
+    """Return a text that changes whenever loading a dataset again may yield different documents; cheap.
+
+    The result is None if only loading can tell.
+    """
     if Path(source.path).is_dir():
         files = sorted(file for file in Path(source.path).rglob("*") if file.is_file())
         return _of_files(files, Path(source.path))
@@ -151,7 +153,7 @@ def _of_files(files: Iterable[Path], root: Path) -> str:
 
 
 def _commit_now(repo: str) -> str | None:
-    """The commit that the Hub would serve; None where it cannot be asked, and the cache is used by whoever loads."""
+    """Return the current commit on the Hub, None if the Hub is unavailable and loading would use the cache."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from mergegate.tasks.checkpoints.hub import hub_access, is_offline
@@ -165,30 +167,32 @@ def _commit_now(repo: str) -> str | None:
 
 
 def _in_cache(repo: str) -> str | None:
-    """What lies in the cache of datasets: loading takes the newest of it."""
+    """Return a digest of the cached copies of a dataset; loading uses the newest of them."""
     import datasets
 
     owner, _, name = repo.rpartition("/")
     folder = "___".join([*([owner] if owner else []), datasets.naming.camelcase_to_snakecase(name)])
-    place = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / folder
-    found = [(each.relative_to(place).as_posix(), each.stat().st_mtime_ns) for each in sorted(place.glob("*/*/*"))]
-    return f"cache {digest([list(each) for each in found])}" if found else None
+    directory = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / folder
+    entries = [
+        (path.relative_to(directory).as_posix(), path.stat().st_mtime_ns) for path in sorted(directory.glob("*/*/*"))
+    ]
+    return f"cache {digest([list(entry) for entry in entries])}" if entries else None
 
 
 def _commit_of(loaded: Any) -> str:
-    """The commit that a dataset was loaded from, as far as it says so itself."""
+    """Return the commit that a dataset was loaded from; empty if its metadata does not contain it."""
     splits = loaded.values() if isinstance(loaded, Mapping) else [loaded]
     for split in splits:
         checksums = getattr(getattr(split, "info", None), "download_checksums", None) or {}
         cached = [str(file.get("filename", "")) for file in getattr(split, "cache_files", None) or ()]
         for text in (*checksums, *cached):
-            if found := search(_COMMIT, str(text)):
-                return found.group(1)
+            if match := search(_COMMIT, str(text)):
+                return match.group(1)
     return ""
 
 
 def _listed(value: Any) -> list[str]:
-    """Names of data files, however they are given."""
+    """Return the names of data files, given as a name, a list, or either by split."""
     if value is None:
         return []
     if isinstance(value, Mapping):

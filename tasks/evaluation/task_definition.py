@@ -1,8 +1,8 @@
-"""Evaluation tasks, pinned by content: which files define a task, and one digest over them.
+"""Pin evaluation tasks by content: find the files that define a task, and compute one digest over them.
 
-A task is either shipped by lm-eval and known by name, or a YAML file of the user. For the latter everything it draws in
-is hashed: YAMLs it includes, Python files its ``!function`` tags name, and local data (``task_file``). A YAML file may
-also stand for several tasks (``local_groups``).
+A task is either shipped by lm-eval and known by name, or a YAML file of the user. The digest of a YAML file covers
+everything that it refers to: included YAML files, Python files in ``!function`` tags, and local data (``task_file``). A
+YAML file may also define several tasks (``local_groups``).
 """
 
 from __future__ import annotations
@@ -23,82 +23,89 @@ from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
 from mergegate.tasks.evaluation.prompt_settings import PromptSettings
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
-from mergegate.tasks.evaluation.task_datasets import TaskDataset, asked_dataset
-from mergegate.tasks.evaluation.task_file import Definition, one_definition, read_task_file
+from mergegate.tasks.evaluation.task_datasets import TaskDataset, declared_dataset
+from mergegate.tasks.evaluation.task_file import Definition, read_task_file, resolve_definition
 from mergegate.tasks.sandbox import ProgramLimits
 from mergegate.tasks.store import NotInKey, digest
 
 
 class EvalTask(BaseModel):
-    """An lm-eval task pinned by content: definition and local data are hashed, so a changed document is a new task.
-    What only loading shows (data of the Hub, templates of a task by name) is pinned where ``data`` is there."""
+    """An lm-eval task pinned by content.
+
+    The definition and local data are hashed, so a changed document makes a new task. Content that only loading reveals
+    (data on the Hub, templates of a shipped task) is pinned once ``data`` is set.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # what lm-eval calls it, or the profile, where it asks one task in two ways
+    name: str  # lm-eval's name, or the profile's if the profile evaluates one task with two settings
     digest: str  # sha256 over the definition and its local data
-    definition: Annotated[Path | None, NotInKey]  # a local YAML, None for a task that lm-eval ships
-    cluster_field: str | None = None  # of a document: what it shares with those that it belongs together with
-    data_digest: str | None = None  # sha256 over what it asks when it is loaded; None: nobody has looked
-    sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # that it was loaded from
-    documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
-    mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, which are in ``digest``
-    only: DocumentSet | None = None  # of its documents; None: all of them
-    code: ProgramLimits | None = None  # in which what the model wrote is run; None: it is not
-    asked: PromptSettings | None = None  # what is said of it alone; None: it is asked as all others
-    known_as: Annotated[str | None, NotInKey] = None  # by lm-eval, where ``name`` is the profile's
+    definition: Annotated[Path | None, NotInKey]  # local YAML file; None for a task that lm-eval ships
+    cluster_field: str | None = None  # document field that names the cluster
+    data_digest: str | None = None  # sha256 over what loading reveals; None: not loaded yet
+    sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # datasets that the task was loaded from
+    documents: Annotated[int | None, NotInKey] = None  # number of documents; set together with ``data_digest``
+    mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, whose content is in ``digest``
+    only: DocumentSet | None = None  # document set to use; None: all documents
+    code: ProgramLimits | None = None  # limits for code that the model wrote; None: no code is run
+    asked: PromptSettings | None = None  # prompt settings of this task alone; None: those of the profile
+    known_as: Annotated[str | None, NotInKey] = None  # lm-eval's name, if ``name`` is the profile's
 
     def content_key(self) -> object:
-        # What was measured before there were sets, and settings of one task, keeps its key.
-        said = {"name", "digest", "cluster_field", "data_digest"}
-        said |= ({"only"} if self.only else set()) | ({"code"} if self.code else set())
-        known = self.model_dump(mode="json", include=said)
-        return {**known, "asked": self.asked} if self.asked else known
+        # Optional fields enter the key only if set, so that scores measured before they existed keep their keys.
+        fields = {"name", "digest", "cluster_field", "data_digest"}
+        fields |= ({"only"} if self.only else set()) | ({"code"} if self.code else set())
+        content = self.model_dump(mode="json", include=fields)
+        return {**content, "asked": self.asked} if self.asked else content
 
     @property
     def in_lm_eval(self) -> str:
-        """What lm-eval calls it."""
+        """Name of the task in lm-eval."""
         return self.known_as or self.name
 
     @property
     def data(self) -> TaskData | None:
-        """What it asks, once somebody has looked."""
+        """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
 
-    def loaded(self, found: LoadedData) -> EvalTask:
-        """The same task, with what loading it has shown."""
-        data = found.data
+    def loaded(self, loaded_data: LoadedData) -> EvalTask:
+        """Return the same task with the result of loading it."""
+        data = loaded_data.data
         return self.model_copy(
-            update={"data_digest": data.digest, "sources": data.sources, "documents": found.documents}
+            update={"data_digest": data.digest, "sources": data.sources, "documents": loaded_data.documents}
         )
 
     @property
     def is_local(self) -> bool:
-        """All of its data lies here, and is in its digest."""
+        """Whether all data of the task is on this machine and covered by its digest."""
         if self.mirror is not None:
             return True
         return self.definition is not None and read_definition(self.definition).is_local
 
 
 def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None) -> EvalTask:
-    """The task that ``task`` names, with its digest.
+    """Find the task that ``task`` names and compute its digest.
 
     Args:
-        task: A YAML file, relative to ``root``; otherwise the name of a task, group or tag that lm-eval ships.
+        task: A YAML file relative to ``root``, or the name of a task, group or tag that lm-eval ships.
         root: Directory of the profile.
-        mirror: Directory of datasets (``tasks.evaluation.mirror``), for data that do not lie beside the task; None: the
+        hashes: Cache of file hashes.
+        mirror: Directory of datasets (``tasks.evaluation.mirror``) for data that is not next to the task. None: the
             Hub.
 
     Raises:
-        InvalidInput: for an unknown name, a dataset that is not in ``mirror``, a definition that cannot be read, or
-            data that is not there.
+        InvalidInput: For an unknown name, an unreadable definition, missing data, or a dataset that is not in
+            ``mirror``.
     """
     if is_file_name(task):
         path = (root / task).absolute()
         definition = read_definition(path)
-        named = mirror if _named_in(definition) else None
+        own_mirror = mirror if _named_in(definition) else None
         return EvalTask(
-            name=definition.name, digest=_digest(definition, hashes.sha256, named), definition=path, mirror=named
+            name=definition.name,
+            digest=_digest(definition, hashes.sha256, own_mirror),
+            definition=path,
+            mirror=own_mirror,
         )
     _require_shipped(task)
     pinned: dict[str, object] = {"task": task, "lm_eval": version("lm_eval")}
@@ -108,53 +115,53 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
 
 
 def _require_shipped(task: str) -> None:
-    if task not in (known := shipped_names()):
-        near = get_close_matches(task, known, n=1)
+    if task not in (shipped := shipped_names()):
+        matches = get_close_matches(task, shipped, n=1)
         raise InvalidInput(
             f"task {task}",
             found=f"no task of lm-eval {version('lm_eval')}",
             expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
-            remedy=f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists them",
+            remedy=f"did you mean {matches[0]!r}?" if matches else "`lm-eval ls tasks` lists them",
         )
 
 
 def is_file_name(task: str) -> bool:
-    """Whether a task of a profile is a YAML file; else it is the name of one that lm-eval ships."""
+    """Return whether a profile's task is a YAML file rather than the name of a task that lm-eval ships."""
     return task.endswith((".yaml", ".yml"))
 
 
-def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
-    """Whether the files of a local task are those that were pinned; every byte is read."""
+def matches_digest(task: EvalTask, definition: Definition) -> bool:
+    """Return whether the files of a local task still match its digest; reads every byte."""
     return _digest(definition, sha256_file, task.mirror) == task.digest
 
 
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
-    """The datasets that a task, or each of those below it, is loaded from by name: what ``evaluate.data`` is asked for.
+    """Return the named datasets that a task, or each task below it, is loaded from; ``evaluate.data`` must have them.
 
     Args:
-        task: What lm-eval calls it.
-        definition: Its own YAML file; None for a task that lm-eval ships.
+        task: lm-eval's name of the task.
+        definition: YAML file of a local task; None for a task that lm-eval ships.
 
     Raises:
-        InvalidInput: for a definition that cannot be read, or an unknown name.
+        InvalidInput: For an unreadable definition or an unknown name.
     """
     if definition is not None:
         return _named_in(read_definition(definition))
     _require_shipped(task)
-    found = (asked_dataset(leaf.name, leaf.config) for leaf in shipped_leaves(task))
-    return tuple(asked for asked in found if asked)
+    datasets = (declared_dataset(leaf.name, leaf.config) for leaf in shipped_leaves(task))
+    return tuple(dataset for dataset in datasets if dataset)
 
 
 def _named_in(definition: Definition) -> tuple[TaskDataset, ...]:
-    found = (asked_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
-    return tuple(asked for asked in found if asked)
+    datasets = (declared_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
+    return tuple(dataset for dataset in datasets if dataset)
 
 
 def read_definition(path: Path) -> Definition:
-    """Read a local task definition, and find all that it draws in.
+    """Read a local task definition and find everything that it depends on.
 
     Raises:
-        InvalidInput: naming the file and what is wrong with it.
+        InvalidInput: Naming the file and the problem.
     """
     files: list[Path] = []
     config, data_root = read_task_file(path, files, ())
@@ -162,14 +169,14 @@ def read_definition(path: Path) -> Definition:
     if "group" not in config and "task_list" not in config:
         if not isinstance(name, str):
             raise InvalidInput(str(path), found="no name under 'task'", expected="one task with 'task: <name>'")
-        return one_definition(path, name, config, data_root, files)
+        return resolve_definition(path, name, config, data_root, files)
     members = group_members(path, config, data_root, files)
-    every = dict.fromkeys([*files, *(file for member in members for file in member.files)])
-    return Definition(path, str(config.get("group") or path.stem), config, tuple(every), "", None, members)
+    all_files = dict.fromkeys([*files, *(file for member in members for file in member.files)])
+    return Definition(path, str(config.get("group") or path.stem), config, tuple(all_files), "", None, members)
 
 
 def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
-    # Contents only: a task that is moved or renamed with its data is the same task.
+    # Hash only contents, so that a task that is moved or renamed together with its data stays the same task.
     contents = [sha256(file) for file in definition.files]
     pinned: dict[str, object] = {"task": definition.name, "files": contents, "lm_eval": version("lm_eval")}
     if mirror is not None:
@@ -177,5 +184,5 @@ def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path 
     return digest(pinned)
 
 
-def _data_hashes(mirror: Path, asked: tuple[TaskDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
-    return [sha256(file) for file in files_of_all(find_datasets(mirror, asked))]
+def _data_hashes(mirror: Path, datasets: tuple[TaskDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
+    return [sha256(file) for file in files_of_all(find_datasets(mirror, datasets))]

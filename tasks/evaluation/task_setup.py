@@ -1,7 +1,7 @@
-"""lm-eval's own task objects made ready for what is asked next: examples, settings of generation, all that is drawn.
+"""Prepare lm-eval's task objects for an evaluation: few-shot examples, generation settings and random state.
 
-Task objects stay loaded from part to part and are changed in place, so everything is set anew each time: the same task
-may be asked in another way in between.
+Task objects stay loaded between parts and are changed in place. Every evaluation therefore sets everything again,
+because the same task may have been evaluated with other settings in between.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from mergegate.tasks.evaluation.scoring import Scoring
 if TYPE_CHECKING:
     from mergegate.tasks.evaluation.harness import LoadedTask
 
-# Names that lm-eval has for the largest number of tokens of an answer; of several that are set it takes the first.
+# lm-eval's names for the largest number of tokens of an answer; if several are set, it uses the first.
 BUDGET_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_DEFAULT_BUDGET = 256  # lm-eval's, where none is set
+_DEFAULT_BUDGET = 256  # lm-eval's default
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 
 
-def arrange(
+def set_up_tasks(
     loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
-    """lm-eval's own task objects for ``documents``, with the few-shot examples and settings of generation of ``how``.
+    """Return lm-eval's task objects for ``documents``, with the few-shot examples and generation settings of ``how``.
 
     Args:
-        documents: Positions by task, ascending; they are then to be asked once, in that order.
-        lm: lm-eval's ``LM``, of which the tokenizer is looked at.
-        seed: Of everything that is drawn.
+        documents: Positions by task, ascending. lm-eval must then evaluate each once, in that order.
+        lm: lm-eval's ``LM``; only its tokenizer and context length are read.
+        how: Resolved prompt settings.
+        seed: Seed of all random draws.
 
     Raises:
-        InvalidInput: for a chat template that is not there, more examples than there are, or answers that may be longer
-            than the model's context.
+        InvalidInput: If the chat template is missing, there are fewer examples than requested, or answers may be
+            longer than the model's context.
     """
     import numpy as np
     import torch
@@ -53,13 +54,13 @@ def arrange(
         )
     leaves = {name: loaded.leaves[name] for name in documents}
     random.seed(seed)
-    np.random.seed(seed)  # the global state, because lm-eval's tasks draw from it
+    np.random.seed(seed)  # lm-eval's tasks draw from the global state
     torch.manual_seed(seed)
     for name, leaf in leaves.items():
-        # A task that sets no examples at all keeps none, as on lm-eval's command line.
+        # As on lm-eval's command line, a task with num_fewshot: 0 never gets examples.
         own = loaded.fewshot[name]
-        asked = how.num_fewshot if how.num_fewshot is not None and own != 0 else own
-        leaf.set_config(key="num_fewshot", value=asked or 0)
+        count = how.num_fewshot if how.num_fewshot is not None and own != 0 else own
+        leaf.set_config(key="num_fewshot", value=count or 0)
         if loaded.generation[name] is not None:
             room_for_prompt(loaded, name, how, getattr(lm, "max_length", None))
             leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded, name, how))
@@ -68,30 +69,30 @@ def arrange(
 
 
 def _generation_settings(loaded: LoadedTask, name: str, how: ResolvedPromptSettings) -> dict[str, Any]:
-    """Return the generation settings of a leaf, with those of the profile laid over them."""
+    """Return the generation settings of a leaf, overridden by those of the profile."""
     own = deepcopy(loaded.generation[name] or {})
-    if any(key in how.gen_kwargs for key in BUDGET_NAMES):  # under whatever name the task has its own
+    if any(key in how.gen_kwargs for key in BUDGET_NAMES):  # replace the task's own budget, under any of its names
         own = {key: value for key, value in own.items() if key not in BUDGET_NAMES}
     return {**own, **{key: list(value) if isinstance(value, tuple) else value for key, value in how.gen_kwargs.items()}}
 
 
 def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, context: int | None) -> int | None:
-    """Return how many tokens of a prompt fit into a model's context, with the answer that may follow.
+    """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
     Args:
         name: Leaf with generated answers.
-        context: Tokens that the model takes in all; None: unknown.
+        context: Context length of the model in tokens. None: unknown.
 
     Returns:
-        At least 1; None if the context is unknown.
+        At least 1; None if the context length is unknown.
 
     Raises:
-        InvalidInput: for a budget that is not a number of tokens, or leaves no token of the context to the prompt.
+        InvalidInput: If a budget is not a number of tokens, or leaves no token for the prompt.
     """
     settings = _generation_settings(loaded, name, how)
     key = next((key for key in BUDGET_NAMES if settings.get(key) is not None), "max_gen_toks")
     tokens = {key: settings.get(key, _DEFAULT_BUDGET)}
-    if settings.get("max_length") is not None:  # transformers' name for prompt and answer together
+    if settings.get("max_length") is not None:  # transformers' limit on prompt and answer together
         tokens["max_length"] = settings["max_length"]
     for each, value in tokens.items():
         try:
@@ -99,16 +100,16 @@ def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, 
         except (TypeError, ValueError, OverflowError):
             count = None
         if each in how.gen_kwargs:
-            where = f"evaluate.tasks: {name}: gen_kwargs.{each}"
+            location = f"evaluate.tasks: {name}: gen_kwargs.{each}"
         else:
-            where = f"task {name}: generation_kwargs.{each}"
+            location = f"task {name}: generation_kwargs.{each}"
         if count is None or count < 1:
-            raise InvalidInput(where, found=f"{value!r:.60}", expected="a number of tokens, 1 or more")
+            raise InvalidInput(location, found=f"{value!r:.60}", expected="a number of tokens, 1 or more")
         limit = None if context is None else context if each == "max_length" else context - 1
         if limit is not None and count > limit:
             default = "" if each in settings else ", lm-eval's default"
             raise InvalidInput(
-                where,
+                location,
                 found=f"{count:,} tokens{default}; the model takes {context:,} of prompt and answer together",
                 expected=f"at most {limit:,}, less what the prompt takes",
                 remedy=f"set gen_kwargs: {{{each}: …}} of this task in the profile; or evaluate.max_length, if the "
@@ -124,47 +125,51 @@ def require_known_generation(
     task: str,
     own: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
 ) -> None:
-    """Check that a backend takes the generation settings that a profile names, if it can tell, and that neither profile
-    nor task has an argument of lm-eval's models among them.
+    """Check the generation settings of a profile and a task.
+
+    The backend must accept the settings that the profile names, if it knows which ones it accepts. Neither the profile
+    nor the task may contain arguments of lm-eval's model classes.
 
     Args:
-        own: Settings of each leaf itself, None for one without generated answers.
+        own: Generation settings of each leaf; None for a leaf that generates nothing.
 
     Raises:
-        InvalidInput: naming the first that it does not take.
+        InvalidInput: Naming the first setting that is not accepted.
     """
     from lm_eval.models.huggingface import HFLM
 
-    known = find_backend(backend).generation_settings
-    taken = known() if known else frozenset()
-    of_models = signature(HFLM.__init__).parameters.keys() - taken
-    places = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in how.gen_kwargs}
-    places |= {f"task {leaf}: generation_kwargs.{key}": key for leaf, settings in own.items() for key in settings or ()}
-    if where := next((where for where, key in places.items() if key in of_models), None):
-        key = places[where]
+    settings_of_backend = find_backend(backend).generation_settings
+    accepted = settings_of_backend() if settings_of_backend else frozenset()
+    model_arguments = signature(HFLM.__init__).parameters.keys() - accepted
+    keys_by_location = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in how.gen_kwargs}
+    keys_by_location |= {
+        f"task {leaf}: generation_kwargs.{key}": key for leaf, settings in own.items() for key in settings or ()
+    }
+    if location := next((location for location, key in keys_by_location.items() if key in model_arguments), None):
+        key = keys_by_location[location]
         is_ours = key in Scoring.model_fields
         raise InvalidInput(
-            where,
+            location,
             found="an argument of lm-eval's models, which is not a setting of generation",
             expected="until, max_gen_toks, do_sample, temperature, top_p, or another that the backend takes",
             remedy=f"set evaluate.{key} instead"
             if is_ours
             else f"delete the key: mergegate does not support {key} yet",
         )
-    if known and (odd := next((key for key in how.gen_kwargs if key not in taken), None)):
+    if settings_of_backend and (rejected := next((key for key in how.gen_kwargs if key not in accepted), None)):
         raise InvalidInput(
             f"evaluate.tasks: {task}: gen_kwargs",
-            found=f"{odd!r}, which is not a generation setting of backend {backend}",
+            found=f"{rejected!r}, which is not a generation setting of backend {backend}",
             expected="until, max_gen_toks, do_sample, temperature, top_p, or another that it takes",
-            remedy=suggest(odd, taken) if get_close_matches(odd, taken) else "delete the key",
+            remedy=suggest(rejected, accepted) if get_close_matches(rejected, accepted) else "delete the key",
         )
 
 
 def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
-    """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
+    """Give every document the few-shot examples that it has in a full evaluation, independent of its part.
 
-    lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
-    which others are asked with it.
+    lm-eval's sampler draws the examples of all documents from one random stream, so the prompt of a document would
+    depend on which other documents are evaluated.
     """
     from lm_eval.api.samplers import ContextSampler
 
@@ -172,11 +177,11 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
     leaf.set_fewshot_seed(seed=seed)
     sampler: Any = getattr(leaf, "sampler", None)
     n = leaf.get_config("num_fewshot")
-    if not n or type(sampler) is not ContextSampler:  # any other kind chooses without drawing, or is a task's own
+    if not n or type(sampler) is not ContextSampler:  # other kinds do not draw, or are the task's own
         return
     if (name, n, seed) not in loaded.examples:
-        vars(sampler).pop("sample", None)  # of other settings
-        own = leaf.fewshot_cfg.split == leaf.config.test_split  # then a document must not be its own example
+        vars(sampler).pop("sample", None)  # the override below, from other settings
+        own = leaf.fewshot_cfg.split == leaf.config.test_split  # a document must not be its own example
         try:
             drawn = [sampler.sample(n, eval_doc=document if own else None) for document in leaf.eval_docs]
         except ValueError as error:
@@ -188,4 +193,4 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
         loaded.examples[name, n, seed] = drawn
     drawn = loaded.examples[name, n, seed]
     queue = iter([drawn[position] for position in documents])
-    sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
+    sampler.sample = lambda *_, **__: next(queue)  # lm-eval calls it once per document, in ascending order

@@ -1,8 +1,8 @@
-"""How long a document of a task takes: as models took that were scored before, else guessed from how it is asked.
+"""Estimate the time that a document of a task takes: measured on scored models, or guessed from the task's definition.
 
-The order in which tasks are run hangs on it, so that what decides soonest comes first, and what is said of a night
-before it; no score, and no verdict. For the order it is rounded to powers of two: what a machine does beside must not
-change it from night to night.
+The estimates determine the order in which tasks run, so that tasks that decide soonest run first, and the forecast of a
+scheduled run. They affect no score and no verdict. For the order they are rounded to powers of two, so that other load
+on the machine does not change it from run to run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 from mergegate.tasks.store import Artifact
 
-_CHOICES = 4.0  # answers of a document that does not say how many it has
-_MOST_WRITTEN = 256  # tokens that lm-eval lets a model write where a task says nothing
-GENERATED = 30.0  # times as long as a choice takes an answer that is written: GSM8K against MMLU on one CPU
+_CHOICES = 4.0  # default number of choices of a document
+_MOST_WRITTEN = 256  # lm-eval's default limit on generated tokens
+GENERATED = 30.0  # cost of a generated answer relative to a choice, from GSM8K and MMLU on one CPU
 
 
 class DocumentCost(NamedTuple):
-    """What a model is asked of one document of a task, on average.
+    """Average cost of one document of a task for a model.
 
     Args:
-        readings: How often its prompt is read, each time with another answer.
-        written: Tokens that the model writes.
+        readings: Number of times that its prompt is read, each time with a different answer.
+        written: Number of tokens that the model generates.
     """
 
     readings: float
@@ -34,56 +34,72 @@ class DocumentCost(NamedTuple):
 
 
 def estimate_document_cost(task: EvalTask) -> DocumentCost:
-    """What a document of the task costs, as far as its definition says. Of a task by name the definition is in lm-eval;
-    of what is not said there, how many answers a document has or how long one becomes, it is a guess."""
+    """Estimate the cost of a document of a task from its definition.
+
+    The definition of a shipped task is in lm-eval. Defaults replace the number of choices or the length of an answer if
+    the definition does not state it.
+    """
     configs: Sequence[Mapping[str, Any]]
     if task.definition is None:
         configs = [leaf.config for leaf in shipped_leaves(task.name)]
     else:
         configs = [leaf.config for leaf in read_definition(task.definition).leaves]
-    each = [_asked_of(config) for config in configs] or [DocumentCost(_CHOICES, 0)]
+    each = [_config_cost(config) for config in configs] or [DocumentCost(_CHOICES, 0)]
     return DocumentCost(*(sum(part) / len(each) for part in zip(*each, strict=True)))
 
 
-def document_seconds(tasks: Sequence[EvalTask], known: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[str, float]:
-    """What a document of each task takes, by task: in seconds where all of them were measured, else in documents of a
-    choice task.
+def document_seconds(
+    tasks: Sequence[EvalTask], scores_by_task: Mapping[str, Sequence[Artifact[Scores]]]
+) -> dict[str, float]:
+    """Return the cost of a document of each task, by task.
 
-    Of several measurements the least counts: whichever came first had a model to load. Measured and guessed are never
-    compared with each other, so that a run that was killed on its first night goes on in the order in which it began.
+    The unit is seconds if all tasks were measured, else documents of a choice task. Measurements and guesses are never
+    mixed, so that a run that is killed before everything is measured resumes in the same order. The smallest of several
+    measurements counts, because the first one includes the time to load a model.
 
     Args:
-        known: By task, scores of any models.
+        tasks: Tasks to estimate.
+        scores_by_task: Scores of any models, by task.
     """
-    measured = {task.name: measured_seconds(known.get(task.name, ())) for task in tasks}
+    measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
     if all(measured.values()):
         return {name: 2.0 ** round(math.log2(seconds)) for name, seconds in measured.items() if seconds}
     return {task.name: _guessed(task) for task in tasks}
 
 
-def measured_seconds(known: Sequence[Artifact[Scores]]) -> float | None:
-    """What a document took of those that were scored, the least of several; None where nobody measured it."""
-    took = [one.value.seconds / len(one.value.part) for one in known if one.value.seconds and one.value.part]
-    return min(took, default=None)
+def measured_seconds(measurements: Sequence[Artifact[Scores]]) -> float | None:
+    """Return the seconds per document, the smallest of several measurements; None if there are none."""
+    seconds = [
+        scores.value.seconds / len(scores.value.part)
+        for scores in measurements
+        if scores.value.seconds and scores.value.part
+    ]
+    return min(seconds, default=None)
 
 
-def _asked_of(config: Mapping[str, Any]) -> DocumentCost:
+def _config_cost(config: Mapping[str, Any]) -> DocumentCost:
     kind = config.get("output_type", "generate_until")
     if kind == "multiple_choice":
         choices = config.get("doc_to_choice")
         return DocumentCost(len(choices) if isinstance(choices, list) else _CHOICES, 0)
     if kind == "generate_until":
-        said = config.get("generation_kwargs")
-        most = said.get("max_gen_toks", _MOST_WRITTEN) if isinstance(said, Mapping) else _MOST_WRITTEN
-        return DocumentCost(1, (most if isinstance(most, int) else _MOST_WRITTEN) / 2)  # few answers are as long
+        generation_kwargs = config.get("generation_kwargs")
+        limit = (
+            generation_kwargs.get("max_gen_toks", _MOST_WRITTEN)
+            if isinstance(generation_kwargs, Mapping)
+            else _MOST_WRITTEN
+        )
+        return DocumentCost(1, (limit if isinstance(limit, int) else _MOST_WRITTEN) / 2)  # most answers are shorter
     return DocumentCost(1, 0)
 
 
 def _guessed(task: EvalTask) -> float:
-    """By what is asked of a document: a choice, or an answer to be written. A task by name says nothing before it is
-    loaded, and most of them are choices."""
+    """Guess the relative cost of a document from its kind: a choice or a generated answer.
+
+    A shipped task counts as a choice task, as most of them are.
+    """
     if task.definition is None:
         return 1.0
     leaves = read_definition(task.definition).leaves
-    written = [str(leaf.config.get("output_type", "generate_until")) == "generate_until" for leaf in leaves]
-    return sum(GENERATED if one else 1.0 for one in written) / len(written)
+    generates = [str(leaf.config.get("output_type", "generate_until")) == "generate_until" for leaf in leaves]
+    return sum(GENERATED if flag else 1.0 for flag in generates) / len(generates)

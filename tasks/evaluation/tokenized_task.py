@@ -1,12 +1,12 @@
-"""What a task asks of a model, as tokens: for whoever holds a network in memory and asks it the same many times.
+"""Convert a task to tokens, for callers that score many models on the same documents in memory.
 
-Everything is lm-eval's: its documents, prompts and few-shot examples as the evaluation stage arranges them, its
-requests, its way to cut a pair of context and answer into tokens. So what is computed from these tokens is what the
-evaluation would compute, up to the last place. Runs in the process that holds models only::
+lm-eval provides the documents, prompts, few-shot examples (set up as in the evaluation stage), requests, and the
+division of context and answer into tokens. Numbers that are computed from these tokens therefore equal those of the
+evaluation to the last digit. This module runs only in the process that holds models::
 
-    posed = pose(task, scoring, loaded)
-    posed.documents[0].pairs[0].continuation       # tokens of the (first) answer
-    posed.outcomes(loaded, "exact_match,none", range(100))      # answers written out, by lm-eval
+    tokenized = tokenize_task(task, scoring, loaded)
+    tokenized.documents[0].pairs[0].continuation                    # tokens of the first answer
+    tokenized.outcomes(loaded, "exact_match,none", range(100))      # answers that lm-eval generates
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel
-from mergegate.tasks.evaluation.backends.hf import BACKEND, wrapped
+from mergegate.tasks.evaluation.backends.hf import BACKEND, wrap_model
 from mergegate.tasks.evaluation.choice_probability import choices_of
 from mergegate.tasks.evaluation.harness import (
     LoadedTask,
-    ask_documents,
-    counted_documents,
+    documents_in_set,
     load_task,
-    mistakes_of,
     progress_to,
     quiet,
+    score_loaded_documents,
+    user_errors,
 )
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.prompt_settings import ResolvedPromptSettings, resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import Scoring, ordered
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_setup import arrange
+from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
 
 class PromptTokens(NamedTuple):
-    """What is read, and what the likelihood of is asked after it."""
+    """Tokens of a prompt, and of a continuation whose likelihood is computed."""
 
-    context: tuple[int, ...]  # at least one token; cut from the left where both are too long for the model
+    context: tuple[int, ...]  # at least one token; truncated on the left if both exceed the model's context
     continuation: tuple[int, ...]  # at least one token
 
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A document as one model reads it.
+    """A document in the tokens of one model.
 
     Args:
-        leaf: The task that it is of; of a group, the one below it.
-        doc_id: Its position in that task's data.
-        pairs: Of a choice task one for each choice; else one for each right answer.
-        right: Positions of the right ones among ``pairs``; empty where the label is none of the choices.
-        is_choice: Whether others than the right answers are asked.
+        leaf: Task of the document; for a group, the task below it.
+        doc_id: Position in that task's data.
+        pairs: One per choice in a choice task, else one per right answer.
+        right: Positions of the right answers in ``pairs``; empty if the label is not among the choices.
+        is_choice: Whether ``pairs`` also contains wrong answers.
     """
 
     leaf: str
@@ -65,13 +65,13 @@ class TokenizedDocument:
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """The documents of a task's set, in the order in which they are scored.
+    """The documents in a task's document set, in scoring order.
 
     Args:
-        task: Which one.
-        scoring: How it is asked.
+        task: Task that was tokenized.
+        scoring: Settings that determine the prompts.
         order: (leaf, position) of each document.
-        documents: As tokens; empty where nobody asked for them.
+        documents: Documents as tokens; empty if tokens were not requested.
     """
 
     task: EvalTask
@@ -83,72 +83,72 @@ class TokenizedTask:
     def outcomes(
         self, loaded: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """What lm-eval says of the documents of ``part`` under ``metric``; where less is better, minus that.
+        """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
         Args:
-            loaded: The model; its answers are written out by lm-eval.
-            metric: lm-eval's label; empty: the one that judges the task by default.
+            loaded: Model that lm-eval generates the answers with.
+            metric: lm-eval's label. Empty: the task's default metric.
             part: Positions in ``order``.
-            alive: Called as answers come.
+            alive: Called whenever answers arrive.
 
         Raises:
-            InvalidInput: for a metric that the task does not have.
+            InvalidInput: For a metric that the task does not have.
         """
-        wanted: dict[str, list[int]] = {}
-        for leaf, document in sorted(self.order[position] for position in part):
-            wanted.setdefault(leaf, []).append(document)
+        positions: dict[str, list[int]] = {}
+        for leaf, document in sorted(self.order[index] for index in part):
+            positions.setdefault(leaf, []).append(document)
         with quiet(), _no_bars(alive):
-            lm = wrapped(loaded, self.scoring)
-            found = ask_documents(self._loaded, wanted, lm, "trial", self.task, self.scoring)
-        where = f"task {self.task.name}"
-        metrics = choose_metrics(found.outcomes, metric or None, where)
+            lm = wrap_model(loaded, self.scoring)
+            scored = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
+        location = f"task {self.task.name}"
+        metrics = choose_metrics(scored.outcomes, metric or None, location)
         sign = 1.0 if metrics.higher_is_better else -1.0
-        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(found.outcomes, where)}
-        return [judged[self.order[position]] for position in part]
+        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(scored.outcomes, location)}
+        return [judged[self.order[index]] for index in part]
 
 
 def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
-    """Load a task and cut what it asks into the tokens of a model.
+    """Load a task and convert it to the tokens of a model.
 
     Args:
-        task: Whose documents; if it means a set of them, those.
-        scoring: Few-shot examples, chat template, longest request.
-        loaded: Whose tokenizer, and whose longest context.
-        tokens: Whether documents are wanted as tokens.
+        task: Task, or a document set of it.
+        scoring: Few-shot examples, chat template and longest request.
+        loaded: Model whose tokenizer and context length apply.
+        tokens: Whether to convert the documents to tokens.
 
     Raises:
-        InvalidInput: The task's data cannot be loaded; it asks what has no right answer, or answers longer than what
-            the model can read.
+        InvalidInput: If the task's data cannot be loaded, the task has no right answers, or an answer is longer than
+            the model's context.
     """
     with quiet(), _no_bars():
-        found = load_task(task)
-        counted = counted_documents(found, task)
-        order = [one for one in ordered(found.sizes, scoring.seed) if counted is None or one in counted]
+        loaded_task = load_task(task)
+        counted = documents_in_set(loaded_task, task)
+        order = [key for key in ordered(loaded_task.sizes, scoring.seed) if counted is None or key in counted]
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
-            lm = wrapped(loaded, scoring)
+            lm = wrap_model(loaded, scoring)
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)
             how = resolve_prompt_settings(task.asked, scoring)
-            leaves = arrange(found, by_leaf, lm, how, scoring.seed)
-            with mistakes_of(task):
+            leaves = set_up_tasks(loaded_task, by_leaf, lm, how, scoring.seed)
+            with user_errors(task):
                 for name, leaf in leaves.items():
-                    documents |= _posed(name, leaf, by_leaf[name], lm, how)
-    return TokenizedTask(task, scoring, tuple(order), tuple(documents[one] for one in order if tokens), found)
+                    documents |= _tokenized(name, leaf, by_leaf[name], lm, how)
+    return TokenizedTask(task, scoring, tuple(order), tuple(documents[key] for key in order if tokens), loaded_task)
 
 
 def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-    """One trial is too short for bars."""
+    """Replace lm-eval's progress bars, which are of no use in a short trial, by calls of ``alive``."""
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
-def _posed(
-    name: str, leaf: Any, wanted: Sequence[int], lm: Any, how: ResolvedPromptSettings
+def _tokenized(
+    name: str, leaf: Any, positions: Sequence[int], lm: Any, how: ResolvedPromptSettings
 ) -> dict[tuple[str, int], TokenizedDocument]:
-    """The documents ``wanted``, ascending, by (leaf, position)."""
+    """Return the documents at ``positions``, ascending, by (leaf, position)."""
     leaf.build_all_requests(
-        samples=list(wanted),
+        samples=list(positions),
         system_instruction=how.system_instruction,
         apply_chat_template=how.is_chat,
         fewshot_as_multiturn=how.is_multiturn,
@@ -156,31 +156,31 @@ def _posed(
         tokenizer_name=lm.tokenizer_name if how.is_chat else "",
     )
     requests: dict[int, list[Any]] = {}
-    for instance in leaf.instances:  # lm-eval counts those that are asked, not those that there are
-        requests.setdefault(wanted[instance.doc_id], []).append(instance)
+    for instance in leaf.instances:  # lm-eval numbers only the selected documents
+        requests.setdefault(positions[instance.doc_id], []).append(instance)
     texts: list[tuple[str, str]] = []
-    asked: list[tuple[int, int, frozenset[int], bool]] = []  # document, how many pairs, the right ones, choices?
+    entries: list[tuple[int, int, frozenset[int], bool]] = []  # document, number of pairs, right pairs, is_choice
     for document, instances in requests.items():
         pairs, right, is_choice = _pairs(name, leaf, instances, how.is_chat)
         texts += pairs
-        asked.append((document, len(pairs), right, is_choice))
+        entries.append((document, len(pairs), right, is_choice))
     encoded = iter(_encoded(lm, texts, name))
     return {
         (name, document): TokenizedDocument(
             name, document, tuple(next(encoded) for _ in range(count)), right, is_choice
         )
-        for document, count, right, is_choice in asked
+        for document, count, right, is_choice in entries
     }
 
 
 def _pairs(
     name: str, leaf: Any, instances: Sequence[Any], is_chat: bool
 ) -> tuple[list[tuple[str, str]], frozenset[int], bool]:
-    """(context, answer) of each choice or right answer; positions of the right ones; and whether they are choices."""
+    """Return (context, answer) of each choice or right answer, the right positions, and whether they are choices."""
     document = instances[0].doc
-    found = choices_of(leaf, document)
-    if found is not None:
-        count, right = found
+    choices = choices_of(leaf, document)
+    if choices is not None:
+        count, right = choices
         by_position = sorted(instances, key=lambda instance: int(instance.idx))
         return [_texts(instance) for instance in by_position[:count]], right, True
     if leaf.OUTPUT_TYPE == "loglikelihood" and len(instances) == 1:
@@ -204,7 +204,7 @@ def _texts(instance: Any) -> tuple[str, str]:
 
 
 def _delimiter(leaf: Any, is_chat: bool) -> str:
-    """What stands between a prompt and an answer that is written out: what lm-eval puts before a choice."""
+    """Return the text between a prompt and a generated answer, which is what lm-eval puts before a choice."""
     prefix = leaf.get_config("gen_prefix")
     if is_chat and (not prefix or str(prefix)[-1].isspace()):
         return ""
@@ -212,26 +212,26 @@ def _delimiter(leaf: Any, is_chat: bool) -> str:
 
 
 def _answers(leaf: Any, document: Mapping[str, Any]) -> list[str]:
-    """The right answers of a task whose answers are written out, each at least a character long."""
+    """Return the right answers of a task with generated answers, without blank ones."""
     target = leaf.doc_to_target(document)
     if leaf.get_config("doc_to_choice") is not None and isinstance(target, int):
         target = leaf.doc_to_choice(document)[target]
-    every = target if isinstance(target, (list, tuple)) else [target]
-    return [text for text in map(str, every) if text.strip()]
+    targets = target if isinstance(target, (list, tuple)) else [target]
+    return [text for text in map(str, targets) if text.strip()]
 
 
 def _encoded(lm: Any, texts: Sequence[tuple[str, str]], name: str) -> list[PromptTokens]:
-    """The tokens of each pair, as lm-eval cuts them for a log-likelihood."""
+    """Return the tokens of each pair, divided as lm-eval does for a log-likelihood."""
     requests = [SimpleNamespace(args=pair) for pair in texts]
-    # lm-eval cuts and asks in one method, which hands all tokens to another: that one is taken from it here.
-    lm._loglikelihood_tokens = lambda found, disable_tqdm: found
+    # lm-eval tokenizes and scores in one method, which passes the tokens to another. Replace that one to get them.
+    lm._loglikelihood_tokens = lambda tokenized, disable_tqdm: tokenized
     try:
-        cut = lm.loglikelihood(requests, disable_tqdm=True)
+        tokenized = lm.loglikelihood(requests, disable_tqdm=True)
     finally:
         del lm._loglikelihood_tokens
     longest = int(lm.max_length)
     pairs = []
-    for (_, text), context, continuation in cut:
+    for (_, text), context, continuation in tokenized:
         if not 0 < len(continuation) <= longest:
             raise InvalidInput(
                 f"task {name}: {text[:60]!r}",

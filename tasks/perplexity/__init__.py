@@ -1,4 +1,4 @@
-"""Likelihood of held-out text, document by document: of one model, and of all parents together."""
+"""Measure the likelihood of held-out text, document by document, under one model or under all parents together."""
 
 from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
 from mergegate.tasks.perplexity.measurement import (

@@ -1,11 +1,12 @@
-"""The ensemble of a merge's parents on the held-out text: what the merge could have gained, as a cached stage.
+"""Measure the ensemble of a merge's parents on held-out text, as a cached stage: an estimate of the possible gain.
 
-Averaging the probabilities that the parents give to each token costs as many forward passes as there are parents, and
-is what merging their weights tries to come near to in one (Wortsman et al. 2022, arXiv 2203.05482, section 4). So the
-share of the ensemble's gain that the merge keeps tells a poor merge from parents that have nothing to give each other::
+The ensemble averages the probabilities that the parents assign to each token. It needs one forward pass per parent, and
+merging the weights approximates it with a single pass (Wortsman et al. 2022, arXiv 2203.05482, section 4). The share of
+the ensemble's gain that a merge keeps therefore distinguishes a poor merge from parents that do not complement each
+other::
 
-    together = ensemble(parents, documents, windows, runtime())
-    gain_kept([likelihoods[name].value for name in parents], together.value, likelihoods["merge"].value)
+    ensemble = ensemble_likelihoods(parents, documents, windows, runtime())
+    ensemble_gain_share([likelihoods[name].value for name in parents], ensemble.value, likelihoods["merge"].value)
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from mergegate.tasks.perplexity.measurement import (
     TextWindow,
     WindowSettings,
     batches_of,
+    divide_documents,
     document_rows,
     read_batch,
-    read_by,
 )
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
@@ -49,31 +50,31 @@ ENSEMBLE = "ensemble"
 def ensemble_likelihoods(
     out: Path, models: tuple[Model, ...], documents: HeldOutText, windows: WindowSettings, runtime: Runtime
 ) -> Likelihoods:
-    """Log-likelihood of every held-out document under the mean of the models' next-token probabilities.
+    """Measure every held-out document under the mean of the models' next-token probabilities.
 
-    The artifact is like that of ``perplexity``. The models are read with one after another; what is kept of each is one
-    number a token. Goes on from the journal of a killed run.
+    The artifact has the same form as that of ``perplexity``. The models run one after another, and only one number per
+    token is kept of each. If a journal of a killed run exists, the run resumes from it.
 
     Args:
-        models: The parents, two or more, without the base.
+        models: The parents without the base, at least two.
 
     Raises:
-        InvalidInput: as ``perplexity``; or when the models do not cut text into the same tokens and windows.
+        InvalidInput: See ``perplexity``; also if the models do not divide text into the same tokens and windows.
     """
     if len(models) < 2:
         raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
     keep_only_journal(out)
     key = ensemble_likelihoods.key(models, documents, windows, runtime)
-    place = JournalPlace(out / JOURNAL, key + files_fingerprint(models))
-    found = call_model_process(
+    journal = JournalPlace(out / JOURNAL, key + files_fingerprint(models))
+    measurement = call_model_process(
         _measure_together,
-        (models, documents, windows, runtime.device, place),
+        (models, documents, windows, runtime.device, journal),
         where="perplexity of the parents together",
         models=models,
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )
-    write_documents(out / FILE, found.rows)
-    return total_likelihood(ENSEMBLE, found)
+    write_documents(out / FILE, measurement.rows)
+    return total_likelihood(ENSEMBLE, measurement)
 
 
 def _measure_together(
@@ -81,39 +82,41 @@ def _measure_together(
     documents: HeldOutText,
     windows: WindowSettings,
     device: str,
-    place: JournalPlace,
+    location: JournalPlace,
     on_progress: TellProgress,
 ) -> TextMeasurement:
     import torch
 
     texts = read_texts(documents, windows.documents)
-    sums: list[torch.Tensor] = []  # log of the summed probabilities so far, by document: [tokens]
-    read, vocabulary, done = None, "", 0
-    with open_journal(place, lambda record: isinstance(record, str)) as journal:
-        before = iter(journal.records)
+    sums: list[torch.Tensor] = []  # log of the sum of probabilities over the models, by document: [tokens]
+    first_reading, vocabulary, done = None, "", 0
+    with open_journal(location, lambda record: isinstance(record, str)) as journal:
+        recorded = iter(journal.records)
         for model in models:
             with load_model(model, dtype=windows.dtype, device=device) as loaded:
-                own = tokenizer_digest(loaded.tokenizer)
-                reading = read_by(loaded, model, texts, windows)
-                if read is None:
-                    read, vocabulary = reading, own
+                vocabulary_digest = tokenizer_digest(loaded.tokenizer)
+                reading = divide_documents(loaded, model, texts, windows)
+                if first_reading is None:
+                    first_reading, vocabulary = reading, vocabulary_digest
                     sums = [torch.full((count,), -math.inf, dtype=torch.float64) for count in reading.tokens]
-                elif (own, reading.length) != (vocabulary, read.length):
-                    raise _other_reading(models[0], model, (own == vocabulary, read.length, reading.length))
+                elif (vocabulary_digest, reading.length) != (vocabulary, first_reading.length):
+                    raise _other_reading(
+                        models[0], model, (vocabulary_digest == vocabulary, first_reading.length, reading.length)
+                    )
                 for batch in batches_of(loaded, reading, windows.batch_size):
-                    if (record := next(before, None)) is None:
-                        found = read_batch(loaded, batch)
-                        journal.append(_packed(found))
+                    if (record := next(recorded, None)) is None:
+                        token_logliks = read_batch(loaded, batch)
+                        journal.append(_packed(token_logliks))
                     else:
-                        found = _unpacked(record, batch)
-                    for window, logliks in zip(batch, found, strict=True):
+                        token_logliks = _unpacked(record, batch)
+                    for window, logliks in zip(batch, token_logliks, strict=True):
                         part = sums[window.row][window.start : window.start + len(logliks)]
                         torch.logaddexp(part, logliks, out=part)
                         done += len(logliks)
                     on_progress(done, len(models) * sum(reading.tokens))
-    assert read is not None, "there are models"
-    rows = document_rows(texts, read, [float((part - math.log(len(models))).sum()) for part in sums])
-    return TextMeasurement(rows, vocabulary, read.length)
+    assert first_reading is not None, "there are models"
+    rows = document_rows(texts, first_reading, [float((part - math.log(len(models))).sum()) for part in sums])
+    return TextMeasurement(rows, vocabulary, first_reading.length)
 
 
 def _packed(logliks: Sequence[torch.Tensor]) -> str:
@@ -124,40 +127,42 @@ def _unpacked(record: str, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
     import numpy as np
     import torch
 
-    every = np.frombuffer(base64.b64decode(record), dtype=np.float64)
+    values = np.frombuffer(base64.b64decode(record), dtype=np.float64)
     ends = np.cumsum([len(window.targets) for window in batch])
-    return [torch.tensor(tokens) for tokens in np.split(every, ends[:-1])]
+    return [torch.tensor(tokens) for tokens in np.split(values, ends[:-1])]
 
 
 def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
-    """Share of the ensemble's gain over the better parent that the merge keeps, in nats a token.
+    """Return the share of the ensemble's gain over the better parent that the merge keeps, in nats per token.
 
-    1: as good as the ensemble; 0: as the better parent; negative: worse than that.
+    1 means as good as the ensemble, 0 as good as the better parent, and a negative value is worse than that.
 
     Args:
         parents: Likelihoods of the ensemble's members.
+        together: Likelihood of the ensemble.
+        merge: Likelihood of the merge.
 
     Returns:
-        None where the ensemble gains nothing, a likelihood is not finite, or tokens do not compare.
+        None if the ensemble gains nothing, a likelihood is not finite, or the tokens differ.
     """
     losses = [_loss(value, together) for value in (*parents, together, merge)]
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < len(losses):
+    finite = [loss for loss in losses if loss is not None]
+    if len(finite) < len(losses):
         return None
-    *members, lowest, own = known
+    *members, lowest, merge_loss = finite
     best = min(members)
-    return (best - own) / (best - lowest) if lowest < best else None
+    return (best - merge_loss) / (best - lowest) if lowest < best else None
 
 
 def _loss(value: Likelihoods, like: Likelihoods) -> float | None:
-    """Nats a token; None where it is not finite, or of other tokens than those of ``like``."""
+    """Return the loss in nats per token; None if it is not finite or the tokens differ from those of ``like``."""
     if value.loglik is None or (value.vocabulary, value.tokens) != (like.vocabulary, like.tokens):
         return None
     return -value.loglik / value.tokens
 
 
-def _other_reading(first: Model, model: Model, found: tuple[bool, int, int]) -> InvalidInput:
-    same_tokenizer, length, own = found
+def _other_reading(first: Model, model: Model, result: tuple[bool, int, int]) -> InvalidInput:
+    same_tokenizer, length, own = result
     return InvalidInput(
         f"perplexity.ensemble: {model.name} and {first.name}",
         found=f"windows of {own} and {length} tokens" if same_tokenizer else "different tokenizers",

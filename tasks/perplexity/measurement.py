@@ -1,11 +1,11 @@
-"""Reading documents with a model, window by window: what is done in the process that holds models.
+"""Measure documents with a model, window by window, in the process that holds models.
 
-A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with
-begin of text (or end of text, for a tokenizer that has only that; with neither, the first token is not scored); each
-further one with the token before those that it scores, and the last, shorter one is filled up with context from before.
-These are the windows of lm-eval's rolling log-likelihood.
+A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with the
+begin-of-text token, or with the end-of-text token if the tokenizer has no other; without both, the first token is not
+scored. Each further window begins with the token that precedes its first scored token. The last, shorter window is
+extended to the left with preceding context. These are the windows of lm-eval's rolling log-likelihood.
 
-Each batch of windows that is done is kept in the journal; after a kill the next one is read as if nothing had happened.
+The journal stores each batch of windows, so that a killed run resumes with the next batch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 if TYPE_CHECKING:
     import torch
 
-_LOGITS = 1 << 28  # elements of one batch's logits, whatever batch_size says: 1 GB in float32
-_SLICE = 512  # positions whose log-softmax is taken at once
+_LOGITS = 1 << 28  # largest number of logits per batch, overriding batch_size: 1 GB in float32
+_SLICE = 512  # number of positions per log-softmax
 
 
 class WindowSettings(BaseModel):
-    """How documents are read: equal for all models, and part of the key."""
+    """How documents are read; equal for all models and part of the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_length: int = Field(default=2048, ge=2)  # tokens a window
-    documents: int | None = Field(default=1000, ge=1)  # the first so many; None: all
+    max_length: int = Field(default=2048, ge=2)  # tokens per window
+    documents: int | None = Field(default=1000, ge=1)  # number of documents, from the first; None: all
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
 
@@ -44,12 +44,12 @@ class DocumentLikelihood(NamedTuple):
 
     doc_id: int  # position in the file
     loglik: float  # nats; NaN or infinite for a broken model
-    tokens: int  # scored
-    bytes: int  # of the text in UTF-8
+    tokens: int  # number of scored tokens
+    bytes: int  # size of the text in UTF-8
 
 
 class TextMeasurement(NamedTuple):
-    """Held-out text as one model read it."""
+    """Likelihoods of held-out text under one model."""
 
     rows: list[DocumentLikelihood]
     vocabulary: str  # digest of the tokenizer
@@ -61,17 +61,21 @@ def measure(
     documents: HeldOutText,
     windows: WindowSettings,
     device: str,
-    place: JournalPlace,
+    location: JournalPlace,
     on_progress: TellProgress,
 ) -> TextMeasurement:
-    """Log-likelihood of every held-out document under ``model``; ``on_progress`` is told tokens.
+    """Compute the log-likelihood of every held-out document under ``model``.
+
+    Args:
+        location: Journal from which a killed run resumes.
+        on_progress: Called with the number of scored tokens and their total.
 
     Raises:
-        InvalidInput: when the model cannot be loaded, the documents cannot be read, or there are none.
+        InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts = read_texts(documents, windows.documents)
-    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(place, _is_record) as journal:
-        reading = read_by(loaded, model, texts, windows)
+    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(location, _is_record) as journal:
+        reading = divide_documents(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
         done, total = 0, sum(reading.tokens)
         for position, batch in enumerate(batches_of(loaded, reading, windows.batch_size)):
@@ -94,21 +98,21 @@ def _is_record(record: object) -> bool:
 
 
 class TextWindow(NamedTuple):
-    """A part of a document that is scored at once."""
+    """A part of a document that is scored in one pass."""
 
     row: int  # index of its document
-    start: int  # of its targets among the document's scored tokens
+    start: int  # index of its first target among the document's scored tokens
     inputs: list[int]  # tokens that the model reads
-    targets: list[int]  # tokens that the last so many of them predict
+    targets: list[int]  # tokens that the last inputs predict, one each
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """Held-out documents as one model reads them, for whoever reads the same many times.
+    """Held-out documents in the windows of one model, for callers that score many models on them.
 
     Args:
-        documents: Of the file, those that have anything to score, in its order.
-        batch_size: Windows that are read together.
+        documents: Positions in the file of the documents that have tokens to score, ascending.
+        batch_size: Number of windows in a batch.
     """
 
     documents: tuple[int, ...]
@@ -117,10 +121,10 @@ class TokenizedText:
     _reading: Reading
 
     def likelihoods(self, loaded: LoadedModel, part: range) -> list[float]:
-        """Log-likelihood of ``part`` of ``documents``, nats a token each; they are read in batches of their own."""
+        """Return the log-likelihood of some documents in nats per token; ``part`` is a range of ``documents``."""
         rows = [self._rows[position] for position in part]
-        wanted = set(rows)
-        windows = [window for window in self._reading.cut if window.row in wanted]
+        selected = set(rows)
+        windows = [window for window in self._reading.cut if window.row in selected]
         sums = dict.fromkeys(rows, 0.0)
         for batch in batches_of(loaded, self._reading._replace(cut=tuple(windows)), self.batch_size):
             for window, tokens in zip(batch, read_batch(loaded, batch), strict=True):
@@ -134,30 +138,32 @@ def read_held_out(
     documents: HeldOutText,
     windows: WindowSettings,
 ) -> TokenizedText:
-    """Cut held-out documents into the windows in which a model reads them.
+    """Divide held-out documents into the windows in which a model reads them.
 
     Raises:
-        InvalidInput: as ``measure``.
+        InvalidInput: See ``measure``.
     """
     texts = read_texts(documents, windows.documents)
-    reading = read_by(loaded, model, texts, windows)
+    reading = divide_documents(loaded, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
     return TokenizedText(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)
 
 
 class Reading(NamedTuple):
-    """Documents as one model reads them."""
+    """Documents divided into the windows of one model."""
 
-    length: int  # tokens a window
-    tokens: tuple[int, ...]  # scored, by document
+    length: int  # tokens per window
+    tokens: tuple[int, ...]  # number of scored tokens, by document
     cut: tuple[TextWindow, ...]
 
 
-def read_by(loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings) -> Reading:
-    """Cut documents into the windows in which ``model`` reads them.
+def divide_documents(
+    loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings
+) -> Reading:
+    """Divide documents into the windows in which ``model`` reads them.
 
     Raises:
-        InvalidInput: when the tokenizer does not belong to the weights, or finds no token at all.
+        InvalidInput: If the tokenizer does not belong to the weights, or finds no token in any document.
     """
     length = min(windows.max_length, loaded.context or windows.max_length)
     cut: list[TextWindow] = []
@@ -175,10 +181,13 @@ def read_by(loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]],
 
 
 def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
-    """Tokens of a text, with the special ones that the tokenizer adds by itself or without.
+    """Return the tokens of a text.
+
+    Args:
+        with_specials: Whether to include the special tokens that the tokenizer adds.
 
     Raises:
-        InvalidInput: when the tokenizer does not belong to the weights.
+        InvalidInput: If the tokenizer does not belong to the weights.
     """
     embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
     encoded: list[int] = loaded.tokenizer.encode(text, add_special_tokens=with_specials)
@@ -192,7 +201,7 @@ def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: 
 
 
 def batches_of(loaded: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:
-    """Windows of like length together, longest first, so that memory runs out at once or never."""
+    """Group windows of similar length into batches, longest first, so that memory runs out immediately or never."""
     vocabulary = int(loaded.network.get_input_embeddings().num_embeddings)
     ordered = sorted(reading.cut, key=lambda window: len(window.inputs), reverse=True)
     batches = []
@@ -208,7 +217,7 @@ def batches_of(loaded: LoadedModel, reading: Reading, batch_size: int) -> list[l
 def document_rows(
     texts: Sequence[tuple[int, str]], reading: Reading, logliks: Sequence[float]
 ) -> list[DocumentLikelihood]:
-    """A row for each document of which anything was scored."""
+    """Return a row for each document with scored tokens."""
     return [
         DocumentLikelihood(doc_id, logliks[row], reading.tokens[row], len(text.encode()))
         for row, (doc_id, text) in enumerate(texts)
@@ -217,7 +226,7 @@ def document_rows(
 
 
 def read_batch(loaded: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
-    """Of each window the log-likelihoods of its targets: nats, float64, [targets]."""
+    """Return the log-likelihoods of each window's targets: nats, float64, [targets]."""
     import torch
 
     network = loaded.network
@@ -239,13 +248,13 @@ def read_batch(loaded: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.T
 
 
 def _logliks(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [targets, vocab]."""
+    """Return ``log softmax(logits)[position, target]`` in nats, in float32; ``logits`` has shape [targets, vocab]."""
     import torch
 
-    wanted = torch.tensor(targets, device=logits.device)
+    target_tensor = torch.tensor(targets, device=logits.device)
     parts = []
     for start in range(0, len(targets), _SLICE):
-        part = wanted[start : start + _SLICE]
+        part = target_tensor[start : start + _SLICE]
         log_p = torch.log_softmax(logits[start : start + len(part)].float(), dim=-1)
         parts.append(log_p.gather(1, part[:, None])[:, 0].double())
     return torch.cat(parts).cpu()

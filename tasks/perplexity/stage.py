@@ -1,8 +1,9 @@
-"""Perplexity: per-document log-likelihoods of one model on held-out text, as a cached stage.
+"""Measure the log-likelihood of each document of held-out text under one model, as a cached stage.
 
-Computed here rather than by lm-eval, for three reasons: every document counts exactly one begin-of-text token (lm-eval
-scores P(BOS | BOS) with tokenizers that add their own), sums are of float32 log-softmax (a bf16 one rounds a document
-to whole nats), and tokens and bytes of each document are kept for the paired comparison.
+mergegate computes this itself instead of using lm-eval, for three reasons. Every document has exactly one begin-of-text
+token (with tokenizers that add their own, lm-eval scores P(BOS | BOS)). Sums use float32 log-softmax (in bf16, the
+likelihood of a document is rounded to whole nats). The number of tokens and bytes of each document is recorded for the
+paired comparison.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ Percentage = Annotated[float, BeforeValidator(_percentage, json_schema_input_typ
 
 
 class DriftLimits(BaseModel):
-    """How much the perplexity of a merge may exceed that of its better parent."""
+    """Limits on how much the perplexity of a merge may exceed that of its better parent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_increase: Percentage = 0.05
     warn_increase: Percentage = 0.02
-    reference: str | tuple[str, ...] = "fine-tunes"  # parents of which the better one counts
+    reference: str | tuple[str, ...] = "fine-tunes"  # parents to compare with; the best one counts
 
     @model_validator(mode="after")
     def _warns_before_it_fails(self) -> Self:
@@ -56,7 +57,7 @@ class DriftLimits(BaseModel):
 
 
 class PerplexitySettings(BaseModel):
-    """Which text is held out and what drift is allowed, in a profile under ``perplexity``."""
+    """The held-out text and the allowed drift, in a profile under ``perplexity``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,14 +85,14 @@ class PerplexitySettings(BaseModel):
 
     @property
     def windows(self) -> WindowSettings:
-        """The part that decides likelihoods."""
+        """Settings that determine the likelihoods."""
         return WindowSettings(
             max_length=self.max_length, documents=self.max_documents, dtype=self.dtype, batch_size=self.batch_size
         )
 
     @property
     def limits(self) -> DriftLimits:
-        """The part that judges them."""
+        """Settings that judge the likelihoods."""
         warn = self.warn_increase if self.warn_increase is not None else min(0.02, self.max_increase)
         return DriftLimits(max_increase=self.max_increase, warn_increase=warn, reference=self.reference)
 
@@ -106,21 +107,21 @@ class Likelihoods(StageValue):
     documents: int
     tokens: int
     bytes: int
-    loglik: float | None  # nats, summed over all documents; None when any of it is not finite
+    loglik: float | None  # nats, summed over all documents; None if it is not finite for a document
     perplexity: float | None  # exp(-loglik / tokens)
     bits_per_byte: float | None
-    vocabulary: str  # digest of the tokenizer; token perplexities compare only where it is equal
-    window: int | None = None  # tokens a window: the setting, or what the model was made for where that is less
+    vocabulary: str  # digest of the tokenizer; token perplexities are comparable only if it is equal
+    window: int | None = None  # tokens per window: the setting, or the model's own limit if that is smaller
 
     def summary(self) -> str:
         return f"{self.perplexity:.3f}" if self.perplexity is not None else "not finite"
 
 
 def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) -> HeldOutText:
-    """The held-out documents with their sha256; a relative path is relative to ``root``.
+    """Return the held-out documents with their sha256; a relative path is relative to ``root``.
 
     Raises:
-        InvalidInput: when there is no such file, or a document is not as the settings say.
+        InvalidInput: If the file is missing, or a document does not match the settings.
     """
     path = (root / settings.documents).absolute()
     return pin_text(path, settings.field, hashes, where=f"perplexity.documents: {settings.documents}")
@@ -130,30 +131,32 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
 def perplexity(
     out: Path, model: Model, documents: HeldOutText, windows: WindowSettings, runtime: Runtime
 ) -> Likelihoods:
-    """Log-likelihood of every held-out document under ``model``, in ``documents.parquet``.
+    """Measure the log-likelihood of every held-out document under ``model``, and write ``documents.parquet``.
 
-    Goes on from the journal of a killed run.
+    If a journal of a killed run exists, the run resumes from it.
 
     Raises:
-        InvalidInput: when the model cannot be loaded, the documents cannot be read, or there are none; or the process
-            that holds models died.
+        InvalidInput: If the model cannot be loaded, the documents are unreadable or missing, or the process that holds
+            models died.
     """
     keep_only_journal(out)
-    place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_fingerprint([model]))
-    found = call_model_process(
+    journal = JournalPlace(
+        out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_fingerprint([model])
+    )
+    measurement = call_model_process(
         measure,
-        (model, documents, windows, runtime.device, place),
+        (model, documents, windows, runtime.device, journal),
         where=f"perplexity of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )
-    write_documents(out / FILE, found.rows)
-    return total_likelihood(model.name, found)
+    write_documents(out / FILE, measurement.rows)
+    return total_likelihood(model.name, measurement)
 
 
-def total_likelihood(model: str, found: TextMeasurement) -> Likelihoods:
-    """What documents with their likelihoods say together; ``model`` is whose they are."""
-    rows = found.rows
+def total_likelihood(model: str, measurement: TextMeasurement) -> Likelihoods:
+    """Sum the likelihoods of all documents under ``model``."""
+    rows = measurement.rows
     tokens, size = sum(row.tokens for row in rows), sum(row.bytes for row in rows)
     total = math.fsum(row.loglik for row in rows) if all(math.isfinite(row.loglik) for row in rows) else None
     return Likelihoods(
@@ -164,13 +167,13 @@ def total_likelihood(model: str, found: TextMeasurement) -> Likelihoods:
         loglik=total,
         perplexity=None if total is None else math.exp(min(700.0, -total / tokens)),
         bits_per_byte=None if total is None else -total / size / math.log(2),
-        vocabulary=found.vocabulary,
-        window=found.window,
+        vocabulary=measurement.vocabulary,
+        window=measurement.window,
     )
 
 
 def write_documents(path: Path, rows: Sequence[DocumentLikelihood]) -> None:
-    """Store likelihoods as parquet, one row a document."""
+    """Write likelihoods to a parquet file with one row per document."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -179,7 +182,7 @@ def write_documents(path: Path, rows: Sequence[DocumentLikelihood]) -> None:
 
 
 def read_documents(directory: Path) -> tuple[DocumentLikelihood, ...]:
-    """The documents of an artifact of this stage."""
+    """Read the documents of an artifact of this stage."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(directory / FILE) as file:  # read_table would import pandas

@@ -1,4 +1,4 @@
-"""Held-out documents: pinned by content, and read again only if they are still what was pinned."""
+"""Pin held-out documents by content, and read them only if the file still matches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mergegate.merge_core.parsing import (
 from mergegate.tasks.evaluation import DocumentSet
 from mergegate.tasks.store import NotInKey
 
-_MOST_LOOKED_AT = 2000  # lines that are looked at before anything is measured
+_MAX_CHECKED_LINES = 2000  # number of lines that are checked before anything is measured
 _NAMED = "perplexity.field"
 
 
@@ -33,60 +33,61 @@ class HeldOutText(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Annotated[Path, NotInKey]  # jsonl with one document a line, or plain text with one a paragraph
+    path: Annotated[Path, NotInKey]  # jsonl with one document per line, or plain text with one per paragraph
     sha256: str
-    field: str = "text"  # of a jsonl line; empty for plain text
-    only: DocumentSet | None = None  # of its documents; None: all of them
+    field: str = "text"  # field of a jsonl line; empty for plain text
+    only: DocumentSet | None = None  # document set to use; None: all documents
     conversations: bool = False  # whether a document may be a list of messages
 
     def content_key(self) -> object:
-        # What was measured before there were sets keeps its key.
+        # Optional fields enter the key only if set, so that text measured before they existed keeps its key.
         return self.model_dump(mode="json", include={"sha256", "field"} | ({"only"} if self.only else set()))
 
 
 class ChatMessage(NamedTuple):
-    """What one side says in a conversation."""
+    """One message in a conversation."""
 
     role: str
     content: str
 
 
-# As it stands in a file: a text, or the messages of a conversation.
+# A document as in the file: a text, or the messages of a conversation.
 OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
-    """``(doc_id, text)`` of the first ``most`` documents that are not empty; of a set, those in it. Of a conversation,
-    what is said in it.
+    """Return ``(doc_id, text)`` of the first ``most`` documents that are not empty.
+
+    If ``documents`` names a document set, only its members count. The text of a conversation joins its messages.
 
     Raises:
-        InvalidInput: when the file changed after it was pinned, a line is not as expected, or there is no document.
+        InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
     """
-    return tuple((at, _text_in(document)) for at, document in _chosen(documents, most))
+    return tuple((at, _text_in(document)) for at, document in _selected(documents, most))
 
 
 def read_documents_verbatim(documents: HeldOutText, most: int | None) -> tuple[OwnDocument, ...]:
-    """The same documents as :func:`read_texts`, as they stand in the file."""
-    return tuple(document for _, document in _chosen(documents, most))
+    """Return the same documents as :func:`read_texts`, in the form that they have in the file."""
+    return tuple(document for _, document in _selected(documents, most))
 
 
 def _text_in(document: OwnDocument) -> str:
     return document if isinstance(document, str) else "\n".join(message.content for message in document)
 
 
-def _chosen(documents: HeldOutText, most: int | None) -> list[tuple[int, OwnDocument]]:
+def _selected(documents: HeldOutText, most: int | None) -> list[tuple[int, OwnDocument]]:
     content = read_plain(documents.path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
-    every = (one for one in enumerate(_split(content, documents)) if _text_in(one[1]).strip())
+    entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry).strip())
     if documents.only:
-        whole = list(every)
-        inside = documents.only.among([(at, _text_in(one)) for at, one in whole], "perplexity")
-        every = (one for one in whole if one[0] in inside)
-    found = list(islice(every, most))
-    if not found:
+        all_entries = list(entries)
+        selected = documents.only.among([(at, _text_in(entry)) for at, entry in all_entries], "perplexity")
+        entries = ((at, entry) for at, entry in all_entries if at in selected)
+    result = list(islice(entries, most))
+    if not result:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
-    return found
+    return result
 
 
 def pin_text(
@@ -99,18 +100,19 @@ def pin_text(
     named: str = _NAMED,
     conversations: bool = False,
 ) -> HeldOutText:
-    """A file of documents with its sha256.
+    """Hash a file of documents and check its lines.
 
     Args:
-        path: Of the file: jsonl with one document a line, or plain text with one a paragraph.
-        field: Of a jsonl line.
-        hashes: Of files that were hashed before.
-        where: What messages call its place; ``relative_to``, what a path is relative to; ``named``, what names the
-            field.
+        path: jsonl file with one document per line, or plain text with one per paragraph.
+        field: Field of a jsonl line.
+        hashes: Cache of file hashes.
+        where: Location of the setting, for messages.
+        relative_to: File that a path is relative to, for messages.
+        named: Name of the setting that names the field, for messages.
         conversations: Whether a document may be a list of messages.
 
     Raises:
-        InvalidInput: when there is no such file, or a document is not as the settings say.
+        InvalidInput: If the file is missing or empty, or a document does not match the settings.
     """
     try:
         plain_file(path, most=MAX_DATA_BYTES)
@@ -123,7 +125,7 @@ def pin_text(
         ) from None
     field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
     with open_buffered(path) as file:
-        for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
+        for number, line in enumerate(islice(file, _MAX_CHECKED_LINES if field else 0), start=1):
             if line.strip():
                 _document_of_line(line, field, path, number, named, conversations)
     if not path.stat().st_size:
@@ -133,10 +135,12 @@ def pin_text(
 
 def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
     if documents.field:
-        talks = documents.conversations
+        conversations = documents.conversations
         for number, line in enumerate(content.splitlines(), start=1):
             empty = not line.strip()
-            yield "" if empty else _document_of_line(line, documents.field, documents.path, number, _NAMED, talks)
+            yield (
+                "" if empty else _document_of_line(line, documents.field, documents.path, number, _NAMED, conversations)
+            )
         return
     try:
         yield from content.decode().replace("\r\n", "\n").split("\n\n")
@@ -145,28 +149,28 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
 
 
 def _document_of_line(line: bytes, field: str, path: Path, number: int, named: str, conversations: bool) -> OwnDocument:
-    """What stands in ``field`` of a line of JSON, which ``named`` names. Raises InvalidInput where that is nothing."""
+    """Return the document in ``field`` of a line of JSON, or raise InvalidInput if there is none."""
     document = parse_line(line, path, number)
-    said = document.get(field)
-    if isinstance(said, str):
-        return said
-    if conversations and isinstance(said, list) and (messages := _messages(said)) is not None:
+    value = document.get(field)
+    if isinstance(value, str):
+        return value
+    if conversations and isinstance(value, list) and (messages := _messages(value)) is not None:
         return messages
-    found = f"no field {field!r}" if field not in document else f"{describe_kind(said)} in field {field!r}"
+    problem = f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}"
     remedy = suggest(field, document) if field not in document and document else ""
     expected = f"text, in the field that {named} names"
     if conversations:
         expected = f"text or messages ({{role, content}}), in the field that {named} names"
-    raise InvalidInput(line_location(path, number), found=found, expected=expected, remedy=remedy)
+    raise InvalidInput(line_location(path, number), found=problem, expected=expected, remedy=remedy)
 
 
-def _messages(said: list[Any]) -> tuple[ChatMessage, ...] | None:
-    """The messages of a conversation; None where it is none."""
-    found = []
-    for one in said:
-        match one:
+def _messages(items: list[Any]) -> tuple[ChatMessage, ...] | None:
+    """Return the messages of a conversation, or None if the list is not a conversation."""
+    messages = []
+    for item in items:
+        match item:
             case {"role": str(role), "content": str(content)}:
-                found.append(ChatMessage(role, content))
+                messages.append(ChatMessage(role, content))
             case _:
                 return None
-    return tuple(found)
+    return tuple(messages)

@@ -25,7 +25,7 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
-from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _preview_there
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _render
 from mergegate.tasks.evaluation.prompt_settings import PromptSettings, resolve_prompt_settings
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.splits import DocumentSplits
@@ -175,7 +175,7 @@ def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Pa
 
     def shown() -> TaskPreview:
         place = TokenizerPlace(name="chatty", directory=tmp_path / "model", digest="0")
-        return _preview_there(task, Scoring(), place, lambda done, of: None)
+        return _render(task, Scoring(), place, lambda done, of: None)
 
     assert shown().prompt.startswith("s:be  kind.u:")
     no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -307,7 +307,7 @@ def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Pat
             f"include: written.yaml\ntask: long\ngeneration_kwargs: {{max_tokens: {tokens}}}\n"
         )
         task = pin_task("long.yaml", root, HashMemo(tmp_path / "hashes.db"))
-        return _preview_there(task, Scoring(**scoring), place, lambda done, of: None)
+        return _render(task, Scoring(**scoring), place, lambda done, of: None)
 
     assert shown(60).room == 4
     with pytest.raises(InvalidInput, match=r"task long: generation_kwargs\.max_tokens: 64 tokens; the model takes 64"):

@@ -15,6 +15,7 @@ from tiny_models import Prefix, make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import process
@@ -171,7 +172,7 @@ def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) 
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))
         there = process.score_in_child(model, task, settings, WHOLE, "cpu", lambda done, total: None)
-    process.end_model_process()
+    end_model_process()
     assert of_lm_eval(there) == outcomes_by(model, task)
 
 

@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, answered_then, probabilities
+from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, choice_from_log, probabilities
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
@@ -263,7 +263,7 @@ def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
         "arguments": {f"gen_args_{i}": {"arg_0": "?", "arg_1": f" {text}"} for i, text in enumerate(("1", "x", "y"))},
         "filtered_resps": [["-1.0", "True"], ["-2.0", "False"], ["-3.0", "False"]],
     }
-    answer = answered_then({"output_type": "multiple_choice", **config}, sample)
+    answer = choice_from_log({"output_type": "multiple_choice", **config}, sample)
     assert (answer and set(answer.right)) == right
 
 

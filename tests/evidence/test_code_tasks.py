@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.checkpoints import Model, end_model_process
 from mergegate.tasks.evaluation import EvalTask, Scoring, allow_code, pin_task
 from mergegate.tasks.evaluation.backends.registry import added_backends
 from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
-from mergegate.tasks.evaluation.process import end_model_process, look_in_child, score_in_child
+from mergegate.tasks.evaluation.process import inspect_in_child, score_in_child
 from mergegate.tasks.evaluation.scoring import DocumentRange
 from mergegate.tasks.evaluation.support import UnsupportedReason, refusal_of_leaf, require_supported, shipped_leaves
 from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
@@ -218,7 +218,7 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
     owner = Path.home()
     data = mirror(tmp_path / "data", owner)
     task = pinned("humaneval", data).model_copy(update={"code": QUICK})
-    found = look_in_child(task)
+    found = inspect_in_child(task)
     assert found.metrics == {"humaneval": {"pass@1,create_test": True}}
     part = DocumentRange(first=0, last=len(ANSWERS))
     scored = score_in_child(coder, task, Scoring(backend="coder"), part, "cpu", lambda done, total: None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.evaluation import DocumentSplits, EvalTask, Scoring, pin_task, split_documents
-from mergegate.tasks.evaluation.harness import look_at_data
+from mergegate.tasks.evaluation.harness import inspect_data
 from mergegate.tasks.evaluation.scoring import DocumentRange, documents_in
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
@@ -78,10 +78,10 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     task = write_task(tmp_path, rows)
     division = DocumentSplits(search=20, confirmation=30)
     parts = {name: task.model_copy(update={"only": division.of(name)}) for name in NAMES}
-    sizes = {name: look_at_data(part).documents for name, part in parts.items()}
+    sizes = {name: inspect_data(part).documents for name, part in parts.items()}
     assert sizes == {"search": 20, "confirmation": 30, "gate": 50}
-    assert look_at_data(task).documents == 100
-    assert len({look_at_data(part).data.digest for part in parts.values()}) == 1  # the data are the same
+    assert inspect_data(task).documents == 100
+    assert len({inspect_data(part).data.digest for part in parts.values()}) == 1  # the data are the same
 
     from mergegate.tasks.evaluation import harness
 
@@ -89,7 +89,7 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     seen = {}
     for name, part in parts.items():
         whole = DocumentRange(first=0, last=sizes[name])
-        seen[name] = documents_in(loaded.sizes, 0, whole, harness.counted_documents(loaded, part))["t"]
+        seen[name] = documents_in(loaded.sizes, 0, whole, harness.documents_in_set(loaded, part))["t"]
     assert sorted(doc for docs in seen.values() for doc in docs) == list(range(100))
     questions = {name: {rows[doc]["q"] for doc in docs} for name, docs in seen.items()}
     assert not questions["search"] & questions["gate"]
@@ -98,9 +98,9 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     by_passage = task.model_copy(
         update={"only": DocumentSplits(search=20, confirmation=20, together="passage").of("gate")}
     )
-    gate = documents_in(
-        loaded.sizes, 0, DocumentRange(first=0, last=99), harness.counted_documents(loaded, by_passage)
-    )["t"]
+    gate = documents_in(loaded.sizes, 0, DocumentRange(first=0, last=99), harness.documents_in_set(loaded, by_passage))[
+        "t"
+    ]
     passages = {rows[doc]["passage"] for doc in gate}
     assert len(gate) == sum(row["passage"] in passages for row in rows)
 
@@ -109,7 +109,7 @@ def test_a_field_that_documents_do_not_have_is_named(tmp_path: Path) -> None:
     task = write_task(tmp_path, [{"q": str(n), "a": "x", "passage": "p"} for n in range(9)])
     only = DocumentSplits(search=2, confirmation=2, together="pasage").of("gate")
     with pytest.raises(InvalidInput, match="passage"):
-        look_at_data(task.model_copy(update={"only": only}))
+        inspect_data(task.model_copy(update={"only": only}))
 
 
 def test_a_task_without_a_set_keeps_the_key_that_it_had_before_there_were_sets() -> None:

@@ -20,6 +20,7 @@ from traps import asked, ends, in_another_process, write_trap
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import document_scores, process
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
@@ -52,7 +53,7 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    process.end_model_process()
+    end_model_process()
 
 
 @pytest.fixture

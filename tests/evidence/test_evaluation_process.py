@@ -38,7 +38,7 @@ def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    process.end_model_process()
+    model_process.end_model_process()
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
     assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
     assert told[-1] == (40, 40)  # two choices a document
-    assert process.look_in_child(task).documents == 40
+    assert process.inspect_in_child(task).documents == 40
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
     task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(Refused, match="not done after 2 s"):
-        process.look_in_child(task, 2)
+        process.inspect_in_child(task, 2)
 
 
 @pytest.mark.long

@@ -12,9 +12,9 @@ import yaml
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.harness import look_at_data, open_tasks
+from mergegate.tasks.evaluation.harness import inspect_data, open_tasks
 from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
-from mergegate.tasks.evaluation.task_datasets import asked_dataset
+from mergegate.tasks.evaluation.task_datasets import declared_dataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.preflight import Evidence
 
@@ -72,7 +72,7 @@ def pinned(task: str, root: Path, mirror: Path | None) -> EvalTask:
 def test_a_dataset_is_told_by_its_name_or_by_the_address_of_its_files(
     path: str, files: object, found: tuple[object, ...]
 ) -> None:
-    asked = asked_dataset("t", {"dataset_path": path, "dataset_kwargs": {"data_files": files}, "test_split": "test"})
+    asked = declared_dataset("t", {"dataset_path": path, "dataset_kwargs": {"data_files": files}, "test_split": "test"})
     assert asked
     assert (asked.path, asked.reader, asked.revision, asked.files) == found
 
@@ -88,7 +88,7 @@ def test_a_dataset_is_told_by_its_name_or_by_the_address_of_its_files(
     ],
 )
 def test_examples_are_drawn_from_the_split_that_lm_eval_draws_from(said: dict[str, Any], split: str | None) -> None:
-    asked = asked_dataset("t", {**LETTERS, **said})
+    asked = declared_dataset("t", {**LETTERS, **said})
     assert asked
     assert asked.examples == split
 
@@ -119,11 +119,11 @@ def test_a_yaml_file_is_asked_from_the_mirror_and_is_another_task_with_other_dat
     file = rows(tmp_path / "mirror" / place, "a", "b")
     before = pinned(task, tmp_path, tmp_path / "mirror")
     assert before.is_local  # nothing is asked of a network
-    assert look_at_data(before).documents == 2
+    assert inspect_data(before).documents == 2
     rows(file, "a", "b", "c")
     after = pinned(task, tmp_path, tmp_path / "mirror")
     assert after.digest != before.digest
-    assert look_at_data(after).documents == 3
+    assert inspect_data(after).documents == 3
 
 
 def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third_its_data_beside_it(

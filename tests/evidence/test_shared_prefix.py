@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mergegate.tasks.evaluation.backends import batch_schedule, key_value_cache
 from mergegate.tasks.evaluation.backends import common_prefix as reading
-from mergegate.tasks.evaluation.backends.common_prefix import common_start, read_apart, read_once
-from mergegate.tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
+from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts, common_start, read_once
+from mergegate.tasks.evaluation.backends.shared_prefix import RequestTokens, max_shared_length, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -36,12 +36,12 @@ FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-def drawn(seed: int, count: int) -> list[AskedTokens]:
+def drawn(seed: int, count: int) -> list[RequestTokens]:
     """Questions with and without examples before them, answers of one token and of more, some too long to be read."""
     rng = random.Random(seed)
     words = range(128)
     examples = rng.choices(words, k=20)
-    found: list[AskedTokens] = []
+    found: list[RequestTokens] = []
     for number in range(count):
         context = (examples if number % 2 else []) + rng.choices(words, k=rng.randrange(1, 15))
         if number % 7 == 3:
@@ -77,7 +77,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
     ours = opened(shared_prefix_type(), network)
     found = ours._loglikelihood_tokens(requests, disable_tqdm=True)
     whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert ours._shares is may_share
+    assert ours._shares_exactly is may_share
     bound = 1e-4 if dtype is torch.float32 else 0.1
     assert max(abs(one[0] - other[0]) for one, other in zip(found, whole, strict=True)) < bound
     if dtype is torch.float32:
@@ -89,7 +89,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
 def test_what_is_shared_is_read_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
     lm = opened(shared_prefix_type(), network)
-    assert lm._shares
+    assert lm._shares_exactly
     read = 0
 
     def counted(*_: Any, input_ids: torch.Tensor, **named: Any) -> Any:
@@ -136,7 +136,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
     assert len(set(theirs)) > 6  # or there would be nothing to compare
     begun: list[int] = []
     ours = opened(shared_prefix_type(), network)
-    assert ours._writes is FAMILIES[family][1]
+    assert ours._writes_exactly is FAMILIES[family][1]
     monkeypatch.setattr(reading, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     assert ours.generate_until(asked, disable_tqdm=True) == theirs
     windowed = getattr(network.config, "sliding_window", None)
@@ -189,7 +189,7 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
     assert (len(start) >= 16 and len(rows) > 1) <= (found > 0)
     torch.manual_seed(0)
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval()
-    kept = read_apart(network, tokens, mask, rng.choice((1, 20, 200)))
+    kept = cache_prompts(network, tokens, mask, rng.choice((1, 20, 200)))
     assert kept.get_seq_length() == (longest - 1 if kept.layers else 0)
     for number, row in enumerate(rows):
         with torch.no_grad():
@@ -216,15 +216,15 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
     ],
 )
 def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
-    assert longest_alike(config) == (longest or 1 << 31)
+    assert max_shared_length(config) == (longest or 1 << 31)
 
 
 def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(batch_schedule, "_STRETCH", 4)
+    monkeypatch.setattr(batch_schedule, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
     theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
-    assert ours._writes
+    assert ours._writes_exactly
     steps: list[int] = []
 
     def count(_: Any, told: Any, named: dict[str, Any]) -> None:

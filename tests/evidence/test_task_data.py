@@ -23,7 +23,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.harness import look_at_data, open_tasks, score_documents
+from mergegate.tasks.evaluation.harness import inspect_data, open_tasks, score_documents
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
@@ -156,7 +156,7 @@ def test_data_that_did_not_change_are_not_loaded_anew(
 ) -> None:
     first = pin_data(task)
     process.end_model_process()
-    monkeypatch.setattr(process, "look_in_child", lambda *asked: pytest.fail("the data are loaded again"))
+    monkeypatch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
     assert pin_data(task) == first
 
 
@@ -208,7 +208,7 @@ def test_all_that_is_asked_is_in_the_digest(tmp_path: Path, what: str, change: o
         kept = [line for line in text.splitlines() if line.split(":")[0] not in keys]
         (tmp_path / "t.yaml").write_text("\n".join(kept) + "\n" + (extra if isinstance(extra, str) else ""))
         task = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / f"{len(digests)}.db"))
-        digests.append(look_at_data(task).data.digest)
+        digests.append(inspect_data(task).data.digest)
     assert digests[0] != digests[1]
 
 
@@ -218,7 +218,7 @@ def test_the_digest_is_the_same_from_another_place(tmp_path: Path) -> None:
         write_choices(tmp_path / place, extra="process_docs: !function cleaning.clean\n")
         (tmp_path / place / "cleaning.py").write_text("def clean(docs):\n    return docs\n")
         task = pin_task("letters.yaml", tmp_path / place, HashMemo(tmp_path / "hashes.db"))
-        digests.add(look_at_data(task).data.digest)
+        digests.add(inspect_data(task).data.digest)
     assert len(digests) == 1
 
 

@@ -16,11 +16,10 @@ from tiny_models import CPU, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.checkpoints import Model, end_model_process
 from mergegate.tasks.evaluation import Scores, Scoring, evaluate_documents, pin_task
 from mergegate.tasks.evaluation.backends import backend_names, find_backend
 from mergegate.tasks.evaluation.backends.registry import added_backends
-from mergegate.tasks.evaluation.process import end_model_process
 from mergegate.tasks.store import Artifact
 
 TOY = '''

@@ -50,7 +50,7 @@ from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
-from mergegate.tasks.evaluation.task_code import imported_beside  # noqa: E402
+from mergegate.tasks.evaluation.task_code import local_imports  # noqa: E402
 from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
 from mergegate.tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
 from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
@@ -170,7 +170,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
     def code(data: bytes) -> object:
         (place / "task" / "f.py").write_bytes(data)
-        return imported_beside(place / "task" / "f.py", place / "task")
+        return local_imports(place / "task" / "f.py", place / "task")
 
     def a_pickle(data: bytes) -> object:
         return parse_pickled(io.BytesIO(data), len(data), PLACE)

@@ -13,7 +13,7 @@ from mergegate.flows.cli.fetch_data import fetch_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task
-from mergegate.tasks.evaluation.harness import look_at_data
+from mergegate.tasks.evaluation.harness import inspect_data
 
 PROFILE = """\
 name: nightly
@@ -88,7 +88,7 @@ def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike
     assert {one.name: one.revision for one in fetched} == commits
     for name in ("letters", "digits"):
         task = pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db"), tmp_path / "eval-data")
-        assert look_at_data(task).documents == 1
+        assert inspect_data(task).documents == 1
 
 
 def test_half_a_dataset_has_no_name_and_is_gone_on_with(

@@ -28,7 +28,7 @@ from mergegate.tasks.checkpoints import (
     unload_models,
 )
 from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
-from mergegate.tasks.evaluation.backends.hf import wrapped
+from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
 from mergegate.tasks.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
@@ -110,7 +110,7 @@ def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> No
     sheet = score_trial(setting, TrialRequest(ties())).sheet
     model = written_merge(setting, ties(), tmp_path / "out")
     with load_model(model, dtype="float32", device="cpu") as loaded:
-        lm = wrapped(loaded, setting.scoring)
+        lm = wrap_model(loaded, setting.scoring)
         for task in setting.sets["search"].tasks:
             posed = tokenize_task(task, setting.scoring, loaded)
             for position, document in enumerate(posed.documents):

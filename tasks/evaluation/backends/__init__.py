@@ -1,7 +1,7 @@
-"""What answers lm-eval's requests about a model: one file a backend, and the registry that finds it by name.
+"""Answer lm-eval's requests about a model, with one file per backend and a registry that finds backends by name.
 
-All of them read a prompt alike: a tokenizer that adds a begin of text adds one, and none where the prompt (a chat
-template's) begins with it; log-probabilities are sums of float32 log-softmax.
+All backends tokenize a prompt in the same way. A tokenizer that adds a begin-of-text token adds one, unless the prompt
+(from a chat template) already begins with it. Log-probabilities are sums of float32 log-softmax.
 """
 
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend

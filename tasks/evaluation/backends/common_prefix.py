@@ -1,11 +1,11 @@
-"""Prompts read before anything is written after them: what all begin with once, the rest without padding.
+"""Compute the key-value cache of a batch of prompts, with the shared prefix computed once and without padding.
 
-lm-eval pads prompts on the left, each to the longest of its batch, and reads them together. Here they are laid into
-rows (:mod:`.token_rows`) behind what they share, and what the network keeps of each is put where it would have stood;
-who sees what, and at which position, stays the same::
+lm-eval pads prompts on the left to the longest of the batch and processes them together. This module packs them into
+rows (:mod:`.token_rows`) after their shared prefix, and copies the resulting keys and values to the positions that they
+would have with padding. Attention and position ids are unchanged::
 
-    . . A B C x        A B C              "A B C" is read once, for both
-    A B C y z w   →          y z          a row behind it; x and w are read when the first token is written
+    . . A B C x        A B C              "A B C" is computed once, for both
+    A B C y z w   →          y z          one row after it; x and w are computed with the first generated token
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from mergegate.tasks.evaluation.backends.token_rows import row_inputs, shared_be
 if TYPE_CHECKING:
     import torch
 
-# Below so many tokens, or for a single prompt, two readings take longer than one.
+# With fewer shared tokens, or a single prompt, two forward passes take longer than one.
 _LEAST = 16
 
 
 def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
-    """How many tokens all prompts of a batch begin with, so that each has one left; 0 where it is not worth it.
+    """Return the number of tokens that all prompts of a batch share, or 0 if it is too small to be useful.
+
+    At least one token of each prompt is not counted.
 
     Args:
-        tokens: Ids, padded on the left, ``[prompts, length]``.
-        mask: 1 where a token is one of the prompt, ``[prompts, length]``.
+        tokens: Token ids, padded on the left, ``[prompts, length]``.
+        mask: 1 for tokens of the prompt, 0 for padding, ``[prompts, length]``.
     """
     first, *others = _without_padding(tokens, mask)
     common = min((shared_beginning(first, other) for other in others), default=0)
@@ -35,63 +37,64 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
     return common if common >= _LEAST else 0
 
 
-def read_apart(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
-    """What a network keeps of prompts but for the last token of each, with room for what is written after them.
+def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
+    """Return the key-value cache of all tokens of the prompts but the last of each, with room for generated tokens.
 
     Args:
-        tokens, mask: As of ``common_start``.
-        row_tokens: Tokens of a row, where a single prompt is not longer.
+        network: Network of transformers.
+        tokens, mask: See ``common_start``.
+        row_tokens: Number of tokens in a row, unless a single prompt is longer.
 
     Returns:
-        A cache of ``length - 1`` tokens; zeros where a prompt has its padding.
+        A cache of ``length - 1`` tokens with zeros at padded positions.
     """
     import torch
 
     prompts = _without_padding(tokens, mask)
     start = common_start(tokens, mask)
-    kept = growing_cache()
+    cache = growing_cache()
 
-    def keep(number: int, of_row: Any, places: slice | torch.Tensor, known: int) -> None:
-        """Of one prompt what stands at ``places`` of a row, behind the tokens ``known`` of it."""
-        if not kept.layers:
-            _fill(kept, of_row, len(prompts), tokens.shape[1] - 1)
-        at = tokens.shape[1] - len(prompts[number]) + known
-        for layer, found in zip(kept.layers, of_row.layers, strict=True):
-            for all_states, states in ((layer.keys, found.keys), (layer.values, found.values)):
-                of_it = states[0, :, places]
-                all_states[number, :, at : at + of_it.shape[1]] = of_it
+    def copy_states(number: int, row_cache: Any, indices: slice | torch.Tensor, offset: int) -> None:
+        """Copy the states at ``indices`` of a row to a prompt, after the first ``offset`` tokens of the prompt."""
+        if not cache.layers:
+            _fill(cache, row_cache, len(prompts), tokens.shape[1] - 1)
+        at = tokens.shape[1] - len(prompts[number]) + offset
+        for layer, row_layer in zip(cache.layers, row_cache.layers, strict=True):
+            for target, states in ((layer.keys, row_layer.keys), (layer.values, row_layer.values)):
+                selected = states[0, :, indices]
+                target[number, :, at : at + selected.shape[1]] = selected
 
     with torch.no_grad():
-        begun = growing_cache()
+        prefix_cache = growing_cache()
         if start:
-            begun = read_once(network, torch.tensor(prompts[0][:start], device=tokens.device))
+            prefix_cache = read_once(network, torch.tensor(prompts[0][:start], device=tokens.device))
             for number in range(len(prompts)):
-                keep(number, begun, slice(0, start), 0)
+                copy_states(number, prefix_cache, slice(0, start), 0)
         longer = [number for number, prompt in enumerate(prompts) if len(prompt) > start + 1]
         for row in token_rows([prompts[number][start:-1] for number in longer], row_tokens):
-            network(**row_inputs(network, row, start), past_key_values=begun, use_cache=True, logits_to_keep=1)
+            network(**row_inputs(network, row, start), past_key_values=prefix_cache, use_cache=True, logits_to_keep=1)
             for number, path in zip(row.sequences, row.paths, strict=True):
-                keep(longer[number], begun, torch.from_numpy(path + start).to(tokens.device), start)
-            begun.crop(-len(row.tokens))
-    return kept
+                copy_states(longer[number], prefix_cache, torch.from_numpy(path + start).to(tokens.device), start)
+            prefix_cache.crop(-len(row.tokens))
+    return cache
 
 
 def read_once(network: Any, start: torch.Tensor) -> Any:
-    """A cache of one sequence, the tokens ``start``, ``[length]``."""
+    """Return the key-value cache of a single sequence with the tokens ``start``, ``[length]``."""
     import torch
 
-    kept = growing_cache()
+    cache = growing_cache()
     with torch.no_grad():
-        network(input_ids=start[None], past_key_values=kept, use_cache=True, logits_to_keep=1)
-    return kept
+        network(input_ids=start[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
 
 
 def _without_padding(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return [row[seen.bool()].tolist() for row, seen in zip(tokens, mask, strict=True)]
 
 
-def _fill(kept: Any, like: Any, prompts: int, length: int) -> None:
-    """Zeros for so many prompts of such a length, in layers like those of another cache."""
+def _fill(cache: Any, like: Any, prompts: int, length: int) -> None:
+    """Fill a cache with zeros for a number of prompts and a length, with layers like those of another cache."""
     for number, layer in enumerate(like.layers):
         shapes = ((prompts, states.shape[1], length, states.shape[3]) for states in (layer.keys, layer.values))
-        kept.update(*(layer.keys.new_zeros(shape) for shape in shapes), number)
+        cache.update(*(layer.keys.new_zeros(shape) for shape in shapes), number)

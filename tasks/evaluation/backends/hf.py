@@ -1,4 +1,4 @@
-"""``hf``: transformers in this process."""
+"""Backend ``hf``: transformers in the scoring process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-        yield wrapped(loaded, scoring)
+        yield wrap_model(loaded, scoring)
 
 
-def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
-    """lm-eval's ``LM`` of a model that is in memory."""
+def wrap_model(loaded: LoadedModel, scoring: BackendScoring) -> Any:
+    """Return lm-eval's ``LM`` for a model that is in memory."""
     return shared_prefix_type()(
         pretrained=loaded.network,
-        tokenizer=copy.deepcopy(loaded.tokenizer),  # it may be given a padding token, and others read with it, too
+        tokenizer=copy.deepcopy(loaded.tokenizer),  # lm-eval may add a padding token, and other callers share it
         backend="causal",
-        # In the model's own dtype, its default, a bf16 model's likelihoods are rounded by up to half a nat.
+        # lm-eval's default, the model's own dtype, rounds a bf16 model's likelihoods by up to half a nat.
         softmax_dtype="float32",
         batch_size=scoring.batch_size,
         max_length=scoring.max_length,
@@ -37,10 +37,10 @@ def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
 def _generation_settings() -> frozenset[str]:
     from transformers import GenerationConfig
 
-    # lm-eval takes these itself, the number of tokens under any of its names.
-    own = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")
-    known: dict[str, Any] = GenerationConfig().to_dict()
-    return frozenset([*known, *own])
+    # lm-eval handles these itself; the limit on tokens has several names.
+    lm_eval_settings = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")
+    settings: dict[str, Any] = GenerationConfig().to_dict()
+    return frozenset([*settings, *lm_eval_settings])
 
 
 BACKEND = Backend(

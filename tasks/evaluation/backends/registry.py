@@ -1,4 +1,4 @@
-"""Backends by name: ours, and those that other packages add under the entry point ``mergegate.backends``."""
+"""Find backends by name: built-in ones, and those of other packages under the entry point ``mergegate.backends``."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, server.B
 
 
 def find_backend(name: str) -> Backend:
-    """The backend called ``name``. Other packages are only looked at for a name that is not ours.
+    """Return the backend with a name. Other packages are loaded only if the name is not built in.
 
     Raises:
-        InvalidInput: when there is none, naming those that there are; or an installed package registers something that
-            is no Backend, or a name that is taken.
+        InvalidInput: If no backend has the name (the message lists all names), or an installed package registers an
+            object that is not a ``Backend``, or a name that is taken.
     """
     backend = _OWN.get(name) or added_backends().get(name)
     if backend is None:
-        known = backend_names()
+        names = backend_names()
         raise InvalidInput(
             "evaluate.backend",
             found=f"unknown backend {name!r}",
-            expected=f"one of {', '.join(known)}",
-            remedy=suggest(name, known),
+            expected=f"one of {', '.join(names)}",
+            remedy=suggest(name, names),
         )
     return backend
 
 
 def backend_names() -> tuple[str, ...]:
-    """All that are known here. Raises as ``find_backend``."""
+    """Return the names of all available backends. Raises InvalidInput as ``find_backend`` does."""
     return (*_OWN, *sorted(added_backends()))
 
 
 @cache
 def added_backends() -> Mapping[str, Backend]:
-    """Those of other packages, by name. Raises as ``find_backend``."""
-    found: dict[str, Backend] = {}
+    """Return the backends of other packages, by name. Raises InvalidInput as ``find_backend`` does."""
+    backends: dict[str, Backend] = {}
     for point in entry_points(group=GROUP):
         backend = point.load()
-        if not isinstance(backend, Backend) or backend.name in {**_OWN, **found}:
+        if not isinstance(backend, Backend) or backend.name in {**_OWN, **backends}:
             problem = f"the name {backend.name!r} is taken" if isinstance(backend, Backend) else "not a Backend"
             raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
-        found[backend.name] = backend
-    return found
+        backends[backend.name] = backend
+    return backends

@@ -1,14 +1,14 @@
-"""lm-eval's ``HFLM`` that reads what requests have in common once.
+"""Extend lm-eval's ``HFLM`` so that tokens that requests share are processed once.
 
-Where lm-eval runs a model over question and answer for each answer anew, padded to the longest of a batch, and takes
-the log-softmax of every position: here requests are laid into rows (:mod:`.token_rows`), and only the positions whose
-next token is asked go through the head. The numbers are those of whole sequences but for the last places, which the
-size of a batch moves as well.
+lm-eval runs the model over prompt and answer of every request, padded to the longest of the batch, and takes the
+log-softmax at every position. This class packs requests into rows (:mod:`.token_rows`), and only positions with a
+requested next token go through the output head. The results equal those of whole sequences except for the last digits,
+which also depend on the batch size.
 
-That takes a network in which a token is seen by its position and by what may see it. Most attend to no more than that;
-those that keep a state from token to token (Mamba, RWKV), or that count positions themselves (BLOOM), do not. So each
-is tried before it is trusted: sequences in a row must have the logits that they have alone, whatever stands beside
-them. What a window of attention or a scaled rotation would treat otherwise goes on its own as before, too.
+This requires a network in which only positions and the attention mask determine what a token sees. Most networks are
+like that. Networks that carry a state from token to token (Mamba, RWKV) or count positions themselves (BLOOM) are not.
+Each network is therefore tested first: sequences in a row must have the same logits as each sequence alone, for any
+company in the row. Sequences for which windowed attention or scaled rotary embeddings would differ are left to lm-eval.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.tasks.evaluation.backends.batch_schedule import write_in_stretches
-from mergegate.tasks.evaluation.backends.common_prefix import read_apart
+from mergegate.tasks.evaluation.backends.batch_schedule import generate_in_steps
+from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts
 from mergegate.tasks.evaluation.backends.contract import AnswerEnd
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
     import torch
 
-# Tokens of a row, for each request that the profile has answered together: about what a short question takes.
-_TOKENS_A_REQUEST = 24
-# What a rotation that depends on the length of its batch is called.
-_BY_LENGTH = ("dynamic", "longrope")
-# Tokens that begin every sequence with which a network is tried.
-TRIED_WITH = (5, 9, 6, 8, 7)
-# Settings of generation that choose a token from one sequence's logits, and keep no sequences beside it.
-_DRAWN = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
-# Settings that a model may bring along, and that mean something else where an answer is written in stretches.
+# Tokens in a row per request of the batch size: about the length of a short question.
+_TOKENS_PER_REQUEST = 24
+# Types of rotary embeddings that depend on the length of the batch.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Tokens at the beginning of every sequence that tests a network.
+PROBE_TOKENS = (5, 9, 6, 8, 7)
+# Generation settings that choose a token from the logits of a single sequence.
+_SINGLE_SEQUENCE = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+# Settings of a model's own generation configuration that would have another effect if an answer is generated in steps.
 _COUNTED = (
     "cache_implementation",
     "min_length",
@@ -49,73 +49,74 @@ _COUNTED = (
     "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size",
 )
-# What a network raises at inputs that it does not take.
+# Exceptions that a network raises for inputs that it does not support.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
-AskedTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+RequestTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
 
 
 @cache
 def shared_prefix_type() -> type[Any]:
-    """The class; lm-eval is imported with it."""
+    """Return the ``SharedPrefixLM`` class; imports lm-eval."""
     from lm_eval.models import huggingface
 
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """Answers ``loglikelihood`` by rows, and writes after a beginning that was read once, where its network allows
-        it."""
+        """An ``HFLM`` that processes likelihood requests in rows, and generates after a shared prefix, where exact."""
 
-        answer_ends: deque[AnswerEnd]  # of the last batch, see ``AnswerEnd``
+        answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
 
         def _loglikelihood_tokens(
-            self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
+            self, requests: list[RequestTokens], disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
-            together: list[int] = []
+            shared: list[int] = []
             alone: list[int] = []
             for number, request in enumerate(requests):
-                (together if self._may_share(request) else alone).append(number)
+                (shared if self._may_share(request) else alone).append(number)
             answers: dict[int, tuple[float, bool]] = {}
             if alone:
-                found = super()._loglikelihood_tokens([requests[number] for number in alone], disable_tqdm, override_bs)
-                answers.update(zip(alone, found, strict=True))
+                results = super()._loglikelihood_tokens(
+                    [requests[number] for number in alone], disable_tqdm, override_bs
+                )
+                answers.update(zip(alone, results, strict=True))
             bar = huggingface.tqdm(total=len(requests), disable=disable_tqdm)
             bar.update(len(alone))
-            chosen = [requests[number] for number in together]
+            shared_requests = [requests[number] for number in shared]
             for row in token_rows(
-                [context + continuation[:-1] for _, context, continuation in chosen], self.row_tokens
+                [context + continuation[:-1] for _, context, continuation in shared_requests], self.row_tokens
             ):
-                of_row = self.answer_row(row, [chosen[number] for number in row.sequences])
-                for number, answer in zip(row.sequences, of_row, strict=True):
-                    answers[together[number]] = answer
-                    if (asked := chosen[number][0]) is not None:
-                        self.cache_hook.add_partial("loglikelihood", asked, answer)
+                row_answers = self.answer_row(row, [shared_requests[number] for number in row.sequences])
+                for number, answer in zip(row.sequences, row_answers, strict=True):
+                    answers[shared[number]] = answer
+                    if (texts := shared_requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(1)
             bar.close()
             return [answers[number] for number in range(len(requests))]
 
-        def answer_row(self, row: SharedRow, requests: Sequence[AskedTokens]) -> list[tuple[float, bool]]:
-            """One batch: log-probability in nats of each continuation, and whether it is what the model would say."""
+        def answer_row(self, row: SharedRow, requests: Sequence[RequestTokens]) -> list[tuple[float, bool]]:
+            """Compute one batch: the log-probability of each continuation in nats, and whether it is the argmax."""
             import torch
 
-            wanted = [
+            target_indices = [
                 path[-len(continuation) :] for path, (_, _, continuation) in zip(row.paths, requests, strict=True)
             ]
-            places = np.unique(np.concatenate(wanted))
-            logits = self.row_logits(row, places)
-            found = []
-            for at, (_, _, continuation) in zip(wanted, requests, strict=True):
-                of_it = logits[torch.from_numpy(np.searchsorted(places, at)).to(logits.device)].float()
-                said = torch.tensor(continuation, device=logits.device)
-                likely = of_it.gather(1, said[:, None])[:, 0] - of_it.logsumexp(1)
-                found.append((float(likely.sum()), bool((of_it.argmax(1) == said).all())))
-            return found
+            indices = np.unique(np.concatenate(target_indices))
+            logits = self.row_logits(row, indices)
+            results = []
+            for at, (_, _, continuation) in zip(target_indices, requests, strict=True):
+                target_logits = logits[torch.from_numpy(np.searchsorted(indices, at)).to(logits.device)].float()
+                targets = torch.tensor(continuation, device=logits.device)
+                log_probabilities = target_logits.gather(1, targets[:, None])[:, 0] - target_logits.logsumexp(1)
+                results.append((float(log_probabilities.sum()), bool((target_logits.argmax(1) == targets).all())))
+            return results
 
-        def row_logits(self, row: SharedRow, places: Any) -> torch.Tensor:
-            """Logits after the tokens at ``places``, ``[places, vocabulary]``."""
+        def row_logits(self, row: SharedRow, indices: Any) -> torch.Tensor:
+            """Return the logits after the tokens at ``indices``, ``[indices, vocabulary]``."""
             import torch
 
-            kept = torch.from_numpy(places).to(self.device)
+            logit_indices = torch.from_numpy(indices).to(self.device)
             with torch.inference_mode():
-                out = self.model(**row_inputs(self.model, row), use_cache=False, logits_to_keep=kept)
+                out = self.model(**row_inputs(self.model, row), use_cache=False, logits_to_keep=logit_indices)
             return out.logits[0]  # type: ignore[no-any-return]  # transformers' outputs are untyped here
 
         def _model_generate(
@@ -124,45 +125,47 @@ def shared_prefix_type() -> type[Any]:
             max_length: int,
             stop: list[str],
             attention_mask: torch.Tensor | None = None,
-            **how: Any,
+            **settings: Any,
         ) -> torch.Tensor:
-            written = self._written(context, max_length, stop, attention_mask, **how)
+            written = self._generate_batch(context, max_length, stop, attention_mask, **settings)
             begin = context.shape[1]
-            ends = {*self._eos, *np.atleast_1d(how.get("eos_token_id") or []).tolist()}
+            ends = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
             self.answer_ends = deque(
                 answer_end(row, ends, stop, self._texts, max_length - begin) for row in written[:, begin:].tolist()
             )
             return written
 
-        def _written(
+        def _generate_batch(
             self,
             context: torch.Tensor,
             max_length: int,
             stop: list[str],
             attention_mask: torch.Tensor | None,
-            **how: Any,
+            **settings: Any,
         ) -> torch.Tensor:
             """Return the prompts of a batch with their answers, ``[prompts, length]``."""
             write = super()._model_generate
-            apart = not {name for name, value in how.items() if value} - _DRAWN and self._writes
-            if not apart or attention_mask is None or max_length > min(self.max_length, self._longest):
-                told = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
-                return write(context, **told, **how)  # type: ignore[no-any-return]
-            kept = read_apart(self.model, context, attention_mask, self.row_tokens)
+            is_supported = (
+                not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
+            )
+            if not is_supported or attention_mask is None or max_length > min(self.max_length, self._max_shareable):
+                arguments = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
+                return write(context, **arguments, **settings)  # type: ignore[no-any-return]
+            cache = cache_prompts(self.model, context, attention_mask, self.row_tokens)
 
-            def go_on(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
-                told = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": kept}
-                return write(ids, **told, **how)  # type: ignore[no-any-return]
+            def generate_to(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
+                arguments = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": cache}
+                return write(ids, **arguments, **settings)  # type: ignore[no-any-return]
 
-            if how.get("do_sample"):  # What one sequence is given by chance depends on who is there.
-                return go_on(context, attention_mask, max_length)
+            if settings.get("do_sample"):  # random draws depend on the other sequences in the batch
+                return generate_to(context, attention_mask, max_length)
             ends = self._eos
 
             def is_done(ids: list[int]) -> bool:
                 return not ends.isdisjoint(ids) or any(end in self.tok_decode(ids) for end in stop if end)
 
             padding = self.tokenizer.pad_token_id
-            return write_in_stretches(go_on, is_done, kept, context, attention_mask, max_length, padding)
+            return generate_in_steps(generate_to, is_done, cache, context, attention_mask, max_length, padding)
 
         @property
         def _eos(self) -> set[int]:
@@ -170,29 +173,29 @@ def shared_prefix_type() -> type[Any]:
             return set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
 
         def _texts(self, ids: list[int]) -> tuple[str, str]:
-            """Text of an answer as generation compares it with stop strings, and as it is scored."""
+            """Return the text of an answer as generation compares it with stop strings, and as it is scored."""
             return self.tok_decode(ids, skip_special_tokens=False), self.tok_decode(ids)
 
         @property
         def row_tokens(self) -> int:
-            return int(self.batch_size) * _TOKENS_A_REQUEST
+            return int(self.batch_size) * _TOKENS_PER_REQUEST
 
-        def _may_share(self, request: AskedTokens) -> bool:
+        def _may_share(self, request: RequestTokens) -> bool:
             _, context, continuation = request
             length = len(context) + len(continuation) - 1
-            return length <= min(self.max_length, self._longest) and self._shares
+            return length <= min(self.max_length, self._max_shareable) and self._shares_exactly
 
         @cached_property
-        def _longest(self) -> int:
-            return longest_alike(self.model.config.to_dict())
+        def _max_shareable(self) -> int:
+            return max_shared_length(self.model.config.to_dict())
 
         @cached_property
-        def _shares(self) -> bool:
+        def _shares_exactly(self) -> bool:
             return shares_exactly(self)
 
         @cached_property
-        def _writes(self) -> bool:
-            return self._shares and writes_exactly(self)
+        def _writes_exactly(self) -> bool:
+            return self._shares_exactly and writes_exactly(self)
 
     return SharedPrefixLM
 
@@ -207,34 +210,34 @@ def answer_end(
     """Return how one answer of a batch ended.
 
     Args:
-        ids: Tokens generated after the prompt. What follows the end of the answer is ignored: padding, or tokens that
-            were generated because other answers of the batch were not done.
+        ids: Tokens generated after the prompt. Tokens after the end of the answer are ignored: padding, or tokens that
+            were generated because other answers of the batch were not finished.
         eos: Tokens that end an answer.
         stop: Texts that end an answer.
-        texts: Decodes tokens, in each way in which ``stop`` is looked for.
-        budget: Largest number of tokens of an answer.
+        texts: Decodes tokens in each way in which stop strings are searched.
+        budget: Largest number of tokens in an answer.
     """
     last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
     before = list(ids if last is None else ids[: last - 1])
 
     def has_stopped(count: int) -> bool:
-        return any(one in text for text in texts(before[:count]) for one in stop if one)
+        return any(string in text for text in texts(before[:count]) for string in stop if string)
 
     if has_stopped(len(before)):
         return AnswerEnd("stop", bisect_left(range(len(before)), True, key=has_stopped))
     if last is not None:
         return AnswerEnd("eos", last)
-    # A batch that ends before its budget has no open answer: transformers has criteria of its own, such as max_time.
+    # A batch that ends before its budget has no unfinished answer: transformers has other criteria, such as max_time.
     return AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
 
 
-def longest_alike(config: Mapping[str, Any]) -> int:
-    """Tokens up to which every layer of a network sees all that came before, and turns by its position alone."""
+def max_shared_length(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
     text = config.get("text_config") or config
     limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    if any((kind.get("rope_type") or kind.get("type")) in _BY_LENGTH for kind in kinds):
+    if any((kind.get("rope_type") or kind.get("type")) in _LENGTH_DEPENDENT for kind in kinds):
         own = text.get("original_max_position_embeddings") or next(
             (kind["original_max_position_embeddings"] for kind in kinds if "original_max_position_embeddings" in kind),
             text.get("max_position_embeddings"),
@@ -244,58 +247,57 @@ def longest_alike(config: Mapping[str, Any]) -> int:
 
 
 def shares_exactly(lm: Any) -> bool:
-    """Whether sequences in one row have the logits that each has alone, whatever stands beside them."""
+    """Return whether sequences in a row have the same logits as each sequence alone."""
     import torch
 
     if lm.model.config.get_text_config().vocab_size <= 16:
         return False
-    one, *others = ([*TRIED_WITH, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
-    seen = []
+    first, *others = ([*PROBE_TOKENS, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
+    in_rows = []
     try:
         for other in others:
-            (row,) = token_rows([one, other], 64)
+            (row,) = token_rows([first, other], 64)
             path = row.paths[row.sequences.index(0)]
-            seen.append(lm.row_logits(row, path[-4:]).float())
+            in_rows.append(lm.row_logits(row, path[-4:]).float())
         with torch.inference_mode():
-            whole = lm.model(torch.tensor([one], device=lm.device), use_cache=False).logits[0]
+            logits = lm.model(torch.tensor([first], device=lm.device), use_cache=False).logits[0]
     except _REFUSALS:
-        return False  # It takes no such mask, no positions, no choice of logits.
-    together, again = seen
-    alone = whole[-4:].float()
-    return _alike(together, alone, whole.dtype) and _alike(together, again, whole.dtype)
+        return False  # the network does not support such a mask, positions, or a selection of logits
+    with_second, with_third = in_rows
+    alone = logits[-4:].float()
+    return _are_close(with_second, alone, logits.dtype) and _are_close(with_second, with_third, logits.dtype)
 
 
 def writes_exactly(lm: Any) -> bool:
-    """Whether what is written after prompts that were read apart is what is written after whole ones."""
+    """Return whether the logits after prompts with a shared cache are the same as after whole prompts."""
     import torch
 
     usual = lm.model.generation_config
     if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
-        return False  # Several sequences for each prompt, another cache, or tokens that are counted from the prompt.
-    prompts = [[*TRIED_WITH * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
+        return False  # several sequences per prompt, another cache, or token counts that start at the prompt
+    prompts = [[*PROBE_TOKENS * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
     longest = max(map(len, prompts))
     tokens, mask = (
         torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=lm.device)
         for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
     )
     try:
-        kept = read_apart(lm.model, tokens, mask, 64)
+        cache = cache_prompts(lm.model, tokens, mask, 64)
         positions = mask.sum(1, keepdim=True) - 1
         with torch.no_grad():
-            told = {"position_ids": positions, "attention_mask": mask, "past_key_values": kept}
-            written = lm.model(tokens[:, -1:], **told, use_cache=True).logits[:, -1]
+            arguments = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+            written = lm.model(tokens[:, -1:], **arguments, use_cache=True).logits[:, -1]
             alone = [lm.model(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1] for ids in prompts]
     except _REFUSALS:
-        return False  # It keeps something else of what it has read.
-    return _alike(written, torch.stack(alone), written.dtype)
+        return False  # the network keeps another kind of state
+    return _are_close(written, torch.stack(alone), written.dtype)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits are equal but for what the order of sums moves the last places by, through many layers; another
-    position moves far more."""
+def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether logits are equal up to rounding errors of many layers; a wrong position moves them far more."""
     import torch
 
-    if one.shape != other.shape:
+    if actual.shape != expected.shape:
         return False
-    bound = math.sqrt(torch.finfo(dtype).eps) * float(other.float().std())
-    return bool((one.float() - other.float()).abs().max() <= bound)
+    bound = math.sqrt(torch.finfo(dtype).eps) * float(expected.float().std())
+    return bool((actual.float() - expected.float()).abs().max() <= bound)

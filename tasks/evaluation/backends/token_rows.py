@@ -1,8 +1,8 @@
-"""Sequences of tokens laid into rows, in which a beginning that several of them share stands once.
+"""Pack token sequences into rows in which a shared prefix occurs once.
 
-A row is a tree written flat: each token sees its ancestors and nothing else, at the position that it has in its own
-sequence. So the examples before a task's questions, a question before its answers, an answer that begins as another
-does are read once a row, whoever shares them, and nothing is padded::
+A row is a flattened tree. Each token attends only to its ancestors and has the position that it has in its own
+sequence. The network therefore processes few-shot examples, the question before several answers, and the common
+beginning of several answers once per row, and nothing is padded::
 
     the sky is blue        tokens     the sky is blue red the sea is
     the sky is red    →    positions   0   1   2   3   3   1 ...
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# A row may be so many times as long as a sequence that shares more than half of itself with the one before it.
+# A row may be this many times as long as a sequence that shares more than half of its tokens with the previous one.
 _LONGER = 3
 
 
@@ -30,11 +30,11 @@ class SharedRow:
     """One row.
 
     Args:
-        tokens: Ids, ``[length]``.
-        positions: Of each in its own sequence, ``[length]``.
-        sees: Whether the token at the first index sees that at the second, ``[length, length]``.
-        sequences: Numbers of the sequences that lie in it.
-        paths: Of each of them, where its tokens stand.
+        tokens: Token ids, ``[length]``.
+        positions: Position of each token in its own sequence, ``[length]``.
+        sees: Whether the token at the first index attends to the token at the second, ``[length, length]``.
+        sequences: Indices of the sequences in the row.
+        paths: Indices of the tokens of each of these sequences in the row.
     """
 
     tokens: NDArray[np.int64]
@@ -45,12 +45,14 @@ class SharedRow:
 
 
 def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[SharedRow]:
-    """Rows in which every sequence lies once, in the order of their tokens, so that those that share most are
-    neighbours. What is left of the sequences after any row is laid as it would have been.
+    """Pack sequences into rows, sorted by their tokens, so that sequences with a long shared prefix are neighbors.
+
+    Each sequence occurs in exactly one row. Packing the sequences that remain after any row yields the same further
+    rows.
 
     Args:
-        sequences: Of ids; none is empty.
-        length: Tokens of a row, where a single sequence is not longer, nor a few that share most of themselves.
+        sequences: Token ids; no sequence may be empty.
+        length: Number of tokens in a row. A single sequence, or a few that share most of their tokens, may exceed it.
     """
     order = sorted(range(len(sequences)), key=lambda number: (tuple(sequences[number]), number))
     row: list[int] = []
@@ -60,19 +62,19 @@ def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[Shar
         shared = shared_beginning(sequences[row[-1]], sequence) if row else 0
         most = max(length, _LONGER * len(sequence)) if 2 * shared > len(sequence) else length
         if row and size + len(sequence) - shared > most:
-            yield _laid(row, sequences)
+            yield _pack(row, sequences)
             row, size, shared = [], 0, 0
         row.append(number)
         size += len(sequence) - shared
     if row:
-        yield _laid(row, sequences)
+        yield _pack(row, sequences)
 
 
 def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.Tensor | None]:
-    """A row as a network of transformers takes it, behind ``start`` tokens that it has kept, which all of it sees."""
+    """Return a row as inputs of a transformers network, after ``start`` cached tokens that the whole row sees."""
     import torch
 
-    mask = None  # of a sequence alone: what networks are quickest at
+    mask = None  # for a single sequence, for which networks are fastest
     if len(row.sequences) > 1:
         sees = torch.from_numpy(np.pad(row.sees, ((0, 0), (start, 0)), constant_values=True)).to(network.device)
         dtype = next(network.parameters()).dtype
@@ -85,19 +87,19 @@ def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.
     }
 
 
-def shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences have in common before they differ."""
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that two sequences share before they differ."""
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
-            return place
-    return min(len(one), len(other))
+            return index
+    return min(len(first), len(second))
 
 
-def _laid(numbers: Sequence[int], sequences: Sequence[Sequence[int]]) -> SharedRow:
+def _pack(numbers: Sequence[int], sequences: Sequence[Sequence[int]]) -> SharedRow:
     tokens: list[int] = []
     positions: list[int] = []
     paths: list[NDArray[np.int64]] = []
-    begins: list[tuple[int, int]] = []  # of each sequence: where its own tokens begin, and how many it shares
+    begins: list[tuple[int, int]] = []  # for each sequence: index of its first own token, number of shared tokens
     for number in numbers:
         sequence = sequences[number]
         shared = shared_beginning(sequences[numbers[len(paths) - 1]], sequence) if paths else 0

@@ -1,4 +1,4 @@
-"""``vllm``: vLLM in this process, which needs it installed beside mergegate."""
+"""Backend ``vllm``: vLLM in the scoring process, which requires both packages in one environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VllmSettings(BaseModel):
-    """How vLLM runs a model, in a profile under ``evaluate.vllm``."""
+    """Settings for running a model with vLLM, in a profile under ``evaluate.vllm``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,7 +40,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 
 def _engine_of(model: Model, scoring: BackendScoring) -> Any:
-    """lm-eval's vLLM; the engine stays for the next part, and dies with its process."""
+    """Return lm-eval's vLLM model. The engine stays loaded for the next part and ends with the process."""
     global _engine
     if _engine is not None and _engine[0] == (model.digest, scoring):
         return _engine[1]
@@ -55,7 +55,7 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
         ) from error
 
     class EndsRecorded(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """Records how answers ended."""
+        """lm-eval's vLLM model, which also records how answers ended."""
 
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super()._model_generate(*args, **kwargs)
@@ -76,7 +76,7 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
             trust_remote_code=model.runs_code,
         )
     except Exception as error:
-        # An engine that does not start says so with whatever its many layers raise.
+        # The many layers of an engine raise exceptions of many types.
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
             f"{model.name} ({model.directory})",
@@ -91,7 +91,7 @@ def _end_of(output: Any, limit: int | None) -> AnswerEnd:
     """Return how one of vLLM's answers ended; ``limit`` is the largest number of its tokens."""
     answer = output.outputs[0]
     tokens = len(answer.token_ids)
-    if answer.finish_reason == "stop":  # by a text, or by the token of None (the model's own) or of a number
+    if answer.finish_reason == "stop":  # stop_reason is a text, a token id, or None for the model's own end token
         return AnswerEnd("stop" if isinstance(answer.stop_reason, str) else "eos", tokens)
     if answer.finish_reason == "length":
         return AnswerEnd("context" if limit is not None and tokens < limit else "length", tokens)
@@ -104,7 +104,7 @@ BACKEND = Backend(
     _opened,
     settings="vllm",
     libraries=("vllm",),
-    frees_memory=False,  # an engine's workers and caches outlive it
+    frees_memory=False,  # workers and caches of an engine outlive it
     draws_progress=("lm_eval.models.vllm_causallms",),
     computes_in=("_model_generate",),
 )
