@@ -223,8 +223,8 @@ class PublishTarget(BaseModel, ABC):
             hashes: Cached sha256 digests of files that were read before.
 
         Raises:
-            Refused: The version exists with different content, a source file is not what was gated, the target's head
-                is not ``expected_head``, or the target rejects the request.
+            Refused: The version exists with different content, a source file has changed since the gate, the target's
+                head is not ``expected_head``, or the target rejects the request.
         """
 
     @classmethod

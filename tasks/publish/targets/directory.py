@@ -6,8 +6,8 @@
     releases/demo/latest             a symlink to the current version; it moves in one step
     releases/demo/production         an alias: another symlink, to the version that was promoted
 
-A version is written to a temporary directory next to its final name. Every byte is hashed on the way and compared with
-what was gated, and everything is fsynced. Then one rename makes the version visible and another moves ``latest``.
+A version is written to a temporary directory next to its final name. Every file is hashed on the way, compared with the
+gated one, and fsynced. Then one rename makes the version visible and another moves ``latest``.
 Running again repairs a run that was killed in between. A run with nothing new changes nothing.
 """
 
@@ -142,7 +142,7 @@ class DirectoryTarget(PublishTarget):
 
     @classmethod
     def open(cls, reference: str) -> DirectoryRelease | None:
-        """Open the directory ``reference``, whatever its content."""
+        """Open the directory ``reference`` without reading it."""
         return DirectoryRelease(directory) if (directory := Path(reference)).is_dir() else None
 
 

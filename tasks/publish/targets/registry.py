@@ -59,7 +59,7 @@ def _name(target: object) -> str:
 
 
 def find_release(reference: str) -> PublishedRelease:
-    """Open the release that a user's reference names, at whatever target. A local directory takes precedence.
+    """Open the release that a user's reference names, at any target. A local directory takes precedence.
 
     Raises:
         InvalidInput: There is no such release.

@@ -59,7 +59,7 @@ def read_tag(repo: str, name: str, access: HubAccess) -> str | None:
 
 
 def version_on(tags: Mapping[str, str], name: str) -> str | None:
-    """Return the version that an alias means: another tag on its commit, preferably one that cannot be an alias.
+    """Return the version that an alias means: another tag on its commit. Tags that cannot be aliases come first.
 
     Args:
         tags: Commit of every tag, by name.

@@ -90,7 +90,7 @@ def publish_hub(
 
     Raises:
         Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
-            not answer, or does not store what was sent.
+            not answer, or does not store the files.
     """
     desired = DesiredState(version, {file.name: _desired_file(file) for file in files}, visibility, gated)
     connection = _Connection(access, repo, desired, {file.name: file for file in files}, hashes, on_progress)
@@ -135,7 +135,7 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 class _NotStored(RuntimeError):
-    """The Hub accepted a step, but its listing has not changed."""
+    """The Hub accepted a step without changing its listing."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _desired_file(file: ReleaseFile) -> DesiredFile:
 
 
 def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
-    """Raise Refused if the source is not what was gated. The Hub's hash of what arrives is checked later."""
+    """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
     if isinstance(file.source, bytes):
         return
     actual = hashes.sha256(file.source, trust=False) if file.source.is_file() else "nothing there"

@@ -1,12 +1,12 @@
 """Decide the next step from the state of a Hub repository to a complete release, as a pure function.
 
-A publication is this function in a loop: read the state, decide, take one step, read again. Whatever happens in between
-(a lost answer, a kill, a second publisher) is another state to start from. Nothing is remembered between steps, and
-running again is always correct. The order of the steps guarantees:
+A publication is this function in a loop: read the state, decide, take one step, read again. A lost answer, a kill or a
+second publisher just leads to another state to start from. The loop keeps no memory between steps, so running again is
+always correct. The order of the steps guarantees:
 
 * ``main`` moves in one commit, from the complete old release to the complete new one.
 * That commit is guarded by the head it was decided on, so it never overwrites a release by another publisher.
-* A tag is created once, on a commit whose content was compared with what was gated, and it never moves.
+* A tag is created once, on a commit whose content was compared with the gated files, and it never moves.
 * A new repository is not visible to outsiders before its release is complete.
 """
 
@@ -30,7 +30,7 @@ WRITTEN_BY_HUB = frozenset({".gitattributes"})
 
 @dataclass(frozen=True)
 class DesiredFile:
-    """A file as it was gated. ``blob`` is None if the file is too large for a plain git blob."""
+    """A gated file. ``blob`` is None for files too large for a plain git blob."""
 
     size: int
     sha256: str
@@ -80,7 +80,7 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class ObservedState:
-    """The repository's state. ``main`` is None if the repository or its branch ``main`` does not exist."""
+    """The repository's state. Without a repository or a branch ``main``, ``main`` is None."""
 
     exists: bool
     private: bool = True
@@ -94,7 +94,7 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class CreateRepository:
-    """Create the repository as private, whatever the profile says, so that no one sees an incomplete release."""
+    """Create the repository. It starts as private even for a public release, to hide incomplete files."""
 
 
 @dataclass(frozen=True)

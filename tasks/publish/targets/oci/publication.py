@@ -1,6 +1,6 @@
 """Publish to an OCI registry: content-addressed blobs, one manifest, a tag for the version, and the moving ``latest``.
 
-The digest of the manifest identifies the release: the same files give the same digest, whoever publishes them. A
+The digest of the manifest identifies the release: the same files give the same digest for every publisher. A
 registry rejects a manifest whose blobs are missing and a blob whose hash differs from its name, so a tag always leads
 to a complete release.
 
@@ -144,8 +144,8 @@ def publish_oci(
         Digest of the manifest, and whether anything changed.
 
     Raises:
-        Refused: The version exists with different content, ``latest`` has moved, a source file is not what was gated,
-            or the registry rejects a request, does not answer, or does not store what was sent.
+        Refused: The version exists with different content, ``latest`` has moved, a source file has changed since the
+            gate, or the registry rejects a request, does not answer, or does not store the files.
     """
     content = release_manifest(version, {file.name: (file.size, file.sha256) for file in files})
     digest, changed, previous = digest_of(content), False, ""

@@ -1,7 +1,7 @@
 """Access a repository of an OCI registry by the distribution specification 1.1: a dozen requests and no client library.
 
-Credentials are those that ``docker login`` (or ``oras login``) wrote to ``$DOCKER_CONFIG/config.json``. They are sent
-to the registry, or to the token service that the registry names, and only over TLS or the loopback interface.
+Credentials come from ``$DOCKER_CONFIG/config.json``, where ``docker login`` or ``oras login`` stored them. They are
+sent to the registry, or to the token service that the registry names, and only over TLS or the loopback interface.
 """
 
 from __future__ import annotations

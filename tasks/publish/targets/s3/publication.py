@@ -54,7 +54,7 @@ _MAX_PARTS = 10_000
 _PARALLEL_FILES = 4
 _IN_MEMORY = 8 << 20
 _ROUNDS = 20
-# Objects that no pointer names and that have not changed for this long belong to an abandoned run.
+# Objects older than this that are missing from the pointer belong to an abandoned run.
 _ABANDONED = timedelta(days=7)
 _log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def publish_s3(
         Whether anything changed.
 
     Raises:
-        Refused: The version exists with different content, the pointer has moved, a source file is not what was gated,
-            or the store rejects a request, does not answer, does not store what was sent, or ignores write guards.
+        Refused: The version exists with different content, the pointer has moved, a source file has changed since the
+            gate, or the store rejects a request, does not answer, does not store the files, or ignores write guards.
         InvalidInput: Credentials are missing.
     """
     desired = DesiredVersion(version, {file.name: (file.size, file.sha256) for file in files})
@@ -248,10 +248,10 @@ class _Publication:
         )
 
     def send_file(self, file: ReleaseFile, sent: Callable[[int], None]) -> None:
-        """Send one object, and compare it with what was gated while it is read.
+        """Send one object, and compare it with the gated file while it is read.
 
         Raises:
-            Refused: The source file is not what was gated.
+            Refused: The source file has changed since the gate.
         """
         if file.size > self.whole_up_to:
             self.send_in_parts(file, sent)
@@ -321,7 +321,7 @@ class _Publication:
                 raise  # 404: the upload may have been completed; the next read of the state tells
 
     def move(self, pointer: Pointer, head: str) -> None:
-        """Write the pointer if it has not changed. If another publisher was faster, the next read shows it."""
+        """Write the pointer unless it has changed. If another publisher was faster, the next read shows it."""
         guard = {"IfNoneMatch": "*"} if head == NOTHING_THERE else {"IfMatch": head}
         content = pointer.model_dump_json(indent=1).encode()
         try:

@@ -1,6 +1,6 @@
 """Read releases from a bucket: download the current or an earlier one, or open one by name to verify it.
 
-Verification downloads only objects for which the store has no sha256, that is, those that were uploaded in parts.
+Verification downloads only objects without a sha256 in the store, that is, objects that were uploaded in parts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def download_named(location: S3Location, version: str) -> CurrentRelease | None:
 
     Raises:
         InvalidInput: There is no such version.
-        Refused: The store is unavailable, or its content differs from what was published.
+        Refused: The store is unavailable, or its content differs from the published files.
     """
     stored = in_words(location, read_pointer, location)
     if stored is None:
