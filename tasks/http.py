@@ -1,13 +1,13 @@
-"""Servers that speak JSON over HTTP: one way to ask them, and one policy of what is asked again, when and how often.
+"""Talk to JSON servers over HTTP: one client, and one policy for which requests are retried, when and how often.
 
 ::
 
     with JsonClient("http://localhost:8000/v1", timeout=120, key=key) as client:
-        answer = retrying(6)(client.request, "/chat/completions", body)        # what may pass is waited for
-        answer = client.request("/health")                                     # asked once, whatever comes
+        answer = retry_transient(6)(client.request, "/chat/completions", body)  # retries transient errors
+        answer = client.request("/health")                                      # sends one request
 
-The key goes into one header and into no message. Nothing here knows what is asked or what an answer means: that is its
-user's (``tasks.judge.server``, ``tasks.serve.client``). The Hub has a client of its own, and shares the policy.
+The API key is sent in one header and never appears in a message. This module does not interpret requests or answers;
+its callers do (``tasks.judge.server``, ``tasks.serve.client``). The Hub has its own client and shares the retry policy.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mergegate.merge_core.wording import detail
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying
 
-# The request was in order, and the same one may be answered a moment later: a timeout on the way, too early, too many
-# requests, a server that is sick, restarting or overloaded.
+# The request is valid and may succeed later: a timeout in transit, too early, too many requests, or a server that is
+# failing, restarting or overloaded.
 TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-_LONGEST_MESSAGE = 200  # characters
+_MAX_MESSAGE_LENGTH = 200  # characters
 
 
 def plain_address(url: str) -> str:
-    """``url``, if it is the address of a server and holds no secret; for validators of settings.
+    """Return ``url`` if it is a server address without credentials. For validators of settings.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: The URL is not an HTTP address or contains credentials.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -53,22 +53,22 @@ def plain_address(url: str) -> str:
 
 
 class Unreachable(Exception):
-    """No answer: nobody listens, the connection broke, or it took too long."""
+    """The server gave no answer: the connection failed or broke, or the request timed out."""
 
-    def __init__(self, why: str, *, late: bool = False) -> None:
-        super().__init__(why)
-        self.late = late  # somebody is there, but does not answer
+    def __init__(self, reason: str, *, late: bool = False) -> None:
+        super().__init__(reason)
+        self.late = late  # the request timed out: a server is listening but does not answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, whatever its status.
+    """An answer of a server, with any status.
 
     Args:
-        status: Of HTTP.
-        body: Parsed JSON; where it is none, the text.
-        message: What an error says, on one line, shortened and without the key.
-        retry_after: The header of that name, or nothing.
+        status: HTTP status.
+        body: Parsed JSON, or the text if it is not JSON.
+        message: Error message on one line, shortened and without the key.
+        retry_after: Value of the ``Retry-After`` header, or an empty string.
     """
 
     status: int
@@ -78,31 +78,31 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the status says so."""
+        """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
     @property
     def complaint(self) -> str:
-        """Status and message: ``HTTP 503 no workers``."""
+        """Status and message, such as ``HTTP 503 no workers``."""
         return f"HTTP {self.status} {self.message}".strip()
 
 
 class JsonClient:
-    """Requests to one server, by any number of threads. A context manager: it closes its connections.
+    """A thread-safe client of one server. As a context manager, it closes its connections.
 
     Args:
-        url: What every path is appended to.
-        timeout: Seconds that may pass without a byte.
-        key: Sent as a bearer token, if there is one.
-        connections: How many are kept and used again; 0: a new one for each request, as a server wants it that may be
-            gone by the next.
+        url: Base URL to which every path is appended.
+        timeout: Longest time without a byte, in seconds.
+        key: Bearer token. Default: no token.
+        connections: Number of connections that are kept open for reuse. 0: a new connection for each request, which
+            suits servers that may be gone by the next one.
     """
 
     def __init__(self, url: str, timeout: float, key: str = "", *, connections: int = 0) -> None:
         import httpx
 
         self._url, self._timeout, self._key = url.rstrip("/"), timeout, key
-        trust_env = not _is_loopback(url)  # a proxy of the environment does not know our loopback
+        trust_env = not _is_loopback(url)  # a proxy cannot reach this machine's loopback interface
         self._http = httpx.Client(
             verify=_certificates(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -118,14 +118,14 @@ class JsonClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the open connections."""
         self._http.close()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """GET, or POST of ``body``.
+        """Send GET, or POST with ``body``, and return the answer.
 
         Raises:
-            Unreachable: when there is no answer.
+            Unreachable: The server gave no answer.
         """
         import httpx
 
@@ -144,14 +144,16 @@ class JsonClient:
         parsed = _parsed(response.content)
         message = _message(parsed) or response.reason_phrase
         if self._key:
-            message = message.replace(self._key, "***")  # some servers repeat it
-        return Answer(response.status_code, parsed, message[:_LONGEST_MESSAGE], response.headers.get("retry-after", ""))
+            message = message.replace(self._key, "***")  # some servers echo the key
+        return Answer(
+            response.status_code, parsed, message[:_MAX_MESSAGE_LENGTH], response.headers.get("retry-after", "")
+        )
 
 
 def is_transient(error: BaseException, statuses: Collection[int] = TRANSIENT_STATUSES) -> bool:
-    """Whether what failed may succeed when it is asked again: silence, or a status among ``statuses``.
+    """Return whether a failed request may succeed later: there was no answer, or a status in ``statuses``.
 
-    The error decides that says most: the first with a status among it, what it was raised from, and so on.
+    The first exception with a status decides, starting from ``error`` and following its causes.
     """
     chain = exception_chain(error)
     for cause in chain:
@@ -168,14 +170,15 @@ def retry_transient(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
 ) -> Retrying:
-    """What calls a function up to ``attempts`` times, until it neither raises what may pass nor returns an ``Answer``
-    with one of ``statuses``; the last attempt's answer is returned, or its error raised.
+    """Return a retry policy that calls a function up to ``attempts`` times.
 
-    Waits are of 1, 2, 4, … seconds, or what ``Retry-After`` asks for where that is longer; never more than a minute.
+    It retries transient exceptions and ``Answer`` values with one of ``statuses``. After the last attempt, it returns
+    the answer or raises the exception. Waits are 1, 2, 4, … seconds, or as long as ``Retry-After`` asks if that is
+    longer, and never more than a minute.
 
     Args:
-        transient: Which errors are tried again.
-        sleep, now: Of ``time``; given in by whoever will not wait.
+        transient: Predicate for exceptions that are retried.
+        sleep, now: Replacements for the functions of ``time``, for tests that do not wait.
     """
     import tenacity
 
@@ -184,8 +187,8 @@ def retry_transient(
     def wait(state: RetryCallState) -> float:
         outcome = state.outcome
         answer = outcome.result() if outcome is not None and not outcome.failed else None
-        asked_for = seconds_asked_for(answer.retry_after, now()) if isinstance(answer, Answer) else 0.0
-        return min(max(doubling(state), asked_for), LONGEST_WAIT_S)
+        requested = retry_after_seconds(answer.retry_after, now()) if isinstance(answer, Answer) else 0.0
+        return min(max(doubling(state), requested), LONGEST_WAIT_S)
 
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),
@@ -197,8 +200,8 @@ def retry_transient(
     )
 
 
-def seconds_asked_for(retry_after: str, now: float) -> float:
-    """Seconds in a ``Retry-After``, which may be a number or a date (RFC 9110, 10.2.3); 0 where it is neither."""
+def retry_after_seconds(retry_after: str, now: float) -> float:
+    """Return the wait that a ``Retry-After`` header asks for: a number or a date (RFC 9110, 10.2.3), or else 0."""
     with suppress(ValueError):
         return float(retry_after)
     with suppress(ValueError, TypeError):
@@ -207,18 +210,18 @@ def seconds_asked_for(retry_after: str, now: float) -> float:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error of any client is about."""
+    """Return the HTTP status of an exception of any client, or None."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def exception_chain(error: BaseException | None) -> list[BaseException]:
-    """The error, what it was raised from, and so on."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
+    """Return the exception, its cause, the cause of that, and so on."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__cause__
-    return found
+    return chain
 
 
 def _last_outcome(state: RetryCallState) -> Any:
@@ -228,8 +231,9 @@ def _last_outcome(state: RetryCallState) -> Any:
 
 @cache
 def _certificates(trust_env: bool, file: str | None, directory: str | None) -> SSLContext:
-    """Whom to trust, read once for the same environment: it takes longer than a question to a server that is starting,
-    which is asked ten times a second whether it is ready.
+    """Return the trusted certificates, cached per environment.
+
+    Loading them takes longer than a health check, and a starting server is checked ten times per second.
     """
     import httpx
 
@@ -244,7 +248,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def _message(body: Any) -> str:
-    """What an answer says, on one line: of an error in JSON its own message, else all of it."""
+    """Return the message of an answer on one line: the error message of JSON errors, or else the whole text."""
     if isinstance(body, Mapping):
         error = body.get("error", body)
         body = error.get("message", error) if isinstance(error, Mapping) else error

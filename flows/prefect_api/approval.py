@@ -115,7 +115,7 @@ def require_decision(
         Refused: when there is nobody to be asked, or who was asked did not answer.
     """
     pending = find_pending()
-    if pending.stands:
+    if pending.is_current:
         return None
     return request_decision(
         ApprovalRequest(content.name, pending, _summary(content, pending, report), settings.timeout_s)

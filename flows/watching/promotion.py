@@ -146,7 +146,7 @@ def tell_prefect(content: ShadowContent) -> None:
 def _pending(content: ShadowContent) -> PendingRelease:
     """What is asked about: an answer counts for this candidate alone."""
     asked = digest({"promote": content.candidate, "of": content.name})
-    return PendingRelease(content.candidate, asked, stands=False)
+    return PendingRelease(content.candidate, asked, is_current=False)
 
 
 def _summary(content: ShadowContent, page: Path) -> str:

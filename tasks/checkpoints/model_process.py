@@ -207,7 +207,7 @@ class _Place:
         deadline = time.monotonic() + question.limit if question.limit is not None else None
         with self.lock:
             while True:
-                if slot.given_up.is_set():
+                if slot.cancelled.is_set():
                     raise Cancelled
                 process = self._process_for(kind, any_models=any_models)
                 process.models |= models
@@ -252,7 +252,7 @@ class _Place:
                         expected="an answer within evaluate.time_limit" if question.limit else "progress, or an end",
                         remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
                     )
-                if slot.given_up.is_set():
+                if slot.cancelled.is_set():
                     raise Cancelled
                 if not holder.connection.poll(min(left, _LOOK_EVERY)):
                     if holder.process.alive or holder.connection.poll():

@@ -1,4 +1,4 @@
-"""Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
+"""Publish a release: define its files, and bring them to their target in one atomic step."""
 
 from mergegate.tasks.publish.approval import ApprovalSettings, PendingRelease
 from mergegate.tasks.publish.card_scores import escaped

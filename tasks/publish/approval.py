@@ -1,12 +1,12 @@
-"""What a person has to say yes to before it is published: the settings, and what exactly is asked.
+"""Define manual approval of a release: its settings, and the content that is approved.
 
 ::
 
     publish: {to: hub, repo: acme/support, approval: true}                    # within three days
     publish: {to: hub, repo: acme/support, approval: {timeout: 12 h}}
 
-What is asked names the release by the digest of everything that it consists of. An answer counts for that digest and
-for nothing else, and ``publish`` compares it once more with what it is about to publish.
+The question to the reviewer names the release by the digest of all its files. The answer is valid for that digest only,
+and ``publish`` compares the digest with the release again before it publishes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mergegate.tasks.store import merkle
 
 
 class ApprovalSettings(BaseModel):
-    """How a person is asked before a release is published."""
+    """Manual approval before a release is published."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,35 +31,35 @@ class ApprovalSettings(BaseModel):
 
     @property
     def timeout_s(self) -> float:
-        """The same in seconds."""
+        """Timeout in seconds."""
         return parse_duration(self.timeout, "timeout")
 
 
 @dataclass(frozen=True)
 class PendingRelease:
-    """A release as it would be published.
+    """A release that is ready to be published.
 
     Attributes:
-        version: What people will call it.
-        digest: 64 hex digits over the name, size and sha256 of every file of it.
-        stands: It is what is published there today: nothing would change.
+        version: Version name.
+        digest: 64 hex digits over the name, size and sha256 of every file.
+        is_current: Whether exactly this release is already the published one, so that nothing would change.
     """
 
     version: str
     digest: str
-    stands: bool
+    is_current: bool
 
 
 def release_digest(files: tuple[ReleaseFile, ...]) -> str:
-    """64 hex digits over everything that a release consists of."""
+    """Return a digest (64 hex digits) of all files of a release."""
     return merkle({file.name: (file.size, file.sha256) for file in files})
 
 
-def stands_in(directory: Path, files: tuple[ReleaseFile, ...]) -> bool:
-    """Whether the release in ``directory`` lists the very same files with the same hashes."""
-    ours = next((file.read() for file in files if file.name == SUMS), b"")
-    place = directory / SUMS
+def is_published_in(directory: Path, files: tuple[ReleaseFile, ...]) -> bool:
+    """Return whether the release in ``directory`` has the same files with the same hashes."""
+    expected = next((file.read() for file in files if file.name == SUMS), b"")
+    path = directory / SUMS
     try:
-        return bool(ours) and place.stat().st_size == len(ours) and place.read_bytes() == ours
+        return bool(expected) and path.stat().st_size == len(expected) and path.read_bytes() == expected
     except OSError:
         return False

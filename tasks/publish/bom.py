@@ -1,7 +1,7 @@
-"""The machine-learning bill of materials of a release: CycloneDX 1.6, as plain JSON.
+"""Write the machine-learning bill of materials of a release: CycloneDX 1.6, as plain JSON.
 
-Source: CycloneDX 1.6 specification (ECMA-424). One component, the merged model, with its parents as pedigree and its
-files as parts. No dates, no random serial number: the same release gives the same bytes.
+Source: CycloneDX 1.6 specification (ECMA-424). It has one component, the merged model, with the parents as its pedigree
+and the files as its parts. Without dates and random serial numbers, the same release gives the same bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ def bill_of_materials(
     parents: Sequence[PinnedCheckpoint],
     license: Mapping[str, object],
 ) -> str:
-    """``bom.json`` over ``files``.
+    """Return the content of ``bom.json`` for ``files``.
 
     Args:
-        license: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
+        license: License in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
     """
-    of_parent = {model.ref: model.licence for model in content.parents}
+    parent_licenses = {model.ref: model.licence for model in content.parents}
     model = {
         "type": "machine-learning-model",
         "bom-ref": "model",
         "name": content.name,
         "description": f"A merge made without training: {content.method}.",
         "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
-        "pedigree": {"ancestors": [_ancestor(parent, of_parent.get(parent.ref, "unknown")) for parent in parents]},
+        "pedigree": {
+            "ancestors": [_ancestor(parent, parent_licenses.get(parent.ref, "unknown")) for parent in parents]
+        },
         "modelCard": {
             "modelParameters": {"task": "text-generation"},
             "quantitativeAnalysis": {"performanceMetrics": _metrics(content)},
@@ -77,7 +79,7 @@ def _ancestor(parent: PinnedCheckpoint, license: str) -> dict[str, object]:
 
 
 def _license(name: str) -> dict[str, object]:
-    # By name, not by id: the Hub's identifiers are lower case and only partly SPDX's, and an id must be SPDX's.
+    # Use the name, not the id: an id must be an SPDX identifier, and the Hub's lowercase identifiers only partly match.
     return {"license": {"name": name}}
 
 

@@ -1,4 +1,4 @@
-"""The model card of a merge: metadata that the Hub understands, and a page that a person can decide by."""
+"""Write the model card of a merge: metadata for the Hub, and a page that helps readers decide about the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergegate.tasks.publish.card_scores import escaped, markdown_table, quality
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.serve import SERVED_AS_LORA
 
-# By kind of obligation: what this release does about it, and what is left for whoever passes the model on.
+# For each kind of obligation: what this release does about it, and what remains for anyone who redistributes the model.
 _DONE: dict[ObligationKind, str] = {
     "text": "The text is part of this release: {texts}.",
     "notice": "It stands in [NOTICE](NOTICE).",
@@ -40,12 +40,12 @@ _OPEN = "**Still to be done:** the text was not to be had. Put it beside the mod
 
 @dataclass(frozen=True)
 class Publication:
-    """What the card must know of where it will stand."""
+    """Facts about the publication that the card states."""
 
-    place: str  # what to name to mergegate: 'acme/demo' on the Hub, '.' in its directory
+    address: str  # reference to pass to mergegate: 'acme/demo' on the Hub, '.' in the release's directory
     signed: bool
-    device: str  # the kind on which it was merged
-    versions: Mapping[str, str]  # that decide the weights and the scores
+    device: str  # kind of device that computed the merge
+    versions: Mapping[str, str]  # libraries that determine the weights and the scores
 
 
 def model_card(
@@ -56,22 +56,22 @@ def model_card(
     files: Sequence[str],
     publication: Publication,
 ) -> str:
-    """README.md of the release. Deterministic: no dates, no paths of this machine.
+    """Return the content of README.md. Deterministic: it contains no dates and no local paths.
 
     Args:
-        missing: Obligations that the release does not fulfil: texts that somebody has to add by hand.
-        files: Names of the other files of the release, as far as they are known.
+        missing: Obligations that the release does not fulfill: license texts that a user must add by hand.
+        files: Names of the other files of the release that are known so far.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     sections = [
         f"# {escaped(content.name)}",
-        *_displayed(license),
+        *_display_notices(license),
         f"A merge made without training: {escaped(content.method)}. It was checked, evaluated and gated by mergegate "
         "before it was released. The evidence is in [report.html](report.html), where it comes from in "
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
-        *_needs_its_base(metadata, as_lora=content.served_as.startswith(SERVED_AS_LORA)),
+        *_adapter_section(metadata, as_lora=content.served_as.startswith(SERVED_AS_LORA)),
         f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_license(license, missing, files)}",
@@ -80,11 +80,11 @@ def model_card(
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _needs_its_base(metadata: CardMetadata, *, as_lora: bool) -> list[str]:
-    """Of an adapter: what it is, and how it is used.
+def _adapter_section(metadata: CardMetadata, *, as_lora: bool) -> list[str]:
+    """Return the section that explains what an adapter is and how to use it; empty for a full model.
 
     Args:
-        as_lora: Whether vLLM has served it as LoRA before it was released.
+        as_lora: Whether vLLM served it as LoRA before the release.
     """
     if metadata.get("library_name") != "peft":
         return []
@@ -94,8 +94,8 @@ def _needs_its_base(metadata: CardMetadata, *, as_lora: bool) -> list[str]:
     ]
 
 
-def _displayed(license: LicenseVerdict) -> list[str]:
-    """The lines that licences want to be seen: 'Built with Llama'."""
+def _display_notices(license: LicenseVerdict) -> list[str]:
+    """Return the lines that licenses require to be displayed, such as 'Built with Llama'."""
     lines = [item.text for item in license.combination.obligations if item.kind == "display"]
     return [f"**{escaped(line)}**" for line in dict.fromkeys(lines)]
 
@@ -109,28 +109,28 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     parts = [head + "\n".join(rows)]
     if license.ancestors:
         rows = [
-            f"| {escaped(one.name)} | {escaped(one.license)} | {f'`{one.revision}`' if one.revision else ''} |"
-            for one in license.ancestors
+            f"| {escaped(model.name)} | {escaped(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
+            for model in license.ancestors
         ]
         head = "Models that these were made from, as far as their cards say, with what they are licensed under:\n\n"
         parts.append(head + "| model | licence | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
     if license.unread:
-        names = ", ".join(f"{escaped(name)} ({escaped(why)})" for name, why in license.unread.items())
+        names = ", ".join(f"{escaped(name)} ({escaped(reason)})" for name, reason in license.unread.items())
         parts.append(f"Named by those cards, but not to be read: {names}.")
     return "\n\n".join(parts)
 
 
 def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
     combination = license.combination
-    why = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
-    parts = [f"**{escaped(license.result)}**" + (f": {escaped(why[0])}." if why else "")]
+    reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
+    parts = [f"**{escaped(license.result)}**" + (f": {escaped(reasons[0])}." if reasons else "")]
     if "LICENSE" in files:
         parts[0] += " The text is in [LICENSE](LICENSE)."
-    if asked := dict.fromkeys((*combination.obligations, *missing)):
+    if obligations := dict.fromkeys((*combination.obligations, *missing)):
         rows = "\n".join(
             f"| {escaped(item.text)} | {escaped(', '.join(item.because))} | "
             + (f" | {_OPEN} |" if item in missing else f"{_done(item, files)} | {_LEFT.get(item.kind, '')} |")
-            for item in asked
+            for item in obligations
         )
         parts.append(f"| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n{rows}")
     else:
@@ -150,10 +150,10 @@ def _done(item: Obligation, files: Sequence[str]) -> str:
 
 
 def _commands(content: ReportContent, publication: Publication) -> str:
-    place = publication.place
-    verify = f"mergegate verify {place}" + (" --key release.pub" if publication.signed else "")
+    address = publication.address
+    verify = f"mergegate verify {address}" + (" --key release.pub" if publication.signed else "")
     local = any(model.revision is None for model in content.parents)
-    again = f"mergegate reproduce {place}" + (" --parents DIR" if local else "")
+    reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if local else "")
     lines = [f"{verify:<48} # every file, and what they say about each other"]
     if publication.signed:
         lines.append(
@@ -162,11 +162,11 @@ def _commands(content: ReportContent, publication: Publication) -> str:
         )
     lines += [
         f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
-        f"{again:<48} # the weights again, from recipe and parents, to the byte",
+        f"{reproduce:<48} # the weights again, from recipe and parents, to the byte",
         *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
     ]
-    made_with = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
-    text = f"{_fenced(chr(10).join(lines), 'sh')}\n\nMade with {made_with}, on {publication.device}."
+    libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
+    text = f"{_fenced(chr(10).join(lines), 'sh')}\n\nMade with {libraries}, on {publication.device}."
     if local:
         text += " DIR is what the paths in the recipe are relative to."
     if publication.signed:

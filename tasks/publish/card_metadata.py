@@ -1,7 +1,8 @@
-"""The metadata of the model card, and the check that it says to others what it says to us, before anybody sees it.
+"""Build the metadata of the model card, and verify before publication that the Hub will read it as intended.
 
-Sources: https://huggingface.co/docs/hub/model-cards (fields; ``base_model`` takes ids of the Hub only) and the model
-index of papers-with-code that the Hub still reads. Scores in [0, 1] are given in percent, as on the Hub's leaderboards.
+Sources: https://huggingface.co/docs/hub/model-cards (fields; ``base_model`` accepts only ids of the Hub) and the model
+index of papers-with-code, which the Hub still reads. Scores in [0, 1] are given in percent, as on the Hub's
+leaderboards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mergegate.tasks.report import ReportContent
 
 CardMetadata = Mapping[str, object]
 
-# lm-eval's names on the left, the Hub's ids of metrics and words for people on the right.
+# For each metric of lm-eval: its id on the Hub, and its name for people.
 _METRICS = {
     "acc": ("accuracy", "accuracy"),
     "acc_norm": ("acc_norm", "normalized accuracy"),
@@ -35,19 +36,19 @@ _METRICS = {
 def card_metadata(
     content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination, *, is_adapter: bool = False
 ) -> dict[str, object]:
-    """What stands between the dashes, as plain data that YAML and JSON can hold.
+    """Return the YAML front matter of the card as plain data.
 
     Args:
-        is_adapter: Whether an adapter of the parents' common model is released.
+        is_adapter: Whether the release is an adapter of the parents' common base model.
     """
     metadata: dict[str, object] = {**license.card}
     if languages := _common_languages(parents):
         metadata["language"] = languages
     library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
     metadata |= {"library_name": library, "pipeline_tag": "text-generation", "tags": [*tags, "merge", "mergegate"]}
-    # The Hub takes only its own ids as base_model; a path of the machine that merged would be refused there.
+    # The Hub accepts only its own ids as base_model and rejects local paths.
     if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
-        # Of adapters, each parent's id is that of the model that they are all for.
+        # For adapters, the id of each parent is that of their common base model.
         metadata |= {"base_model": hub, "base_model_relation": "adapter" if is_adapter else "merge"}
     merged = next(model for model in content.models if model.role == "merge")
     if merged.scores and merged.scores.tasks:
@@ -56,27 +57,27 @@ def card_metadata(
 
 
 def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
-    """See, without the Hub, that a card says what it is meant to.
+    """Verify, without contacting the Hub, that a card reads as intended.
 
     Args:
-        card: The text of README.md.
-        metadata: What its metadata was made from.
-        names: The other files of the release.
+        card: Content of README.md.
+        metadata: Metadata that the card was written from.
+        names: Names of the other files of the release.
 
     Raises:
-        Refused: when the Hub's own library reads other metadata out of it, an id is none, or a licence file is missing.
+        Refused: The Hub's own library reads different metadata, an id is invalid, or a license file is missing.
     """
     from huggingface_hub import ModelCard
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in the types
 
     try:
-        read = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # of a library without that type
+        parsed = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # of a library without that type
     except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise _bad_card(f"metadata that cannot be read: {error}") from None
-    if different := sorted(name for name in {*read, *metadata} if read.get(name) != metadata.get(name)):
-        name = different[0]
-        raise _bad_card(f"{name}: {metadata.get(name)!r} is read as {read.get(name)!r}")
+    if differences := sorted(name for name in {*parsed, *metadata} if parsed.get(name) != metadata.get(name)):
+        name = differences[0]
+        raise _bad_card(f"{name}: {metadata.get(name)!r} is read as {parsed.get(name)!r}")
     base = metadata.get("base_model", [])
     for model in map(str, base if isinstance(base, list) else [base]):
         try:
@@ -102,7 +103,7 @@ def _bad_card(found: str) -> Refused:
 
 
 def _results(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
-    """One entry a dataset: the Hub's library takes all metrics of a dataset for one, whatever it is called."""
+    """Return one entry per dataset: the Hub's library merges all metrics of a dataset, even under different names."""
     by_dataset: dict[str, list[TaskScore]] = {}
     for score in scores:
         benchmark = BENCHMARKS.get(score.task)
@@ -110,26 +111,26 @@ def _results(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
     return [
         {
             "task": {"type": "text-generation", "name": "Text Generation"},
-            "dataset": {"name": of_dataset[0].task, "type": dataset},
-            "metrics": [_metric(score, of_dataset[0].task) for score in of_dataset],
+            "dataset": {"name": scores_of_dataset[0].task, "type": dataset},
+            "metrics": [_metric(score, scores_of_dataset[0].task) for score in scores_of_dataset],
         }
-        for dataset, of_dataset in by_dataset.items()
+        for dataset, scores_of_dataset in by_dataset.items()
     ]
 
 
 def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
-    metric, _, how = score.metric.partition(",")
-    kind, words = _METRICS.get(metric, (metric, metric.replace("_", " ")))
-    detail = ", ".join([score.task] * (score.task != dataset) + [how] * (how not in ("", "none")))
+    metric, _, variant = score.metric.partition(",")
+    kind, label = _METRICS.get(metric, (metric, metric.replace("_", " ")))
+    detail = ", ".join([score.task] * (score.task != dataset) + [variant] * (variant not in ("", "none")))
     in_percent = score.higher_is_better and 0 <= score.score <= 1
     value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
-    return {"type": kind, "value": value, "name": f"{words} ({detail})" if detail else words}
+    return {"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label}
 
 
 def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
-    """What every parent's card says, where all say the same; else nothing."""
-    found = {_languages(parent.directory) for parent in parents}
-    return list(found.pop()) if len(found) == 1 else []
+    """Return the languages in the parents' cards if all parents agree, or else an empty list."""
+    languages = {_languages(parent.directory) for parent in parents}
+    return list(languages.pop()) if len(languages) == 1 else []
 
 
 def _languages(directory: Path) -> tuple[str, ...]:

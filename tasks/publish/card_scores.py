@@ -1,4 +1,4 @@
-"""What the model card says of quality: every score with its interval, every verdict, perplexity. As Markdown."""
+"""Write the evidence section of the model card in Markdown: scores with intervals, verdicts and perplexity."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from mergegate.tasks.report import (
     wording,
 )
 
-_CONFIDENCE = 0.95  # two-sided, of the intervals of single scores
+_CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 
 
 def quality_section(content: ReportContent) -> str:
-    """The section under 'Evidence': the verdict in a sentence, then the tables that there is something to put into."""
+    """Return the section under 'Evidence': the verdict in one sentence, then the tables that have content."""
     verdict = content.verdict
     parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
-    if others := verdict.reasons[1:]:
-        parts.append("\n".join(f"* {escaped(reason)}" for reason in others))
+    if reasons := verdict.reasons[1:]:
+        parts.append("\n".join(f"* {escaped(reason)}" for reason in reasons))
     parts += [part for part in (_scores(content), _guards(content), _perplexity(content), _further(content)) if part]
     return "\n\n".join(parts)
 
 
 def score_interval(score: TaskScore) -> tuple[float, float]:
-    """95 % interval of one score, in its own unit.
+    """Return the 95 % interval of one score, in the score's own unit.
 
-    Wilson's for a share of right answers: it has a width even where all are right, and stays within [0, 1] (1927,
-    J. Am. Stat. Assoc. 22:209). For anything graded the normal one. NaN where there is no standard error.
+    For a share of right answers this is Wilson's interval (1927, J. Am. Stat. Assoc. 22:209), which has a positive
+    width even if all answers are right and stays within [0, 1]. For graded scores it is the normal interval. NaN if
+    there is no standard error.
     """
     quantile, p, n = normal_quantile((1 + _CONFIDENCE) / 2), score.score, score.n
     variance = p * (1 - p)
@@ -48,12 +49,12 @@ def score_interval(score: TaskScore) -> tuple[float, float]:
 
 
 def escaped(text: str) -> str:
-    """``text`` as Markdown that shows it literally, in one line."""
+    """Return ``text`` as one line of Markdown that displays it literally."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
 
 
 def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
-    """A Markdown table of which the last ``numbers`` columns align right. Cells are shown literally."""
+    """Return a Markdown table. The last ``numbers`` columns are right-aligned, and cells are displayed literally."""
     head = tuple(columns)
     rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
     lines = [tuple(map(escaped, head)), tuple(rule), *(tuple(map(escaped, row)) for row in rows)]
@@ -71,12 +72,12 @@ def _scores(content: ReportContent) -> str:
         cells = [by_model[model.name].get((task, metric)) for model in models]
         documents = max(cell.n for cell in cells if cell)
         rows.append((task, metric, f"{documents:,}", *(_cell(cell) if cell else "" for cell in cells)))
-    columns = ("task", "metric", "documents", *(_called(model) for model in models))
+    columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
     note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 
-def _called(model: ReportedModel) -> str:
+def _model_label(model: ReportedModel) -> str:
     return "this merge" if model.role == "merge" else model.name
 
 
@@ -96,26 +97,26 @@ def _guards(content: ReportContent) -> str:
         (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.word)
         for guard in guards
     ]
-    found = markdown_table(("task", "compared with", "documents", "drop", "limit", "verdict"), rows, 4)
+    table = markdown_table(("task", "compared with", "documents", "drop", "limit", "verdict"), rows, 4)
     confidence = f"{100 * guards[0].confidence:g}"
     note = (
         f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
         "drop is a loss."
     )
-    together = "".join(f"\n\n{escaped(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
-    return f"### Verdicts\n\n{found}{together}\n\n{note}"
+    suites = "".join(f"\n\n{escaped(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
+    return f"### Verdicts\n\n{table}{suites}\n\n{note}"
 
 
 def _perplexity(content: ReportContent) -> str:
     drift = content.verdict.drift
-    read = tuple(model for model in content.models if model.likelihoods is not None)
-    if not read:
+    models = tuple(model for model in content.models if model.likelihoods is not None)
+    if not models:
         return ""
-    per_byte = compares_per_byte(read, drift)
+    per_byte = compares_per_byte(models, drift)
     unit = "bits per byte" if per_byte else "perplexity"
     rows = [
-        (_called(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
-        for model in read
+        (_model_label(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
+        for model in models
         if model.likelihoods
     ]
     parts = [f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}"]
@@ -128,13 +129,13 @@ def _perplexity(content: ReportContent) -> str:
 
 
 def _further(content: ReportContent) -> str:
-    """What a judge and a server said, a line each."""
+    """Return one line each on the judge's result and the smoke-serve."""
     lines = []
     if content.judge is not None:
         lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
     if content.served:
         passed = sum(check.outcome == "pass" for check in content.served)
-        by = f" by {escaped(content.server)}" if content.server else ""
-        way = f" It was {escaped(content.served_as)}." if content.served_as else ""
-        lines.append(f"* Served{by}: {passed} of {len(content.served)} checks passed.{way}")
+        server = f" by {escaped(content.server)}" if content.server else ""
+        mode = f" It was {escaped(content.served_as)}." if content.served_as else ""
+        lines.append(f"* Served{server}: {passed} of {len(content.served)} checks passed.{mode}")
     return "\n".join(lines)

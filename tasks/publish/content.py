@@ -1,4 +1,4 @@
-"""What a release consists of: named files with size and hash, some lying in the store, some written for the release."""
+"""Define the files of a release: name, size, hash, and content from the store or written for the release."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BOM = "bom.json"
 PROVENANCE = "provenance.json"
 SIGNATURE = "model.sig"
 SUMS = "SHA256SUMS"
-# JSON beside a checkpoint in a release that is about it, not part of it.
+# JSON files in a release that describe the checkpoint and are not part of it.
 ABOUT = frozenset({BOM, PROVENANCE})
 _CONTENT_VERSION = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
 class ReleaseFile:
-    """One file of a release. ``source`` is where its bytes lie, or the bytes themselves."""
+    """One file of a release. ``source`` is a path, or the content itself."""
 
     name: str  # relative, with forward slashes
     size: int
@@ -33,11 +33,11 @@ class ReleaseFile:
     source: Path | bytes
 
     def read(self) -> bytes:
-        """All of its bytes."""
+        """Return the whole content."""
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
     def altered(self, found: str) -> Refused:
-        """What to say when the source is not what was gated, but has the sha256 ``found``, or is not there."""
+        """Return the error for a source that is missing or has the sha256 ``found`` instead of the gated one."""
         return Refused(
             str(self.source),
             found=f"sha256 {found[:12]}…",
@@ -47,7 +47,7 @@ class ReleaseFile:
 
 
 def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
-    """The files of an artifact, without the store's own bookkeeping."""
+    """Return the files of an artifact without the store's own bookkeeping files."""
     return tuple(
         ReleaseFile(name, (artifact.directory / name).stat().st_size, sha256, artifact.directory / name)
         for name, sha256 in sorted(artifact.files.items())
@@ -56,21 +56,21 @@ def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
 
 
 def written_file(name: str, text: str) -> ReleaseFile:
-    """A file made for the release."""
+    """Return a file with text written for the release."""
     data = text.encode()
     return ReleaseFile(name, len(data), hashlib.sha256(data).hexdigest(), data)
 
 
 def content_version(files: Iterable[ReleaseFile]) -> str:
-    """A version that is the content: the first 12 hex digits of the Merkle digest over all files."""
+    """Return a version that is a content hash: the first 12 hex digits of the Merkle digest over all files."""
     return content_version_from_sums({file.name: (file.size, file.sha256) for file in files})
 
 
 def content_version_from_sums(files: Mapping[str, tuple[int, str]]) -> str:
-    """The same from name -> (size, sha256) of all files."""
+    """Return the content version for a mapping of file name to (size, sha256)."""
     return merkle(files)[:12]
 
 
 def is_content_version(name: str) -> bool:
-    """Whether ``name`` can be such a version, rather than one that a person chose."""
+    """Return whether ``name`` has the form of a content version. If not, a user chose it."""
     return _CONTENT_VERSION.fullmatch(name) is not None

@@ -1,8 +1,8 @@
-"""Scores for the leaderboards of the Hub: ``.eval_results/NAME.yaml``, for tasks that are registered benchmarks there.
+"""Write scores for the leaderboards of the Hub: ``.eval_results/NAME.yaml``, for tasks that are registered benchmarks.
 
-A leaderboard compares models on the whole of a benchmark under its usual metric, so only that is written: nothing for a
-sample of the documents, nothing under another metric. Values are percentages, as on the leaderboards. Which benchmark a
-task is stands in ``BENCHMARKS``; whatever is not there is in the model index of the card alone.
+A leaderboard compares models on a complete benchmark under its usual metric. So a score from a sample of the documents
+or under another metric is not written. Values are percentages, as on the leaderboards. ``BENCHMARKS`` maps tasks to
+benchmarks; scores of all other tasks appear only in the model index of the card.
 
 Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each dataset (ids of its tasks).
 """
@@ -20,12 +20,12 @@ from mergegate.tasks.report import ReportContent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark that is registered on the Hub, as lm-eval's task of it."""
+    """A benchmark that is registered on the Hub, and lm-eval's task for it."""
 
     dataset: str  # its id on the Hub
-    task_id: str  # as its eval.yaml calls it
-    metric: str  # of lm-eval, by which models are compared
-    documents: int  # all of them
+    task_id: str  # id in the dataset's eval.yaml
+    metric: str  # lm-eval's name of the metric that the leaderboard uses
+    documents: int  # number of documents in the complete benchmark
 
 
 _GPQA = Benchmark("Idavidrein/gpqa", "diamond", "exact_match,flexible-extract", 198)
@@ -39,7 +39,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def eval_results(content: ReportContent) -> dict[str, str]:
-    """The files by name, as YAML; none where no registered benchmark was measured whole."""
+    """Return the YAML files by name; empty if no registered benchmark was evaluated completely."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     files: dict[str, str] = {}
@@ -52,7 +52,7 @@ def eval_results(content: ReportContent) -> dict[str, str]:
             notes=_how(score, content),
         )
         name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
-        # Two variants of one benchmark: the first that the profile names is the one that counts.
+        # If there are two variants of one benchmark, the first in the profile counts.
         files.setdefault(name, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
     return files
 
@@ -65,7 +65,7 @@ def _registered(scores: Sequence[TaskScore]) -> Iterator[tuple[TaskScore, Benchm
 
 
 def _how(score: TaskScore, content: ReportContent) -> str:
-    """In words: by whom and how it was measured, and how sure it is."""
+    """Describe how a score was measured, by whom, and its standard error."""
     merged = next(model for model in content.models if model.role == "merge")
     version = merged.scores.lm_eval_version if merged.scores else ""
     scoring = content.scoring
@@ -74,7 +74,7 @@ def _how(score: TaskScore, content: ReportContent) -> str:
         shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
         template = "with" if scoring.chat_template else "without"
         parts.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
-    if how := content.asked.get(score.task):
-        parts.append(f"of this task: {how}")
+    if settings := content.asked.get(score.task):
+        parts.append(f"of this task: {settings}")
     parts.append(f"standard error {100 * score.stderr:.2f}; measured by the publisher with mergegate before release")
     return "; ".join(parts)

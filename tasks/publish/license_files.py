@@ -1,9 +1,12 @@
-"""What a release ships because the licences of its parents ask for it: texts, notices, and what was changed.
+"""Collect the files that a release must include under the licenses of its parents.
 
-``LICENSE`` holds the text of the licence that the weights are under, or of all of them one after another;
-``licenses/<identifier>.txt`` each text that must travel along; ``licenses/<model>.txt`` the file that lies beside a
-parent or an ancestor, with its copyright lines; ``NOTICE`` the sentences that must stand there word for word, and the
-parents' own; ``MODIFICATIONS`` that files were changed. A text that is nowhere to be had is an open obligation.
+* ``LICENSE``: the text of the license of the weights, or of all of them one after another.
+* ``licenses/<identifier>.txt``: a license text that must accompany the weights.
+* ``licenses/<model>.txt``: the license file of a parent or an ancestor, with its copyright lines.
+* ``NOTICE``: sentences that must be reproduced verbatim, and the parents' own notices.
+* ``MODIFICATIONS``: a statement that files were changed.
+
+A text that is not available is an open obligation.
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ _MAX_TEXT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class _LicenseFileOfModel:
-    """A licence file that lies beside a model."""
+    """A license file that comes with a model."""
 
     model: str
-    license: str  # identifier that the model is under
+    license: str  # identifier of the model's license
     file: str
     text: str
 
 
 def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[ReleaseFile, ...]:
-    """The files for the licences of a release, each name once; the same inputs give the same bytes."""
+    """Return the license files of a release, with unique names. The result is deterministic."""
     own = tuple(_own_files(parents, verdict))
     files: dict[str, str] = {}
     if text := _license(own, verdict):
@@ -55,8 +58,8 @@ def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) 
             for identifier in item.because:
                 for name, text in _shipped(identifier).items():
                     files[f"licenses/{_file_name(name)}.txt"] = text
-    for one in own:
-        _add(files, f"licenses/{_file_name(one.model)}", one)
+    for file in own:
+        _add(files, f"licenses/{_file_name(file.model)}", file)
     if notice := _notice(parents, verdict):
         files[NOTICE] = notice
     if any(item.kind == "changes" for item in verdict.combination.obligations):
@@ -65,25 +68,27 @@ def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) 
 
 
 def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[Obligation, ...]:
-    """What the release asks for and ``license_files`` cannot make: texts that are neither shipped with mergegate nor
-    lie beside a model under them. Somebody has to add them by hand."""
+    """Return the obligations that ``license_files`` cannot fulfill.
+
+    These are texts that are neither shipped with mergegate nor included with a model. A user must add them by hand.
+    """
     own = tuple(_own_files(parents, verdict))
-    asked = [item for item in verdict.combination.obligations if item.kind == "text"]
-    # The weights may be under a licence that no parent asks to be shipped; one that is not known is asked for by model.
-    named = {identifier for item in asked for identifier in item.because}
-    carried = [
+    required = [item for item in verdict.combination.obligations if item.kind == "text"]
+    # The weights may be under a license whose text no parent requires. An unknown license is required by model.
+    identifiers = {identifier for item in required for identifier in item.because}
+    additional = [
         Obligation(kind="text", text=f"ship the text of {identifier}", because=(identifier,))
         for identifier in verdict.combination.licenses
-        if identifier not in named and _is_known(identifier)
+        if identifier not in identifiers and _is_known(identifier)
     ]
-    return tuple(item for item in (*asked, *carried) if not _fulfilled(item, own))
+    return tuple(item for item in (*required, *additional) if not _fulfilled(item, own))
 
 
 def _fulfilled(item: Obligation, own: Sequence[_LicenseFileOfModel]) -> bool:
     if item.model is not None:
-        return any(one.model == item.model for one in own)
+        return any(file.model == item.model for file in own)
     return all(
-        bool(_shipped(identifier)) or any(one.license == identifier for one in own) for identifier in item.because
+        bool(_shipped(identifier)) or any(file.license == identifier for file in own) for identifier in item.because
     )
 
 
@@ -93,13 +98,13 @@ def _is_known(identifier: str) -> bool:
 
 
 def _shipped(identifier: str) -> dict[str, str]:
-    entry = load_table().licenses.get(identifier)  # a licence that a profile adds has no text here
+    entry = load_table().licenses.get(identifier)  # a license that a profile adds has no text in the table
     return license_texts(entry) if entry else {}
 
 
 def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_LicenseFileOfModel]:
     for parent in parents:
-        for name, directory in _places(parent):
+        for name, directory in _model_directories(parent):
             for file in _files(directory, LICENSE_FILE):
                 yield _LicenseFileOfModel(name, verdict.licenses[name], file.name, _read(file))
     for ancestor in verdict.ancestors:
@@ -107,8 +112,8 @@ def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> 
             yield _LicenseFileOfModel(ancestor.name, ancestor.license, LICENSE, ancestor.own_text)
 
 
-def _places(parent: PinnedCheckpoint) -> tuple[tuple[str, Path], ...]:
-    """Name and directory of a parent, and of the adapter that is applied to it."""
+def _model_directories(parent: PinnedCheckpoint) -> tuple[tuple[str, Path], ...]:
+    """Return name and directory of a parent, and of the adapter that is applied to it."""
     own = (parent.name, parent.directory)
     return (own, (parent.adapter.ref, parent.adapter.directory)) if parent.adapter else (own,)
 
@@ -122,7 +127,7 @@ def _read(file: Path) -> str:
 
 
 def _license(own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> str:
-    """The texts of all licences that the weights are under; under headings where there are several."""
+    """Return the texts of all licenses of the weights, with headings if there are several."""
     parts: dict[str, str] = {}
     for identifier in verdict.combination.licenses:
         parts |= _texts_of(identifier, own, verdict)
@@ -132,19 +137,21 @@ def _license(own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> str
 
 
 def _texts_of(identifier: str, own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> dict[str, str]:
-    """Text by heading. A file beside a model says whose copyright it is and which edition, so it comes first."""
+    """Return license texts by heading. A model's own file, which names copyright holder and edition, comes first."""
     table = load_table()
     entry = table.licenses.get(identifier)
     if entry is not None and entry.resolved:
-        same = {one.text for one in own if one.license == identifier and recognised(one.text, table, entry) == entry}
-        if len(same) == 1 and not entry.texts:
-            return {identifier: same.pop()}
+        matching = {
+            file.text for file in own if file.license == identifier and recognised(file.text, table, entry) == entry
+        }
+        if len(matching) == 1 and not entry.texts:
+            return {identifier: matching.pop()}
         if shipped := license_texts(entry):
             return shipped
-    asked = {item.model for item in verdict.combination.obligations if item.model is not None}
-    known = _is_known(identifier)
-    beside = [one for one in own if (one.license == identifier if known else one.model in asked)]
-    return {f"{one.model}: {one.file}": one.text for one in beside}
+    models = {item.model for item in verdict.combination.obligations if item.model is not None}
+    is_known = _is_known(identifier)
+    included = [file for file in own if (file.license == identifier if is_known else file.model in models)]
+    return {f"{file.model}: {file.file}": file.text for file in included}
 
 
 def _notice(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> str:
@@ -153,7 +160,7 @@ def _notice(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> str
     parts += [
         f"Notice of {name}:\n\n{_read(file).strip()}"
         for parent in parents
-        for name, directory in _places(parent)
+        for name, directory in _model_directories(parent)
         for file in _files(directory, _NOTICE_FILE)
     ]
     return "\n\n".join(parts) + "\n" if parts else ""
@@ -169,14 +176,14 @@ def _modifications(parents: Sequence[PinnedCheckpoint]) -> str:
     )
 
 
-def _add(files: dict[str, str], stem: str, one: _LicenseFileOfModel) -> None:
-    """Add a model's own file under a name that is still free; the same text under the same name stands there once."""
-    candidates = [f"{stem}.txt", f"{stem}--{one.file}.txt", *(f"{stem}--{number}.txt" for number in range(2, 1000))]
-    name = next(name for name in candidates if files.get(name, one.text) == one.text)
-    files[name] = one.text
+def _add(files: dict[str, str], stem: str, file: _LicenseFileOfModel) -> None:
+    """Add a model's file under a name that is not taken. The same text is not added twice under the same name."""
+    candidates = [f"{stem}.txt", f"{stem}--{file.file}.txt", *(f"{stem}--{number}.txt" for number in range(2, 1000))]
+    name = next(name for name in candidates if files.get(name, file.text) == file.text)
+    files[name] = file.text
 
 
 def _file_name(name: str) -> str:
-    """A name that any file system and any URL takes, made of what a stranger called a model."""
+    """Return a file name that is safe on any file system and in any URL, for an untrusted model name."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "--", name).strip(".-")
     return plain[:_LONGEST_NAME] or "model"

@@ -1,9 +1,9 @@
-"""Where a release comes from: an in-toto statement (v1) with a SLSA provenance predicate (v1), as plain JSON.
+"""Write the provenance of a release: an in-toto statement (v1) with a SLSA provenance predicate (v1), as plain JSON.
 
-Sources: in-toto attestation framework, Statement v1 and ResourceDescriptor; SLSA build provenance v1 (slsa.dev). What
-a person chose stands under ``externalParameters``, what else decides the bytes under ``internalParameters``; what SLSA
-has no field for (verdict, licence, metadata of the card) has a name with our own prefix, as the specification asks for.
-No dates and no paths of this machine: the same inputs give the same bytes.
+Sources: in-toto attestation framework, Statement v1 and ResourceDescriptor; SLSA build provenance v1 (slsa.dev). The
+user's choices are in ``externalParameters``, and everything else that determines the bytes in ``internalParameters``.
+Data without a SLSA field (verdict, license, metadata of the card) has a name with mergegate's own prefix, as the
+specification asks. Without dates and local paths, the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import ReleaseFile
 
 _BUILD_TYPE = "urn:mergegate:merge:v1"
-# A parent's sha256 is that of the canonical JSON {name: [size, sha256]} of the files that were read.
+# Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
 LISTING = "application/vnd.mergegate.checkpoint-listing+json"
 _ARITHMETIC = "float32, float64 for float64 inputs; one rounding to the dtype that is written"
 
@@ -41,17 +41,17 @@ def provenance(
     card: Mapping[str, object],
     byproducts: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> str:
-    """``provenance.json`` over ``files``: what was made, from what, by which recipe, and why it was let through.
+    """Return the content of ``provenance.json`` for ``files``: the products, inputs, recipe and verdict.
 
     Args:
-        recipe: The documents of the recipe, as plain data.
-        profile: Its name.
-        overrides: What the run was told otherwise than the profile says.
-        texts: That parents read for the merge: path as the recipe has it, and sha256.
-        evaluation_seed: Of the sample of documents and the few-shot examples; None: nothing was evaluated.
-        versions: Of the libraries that decide scores; those that decide weights come with ``numerics``.
+        recipe: Documents of the recipe, as plain data.
+        profile: Name of the profile.
+        overrides: Settings of the run that override the profile.
+        texts: Texts that parents read for the merge: sha256 by the path in the recipe.
+        evaluation_seed: Seed of the document sample and the few-shot examples. None: nothing was evaluated.
+        versions: Versions of the libraries that determine scores. For weights, see ``numerics``.
         card: Metadata of the model card.
-        byproducts: What the merge made beside the release, for the next one: digest and place in the store, by name.
+        byproducts: Unpublished outputs of the merge, for the next merge: digest and path in the store, by name.
     """
     seeds = {"merge": numerics.seed} | ({} if evaluation_seed is None else {"evaluation": evaluation_seed})
     statement = {
@@ -78,7 +78,7 @@ def provenance(
             },
             "runDetails": {
                 "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}},
-                **({"byproducts": [_byproduct(*one) for one in byproducts.items()]} if byproducts else {}),
+                **({"byproducts": [_byproduct(*item) for item in byproducts.items()]} if byproducts else {}),
             },
             "mergegate_verdict": verdict.model_dump(mode="json"),
             "mergegate_licence": _license(license),
@@ -104,8 +104,8 @@ def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
     return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
 
 
-def _byproduct(name: str, made: tuple[str, str]) -> dict[str, object]:
-    digest, stored = made
+def _byproduct(name: str, content: tuple[str, str]) -> dict[str, object]:
+    digest, stored = content
     uri = f"urn:mergegate:checkpoint:{digest}"
     return {"name": name, "uri": uri, "digest": {"sha256": digest}, "annotations": {"stored": stored}}
 
@@ -116,7 +116,7 @@ def _text_read(name: str, sha256: str) -> dict[str, object]:
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:
-    """``org/name`` of a parent that lies on the Hub."""
+    """Return the id ``org/name`` of a parent on the Hub."""
     return parse_reference(parent.ref, parent.name).path
 
 
@@ -128,8 +128,9 @@ def _license(license: LicenseVerdict) -> dict[str, object]:
         "card": combination.card,
         "parents": license.licenses,
         "ancestors": [
-            {"name": one.name, "license": one.license} | ({"gitCommit": one.revision} if one.revision else {})
-            for one in license.ancestors
+            {"name": ancestor.name, "license": ancestor.license}
+            | ({"gitCommit": ancestor.revision} if ancestor.revision else {})
+            for ancestor in license.ancestors
         ],
         "unread": license.unread,
         "accepted": [

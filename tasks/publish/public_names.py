@@ -1,8 +1,8 @@
-"""Keeps absolute paths of this machine out of everything that is published.
+"""Keep absolute paths of this machine out of everything that is published.
 
 `PublicNames` renames local models, texts and directories before a report, a card or a provenance is written.
-`require_no_private_paths` then scans every file of a release, whatever its target is, and refuses to publish what
-slipped through.
+`require_no_private_paths` then scans every file of a release, for any target, and refuses to publish a file that still
+contains one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mergegate.tasks.publish.content import ReleaseFile
 V = TypeVar("V")
 _WEIGHTS = ".safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors library allows
-# What may not follow a path: it would be a longer name.
+# A path ends here only if no further name characters follow.
 _END = r"(?![\w-]|\.\w)"
 _URL = r"(?:file:(?://(?:localhost)?)?)?"
 
@@ -72,13 +72,13 @@ class PublicNames:
         directories = (str(path) for parent in parents for path in parent.directories if path.is_absolute())
         names: dict[str, str] = {}
         for texts in ((*written, *directories), tuple(paths)):
-            known = {text: _normal(text) for text in texts if _is_private(text) and text not in names}
+            private = {text: _normal(text) for text in texts if _is_private(text) and text not in names}
             # Two spellings of one directory have one name: that of the first.
-            targets = {os.path.realpath(path): path for path in reversed(known.values())}
+            targets = {os.path.realpath(path): path for path in reversed(private.values())}
             taken = {*(text for text in written if not _is_private(text)), *names.values()}
-            short = _short_names(targets.values(), base, taken)
-            for text, path in known.items():
-                name = short[targets[os.path.realpath(path)]]
+            public = _short_names(targets.values(), base, taken)
+            for text, path in private.items():
+                name = public[targets[os.path.realpath(path)]]
                 names |= {text: name, path: names.get(path, name)}
         for directory in (root, base):
             names |= dict.fromkeys((os.path.abspath(directory), os.path.realpath(directory)), ".")  # noqa: PTH100
@@ -102,15 +102,15 @@ class PublicNames:
             changed = {name: new for name, old in fields.items() if (new := self._applied(old)) is not old}
             return value.model_copy(update=changed) if changed else value
         if isinstance(value, Mapping):
-            renamed: Any = {self._applied(key): self._applied(inner) for key, inner in value.items()}
+            renamed: Any = {self._applied(key): self._applied(item) for key, item in value.items()}
             return value if renamed == value else renamed
         if type(value) in (list, tuple):
-            items = type(value)(self._applied(inner) for inner in value)
+            items = type(value)(self._applied(item) for item in value)
             return value if all(new is old for new, old in zip(items, value, strict=True)) else items
         return value
 
     def yaml(self, text: str) -> str:
-        """Return the YAML in `text` with every local path renamed, whatever quotes and escapes it is written with."""
+        """Return the YAML in `text` with every local path renamed, including quoted and escaped ones."""
         names = PublicNames({str(Path.home()): "~"} | dict(self.names)) if str(Path.home()) != "/" else self
         renamed, expected = names.text(text), [names.apply(document) for document in parse_yaml(text, "recipe")]
         with suppress(InvalidInput):
@@ -133,7 +133,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
     """Raise Refused if a file of a release contains an absolute path of this machine.
 
     Args:
-        files: The release. Of weights, the header is scanned; of every other file, all bytes.
+        files: Files of the release. In weight files only the header is scanned, in other files all bytes.
         directories: Directories of the project and of its models. The user's home, the working directory and the
             directory for temporary files are added.
         name: Name of the release, for the message.
@@ -157,7 +157,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
 
 
 def _leaks(content: bytes, spelling: bytes, path: str) -> Iterator[str]:
-    """Yield the places where `content` names `path`, each with what follows it.
+    """Yield each occurrence of `path` in `content`, including the name that follows it.
 
     ``/tmp`` and ``/root`` also occur in vocabularies and answers. So a directory with one component counts only with a
     following name that exists in it.

@@ -1,14 +1,15 @@
-"""A signature over all files of a release with a local key, in the format of OpenSSF Model Signing 1.0.
+"""Sign all files of a release with a local key, in the format of OpenSSF Model Signing 1.0.
 
 ::
 
     openssl ecparam -name prime256v1 -genkey -noout -out release.key     # keep it; name it in publish.sign_key
-    openssl ec -in release.key -pubout -out release.pub                  # give it to whoever verifies
+    openssl ec -in release.key -pubout -out release.pub                  # give it to those who verify releases
 
-``model.sig`` is a sigstore bundle (v0.3) around a DSSE envelope around an in-toto statement, which lists the sha256 of
-every file but itself. What ``model_signing sign key`` writes is read here, and ``model_signing verify key`` reads what
-is written here; the hashes are those that are known already, so hundreds of GB are not read once more, and a signature
-can be compared with the Hub's own listing. ECDSA is deterministic here (RFC 6979): signing again gives the same bytes.
+``model.sig`` is a sigstore bundle (v0.3) that contains a DSSE envelope with an in-toto statement. The statement lists
+the sha256 of every file but itself. mergegate reads what ``model_signing sign key`` writes, and
+``model_signing verify key`` reads what mergegate writes. It signs hashes that are already known, so hundreds of GB are
+not read again, and a signature can be compared with the Hub's own listing. ECDSA is deterministic (RFC 6979): signing
+again gives the same bytes.
 
 Sources: https://github.com/sigstore/model-transparency (format), https://github.com/secure-systems-lab/dsse (envelope,
 v1.0.2), in-toto attestation framework (statement, v1), sigstore bundle v0.3.
@@ -38,7 +39,7 @@ _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
-# Beside a release, never part of it: what git and a download leave there, and the signature itself.
+# Never part of a release: files that git or a download leaves next to it, and the signature itself.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
@@ -52,15 +53,15 @@ _KEY_COMMANDS = (
 
 
 def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
-    """The bundle, as JSON text.
+    """Return the signature bundle as JSON.
 
     Args:
-        name: What the release is called; only for people.
+        name: Name of the release, for people only.
         files: sha256 (64 hex digits) of every file, by name.
-        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without password.
+        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
 
     Raises:
-        InvalidInput: when ``key_file`` is no such key.
+        InvalidInput: ``key_file`` is not such a key.
     """
     key = private_key(key_file)
     payload = json.dumps(_statement(name, files), sort_keys=True, ensure_ascii=False).encode()
@@ -79,18 +80,18 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature as it was read. That it is well made says nothing: ask ``is_by``."""
+    """A parsed signature. Parsing does not verify it; ``is_by`` does."""
 
     files: Mapping[str, str]  # name -> sha256, as signed
     payload: bytes
     signature: bytes  # ECDSA, DER
-    hint: str  # sha256 of the public key in PEM; only says which key to look for
+    hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
 
     def is_by(self, key_file: Path) -> bool:
-        """Whether this key signed it.
+        """Return whether this key created the signature.
 
         Raises:
-            InvalidInput: when ``key_file`` is no public key of a known curve.
+            InvalidInput: ``key_file`` is not a public key on a supported curve.
         """
         key = public_key(key_file)
         try:
@@ -101,20 +102,20 @@ class Signature:
 
 
 def read_signature(bundle: bytes) -> Signature:
-    """What a bundle says.
+    """Parse a signature bundle.
 
-    Strict: what nobody writes there is not skipped, so that no byte of it can be changed unnoticed.
+    Unknown fields are an error, so that no byte of a bundle can be changed unnoticed.
 
     Raises:
-        ValueError: when it is no signature of this kind, saying in words why.
+        ValueError: The bundle is not a signature of this kind. The message says why.
     """
     try:
-        read = _Bundle.model_validate_json(bundle)
+        parsed = _Bundle.model_validate_json(bundle)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"no signature: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
     try:
-        statement = _Statement.model_validate_json(read.dsse_envelope.payload)
+        statement = _Statement.model_validate_json(parsed.dsse_envelope.payload)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(
@@ -127,9 +128,9 @@ def read_signature(bundle: bytes) -> Signature:
         raise ValueError("its digest over all files is not that of its files")
     return Signature(
         files,
-        read.dsse_envelope.payload,
-        read.dsse_envelope.signatures[0].sig,
-        read.verification_material.public_key.hint,
+        parsed.dsse_envelope.payload,
+        parsed.dsse_envelope.signatures[0].sig,
+        parsed.verification_material.public_key.hint,
     )
 
 
@@ -142,10 +143,10 @@ def _read_key(file: Path, kind: str) -> bytes:
 
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in ``file``.
+    """Return the private key in ``file``.
 
     Raises:
-        InvalidInput: when it is no private key of a known curve.
+        InvalidInput: The file is not a private key on a supported curve.
     """
     try:
         key = serialization.load_pem_private_key(_read_key(file, "private"), password=None)
@@ -157,10 +158,10 @@ def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def public_key(file: Path) -> ec.EllipticCurvePublicKey:
-    """The key in ``file``.
+    """Return the public key in ``file``.
 
     Raises:
-        InvalidInput: when it is no public key of a known curve.
+        InvalidInput: The file is not a public key on a supported curve.
     """
     try:
         key = serialization.load_pem_public_key(_read_key(file, "public"))
@@ -172,7 +173,7 @@ def public_key(file: Path) -> ec.EllipticCurvePublicKey:
 
 
 def _statement(name: str, files: Mapping[str, str]) -> dict[str, object]:
-    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # as paths, which is how the library sorts them
+    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
     return {
         "_type": _STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": _root([sha256 for _, sha256 in listed])}}],
@@ -190,12 +191,12 @@ def _statement(name: str, files: Mapping[str, str]) -> dict[str, object]:
 
 
 def _root(digests: list[str]) -> str:
-    """The digest of the whole: sha256 over those of the files, in the order in which they are listed."""
+    """Return the digest of the release: sha256 over the digests of the files, in the order of the list."""
     return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
 
 
 def _pae(payload: bytes) -> bytes:
-    """Pre-authentication encoding: type and content with their lengths, so that neither can pass for the other."""
+    """Return DSSE's pre-authentication encoding: type and content, each preceded by its length."""
     kind = _PAYLOAD.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
@@ -215,7 +216,7 @@ def _no_key(file: Path, kind: str) -> InvalidInput:
 
 
 def _from_base64(value: object) -> object:
-    """The bytes of a base64 text in its one canonical form: unused bits could otherwise be changed unnoticed."""
+    """Decode base64, and accept only its canonical form: otherwise unused bits could be changed unnoticed."""
     if not isinstance(value, str):
         raise ValueError("no base64")
     data = base64.b64decode(value, validate=True)
@@ -258,37 +259,37 @@ class _Bundle(_Strict):
     dsse_envelope: _Envelope
 
 
-class _AsWritten(BaseModel):
-    """Fields with an underscore in their names. Others are for a later version of the format to add."""
+class _SnakeCase(BaseModel):
+    """Base of models with snake-case field names. Later versions of the format may add fields."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class _Resource(_AsWritten):
+class _Resource(_SnakeCase):
     name: str
     algorithm: Literal["sha256"]
     digest: _Sha256
 
 
-class _Serialization(_AsWritten):
+class _Serialization(_SnakeCase):
     method: Literal["files"]
     hash_type: Literal["sha256"]
 
 
-class _Predicate(_AsWritten):
+class _Predicate(_SnakeCase):
     serialization: _Serialization
     resources: tuple[_Resource, ...]
 
 
-class _Digest(_AsWritten):
+class _Digest(_SnakeCase):
     sha256: _Sha256
 
 
-class _Subject(_AsWritten):
+class _Subject(_SnakeCase):
     digest: _Digest
 
 
-class _Statement(_AsWritten):
+class _Statement(_SnakeCase):
     type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
     predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
     subject: tuple[_Subject]

@@ -1,6 +1,6 @@
-"""What lies beside that which an optimizer keeps for the next merge: card and licences, as beside any model.
+"""Write the card and license files for the optimizer state that is stored for the next merge.
 
-So whoever checks the licences of the next merge finds them where they are of every parent.
+The license check of the next merge finds them where it finds those of any other parent.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ them, so it is under the licence of what was released with it.
 
 
 def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVerdict) -> tuple[tuple[str, str], ...]:
-    """Name and text of each file; the same inputs give the same.
+    """Return name and text of each file. The result is deterministic.
 
     Args:
-        license: Of the release that it belongs to.
+        license: License verdict of the release that the state belongs to.
     """
     front = yaml.safe_dump(dict(license.combination.card), sort_keys=False, allow_unicode=True)
     texts = ((file.name, file.read().decode()) for file in license_files(parents, license))

@@ -1,4 +1,4 @@
-"""The publish step: checkpoint, card, provenance and report, together at the target or not at all."""
+"""Run the publish stage: bring checkpoint, card, provenance and report to the target, all or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
 from mergegate.tasks.merge import Merged, Numerics, OptimizerState, optimizer_state_paths
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.approval import PendingRelease, release_digest, stands_in
+from mergegate.tasks.publish.approval import PendingRelease, is_published_in, release_digest
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
@@ -41,7 +41,7 @@ _UNCHANGED = PublicNames({})
 
 
 class ReleaseParts(NamedTuple):
-    """What a release is made of, wherever it goes: the evidence, the merge, and what may be done with it."""
+    """The inputs of a release, independent of its target: evidence, merge, and license verdict."""
 
     content: ReportContent
     pinned: PinnedRecipe
@@ -49,11 +49,11 @@ class ReleaseParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     merged: Artifact[Merged]
     report: Artifact[Report]
-    state: Artifact[OptimizerState] | None = None  # of a merge whose optimizer keeps something for the next one
-    names: PublicNames = _UNCHANGED  # with which the content was written
+    state: Artifact[OptimizerState] | None = None  # optimizer state for the next merge, if the optimizer has any
+    names: PublicNames = _UNCHANGED  # public names used in ``content``
 
 
-def _stands(
+def _is_published(
     target: PublishTarget,
     root: Path,
     parts: ReleaseParts,
@@ -63,10 +63,10 @@ def _stands(
     if not target.shows_itself or (current := target.current(root)) is None:
         return False
     pending = pending_release(target, root, parts)
-    return pending.stands and pending.version == current.name
+    return pending.is_current and pending.version == current.name
 
 
-@step("publish", is_done=_stands)
+@step("publish", is_done=_is_published)
 def publish(
     target: PublishTarget,
     root: Path,
@@ -74,18 +74,17 @@ def publish(
     expected_head: str | None = None,
     approved: str | None = None,
 ) -> Release:
-    """Publish to ``target``; relative paths relative to ``root``. Idempotent.
+    """Publish to ``target``. Relative paths start at ``root``. Idempotent.
 
     Args:
-        expected_head: Of the release that the merge was compared with (``CurrentRelease.head``): when the target has
-            another now, nothing is published. None: whatever is there.
-        approved: Digest of the release that a person said yes to; None: nobody had to.
+        expected_head: ``CurrentRelease.head`` of the release that the merge was compared with. If the target's head has
+            changed, the release is refused. None: any head is accepted.
+        approved: Digest of the release that a reviewer approved. None: approval is not required.
 
     Raises:
-        InvalidInput: when there is no token for the Hub, or no key to sign with.
-        Refused: when the version exists with other content, the merge is not what was gated or approved any more, the
-            card does not say to others what it is meant to, or the target says no or has another head than
-            ``expected_head``.
+        InvalidInput: The Hub token or the signing key is missing.
+        Refused: The version exists with different content, the merge differs from the gated or approved one, the card
+            does not read as intended, the target rejects the release, or its head is not ``expected_head``.
     """
     files = _files_for(target, root, parts)
     if approved is not None and (digest := release_digest(files)) != approved:
@@ -96,8 +95,8 @@ def publish(
             remedy="run again: somebody is asked about what it is now",
         )
 
-    def report_bytes(done: int, total: int) -> None:
-        advance(done, total, "B")
+    def report_bytes(sent: int, total: int) -> None:
+        advance(sent, total, "B")
 
     return target.publish(
         files,
@@ -115,18 +114,18 @@ def pending_release(
     root: Path,
     parts: ReleaseParts,
 ) -> PendingRelease:
-    """What :func:`publish` would publish of the same arguments, and whether that is there already. Changes nothing.
+    """Return the release that :func:`publish` would publish, and whether it is published already. Changes nothing.
 
     Raises:
-        InvalidInput: as ``publish``.
-        Refused: as ``publish``, or when the target cannot tell what is released there.
+        InvalidInput: As ``publish``.
+        Refused: As ``publish``, or the target is unavailable.
     """
     files = _files_for(target, root, parts)
     current = target.current(root)
     return PendingRelease(
         target.version or content_version(files),
         release_digest(files),
-        current is not None and stands_in(current.directory, files),
+        current is not None and is_published_in(current.directory, files),
     )
 
 
@@ -147,24 +146,25 @@ def release_files(
     license: LicenseVerdict,
     merged: Artifact[Merged],
     report: Artifact[Report],
-    place: str,
+    address: str,
     key: Path | None = None,
     state: Artifact[OptimizerState] | None = None,
     names: PublicNames = _UNCHANGED,
 ) -> tuple[ReleaseFile, ...]:
-    """Everything that a release consists of; the same inputs give the same bytes.
+    """Return all files of a release. The result is deterministic.
 
-    Each layer speaks of those before it: the card of what is there, the bill of materials of the files, the provenance
-    of both, SHA256SUMS of all, and the signature (with the private key in ``key``) of all of that.
+    Each layer describes the layers before it: the card describes the checkpoint, the bill of materials lists the files,
+    the provenance covers both, SHA256SUMS covers all of these, and the signature (with the private key in ``key``)
+    covers everything.
 
     Args:
-        place: What to name to mergegate where it will stand: a repository, or '.' in its directory.
-        state: What stays behind for the next merge: the provenance names it.
-        names: Names of local models and texts, as in ``content``.
+        address: Reference to pass to mergegate: a repository, or '.' in the release's directory.
+        state: Optimizer state for the next merge. It is not published, but the provenance names it.
+        names: Public names of local models and texts, as used in ``content``.
 
     Raises:
-        InvalidInput: when ``key`` is no key.
-        Refused: when the Hub's library would read something else out of the card.
+        InvalidInput: ``key`` is not a private key.
+        Refused: The Hub's library reads the card differently than intended.
     """
     license = names.apply(license)
     parents = tuple(parent.renamed(names.text) for parent in pinned.parents)
@@ -178,9 +178,9 @@ def release_files(
     file_names = [file.name for file in files]
     versions = {library.name: library.version for library in content.versions}
     metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
-    made_with = Publication(place, key is not None, numerics.device, {**versions, **numerics.versions})
+    publication = Publication(address, key is not None, numerics.device, {**versions, **numerics.versions})
     missing = open_obligations(parents, license)
-    card = model_card(content, metadata, license, missing, file_names, made_with)
+    card = model_card(content, metadata, license, missing, file_names, publication)
     check_card(card, metadata, file_names)
     files.append(written_file(CARD, card))
     files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
@@ -192,7 +192,7 @@ def release_files(
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,
         parents=parents,
-        texts={names.text(asked.text): one.text for asked, one in pinned.recipe.calibration_results().items()},
+        texts={names.text(request.text): text.text for request, text in pinned.recipe.calibration_results().items()},
         versions=versions,
         verdict=content.verdict,
         license=license,

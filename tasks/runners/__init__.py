@@ -1,4 +1,4 @@
-"""Runners that measure several models side by side: local, Dask and Ray."""
+"""Runners that process independent items in parallel: local threads, Dask and Ray."""
 
 from mergegate.tasks.runners.runner import Runner, RunnerSettings, local_runner, open_runner
 from mergegate.tasks.runners.slots import (

@@ -1,13 +1,12 @@
-"""Work on a Dask or Ray cluster: each item an uncached task of Prefect, submitted through Prefect's own task runners.
+"""Run items on a Dask or Ray cluster. Each item is an uncached Prefect task, submitted through Prefect's task runners.
 
-What travels there is bytes that only we look into: function and item, under which home they are to work, and how we
-know that the home is the same there. What comes back: the result or the exception, and what the stages that ran there
-would have told whoever watches.
+A submitted order is a pickle of function, item, mergegate home, and a marker file that proves that the worker sees the
+same home. The answer is a pickle of the result or exception, and of the progress events of the stages that ran there.
 
-Workers speak to the API that we speak to. A cluster of ours gets its address, our homes and our secret for it in its
-environment, before anything there imports Prefect; on one that was there before, Prefect's own context brings them,
-and the API must be one that other machines can reach. A worker that dies in the middle costs its item another try; an
-item whose workers die every time is given up with an error of its own.
+Workers use the same Prefect API as the run. A cluster that mergegate starts receives the API's address, home directory
+and credentials in its environment, before any worker imports Prefect. On an existing cluster, Prefect's own context
+provides them, and the API must be reachable from other machines. If a worker dies, its item is tried again. An item
+whose workers die every time fails with a specific error.
 """
 
 from __future__ import annotations
@@ -38,56 +37,57 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State
 
-I = TypeVar("I")  # noqa: E741  # an item; R its result
+I = TypeVar("I")  # noqa: E741  # type of an item; R is the type of its result
 R = TypeVar("R")
 
 # The directory that workers import mergegate from: the checkout, or site-packages.
 ROOT = Path(__file__).parents[3]
-# What a worker of ours sees of a setting only if it says so in its environment: it has no other way to us.
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0")
-_TRIES = 2  # of an item, where workers of ours die
+_TRIES = 2  # attempts per item if workers of mergegate's own cluster die
 
 
 class WorkerLost(Exception):
-    """The workers that an item was given to died."""
+    """The workers of an item died."""
 
 
 class Cluster(Protocol):
-    """Dask or Ray, as far as it is needed here."""
+    """The operations of a Dask or Ray cluster that mergegate needs."""
 
-    workers: int  # items that it does at a time
+    workers: int  # number of parallel items
 
     def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        """Have ``task(order)`` run; ``done`` is told, in whatever thread, the state of the task, or the exception
-        that came in its place. Returns what ``cancel`` takes."""
+        """Submit ``task(order)`` and return a handle for ``cancel``.
+
+        ``done`` is called, in any thread, with the state of the task or with the exception that replaced it.
+        """
 
     def cancel(self, submitted: Any) -> None:
-        """Nobody waits for it any more; what runs already may go on."""
+        """Cancel an item. It may continue if it is already running."""
 
     def close(self) -> None:
-        """End what is ours."""
+        """Stop what mergegate started."""
 
 
 @dataclass(frozen=True)
 class _Order:
-    """An item, as it travels.
+    """A pickled item.
 
     Args:
-        home: Of our state; the same path there.
-        mark: A file in it that is there for as long as the runner is: who cannot see it has another home.
-        of_ours: Whether the worker was started by us, on this machine.
+        home: Directory of mergegate's state. Workers use the same path.
+        mark: File in ``home`` that exists while the runner is open. A worker that does not see it has another home.
+        is_own_worker: Whether mergegate started the worker, on this machine.
     """
 
     function: Callable[[Any], Any]
     item: Any
     home: Path
     mark: Path
-    of_ours: bool
+    is_own_worker: bool
 
 
 @dataclass(frozen=True)
 class _Done:
-    """What comes back of it."""
+    """The pickled answer to an order."""
 
     result: Any
     failed: bool
@@ -95,12 +95,12 @@ class _Done:
 
 
 class ClusterRunner:
-    """On a cluster, which is started or joined when there is something to do.
+    """Processes items on a cluster, which is started or joined when the first items arrive.
 
     Args:
         kind: ``dask`` or ``ray``.
-        workers: Items at a time; None: as many as the cluster has workers.
-        address: Of a cluster that is there; None: one is started here.
+        workers: Number of parallel items. None: the number of workers of the cluster.
+        address: Address of an existing cluster. None: mergegate starts one on this machine.
     """
 
     side_by_side = True
@@ -118,30 +118,30 @@ class ClusterRunner:
         waiting = iter(enumerate(items))
         running: dict[int, Any] = {}
 
-        def told(at: int, state: Any) -> None:
-            done.put((at, state))
+        def notify(index: int, state: Any) -> None:
+            done.put((index, state))
 
         def submit_next() -> None:
-            if (one := next(waiting, None)) is not None:
-                at, item = one
+            if (entry := next(waiting, None)) is not None:
+                index, item = entry
                 order = pickle.dumps(_Order(function, item, home(), mark, self._address is None))
-                running[at] = cluster.submit(_task(), order, partial(told, at))
+                running[index] = cluster.submit(_task(), order, partial(notify, index))
 
         try:
-            # No more than are worked on: who waits at a worker would be taken for guilty of its death.
+            # Submit only as many items as run at a time: a queued item would be blamed for the death of its worker.
             for _ in range(min(self._workers or cluster.workers, len(items))):
                 submit_next()
             while running:
-                at, state = done.get()
-                del running[at]
+                index, state = done.get()
+                del running[index]
                 submit_next()
-                yield at, self._result(at, state)
+                yield index, self._result(index, state)
         finally:
             for submitted in running.values():
                 cluster.cancel(submitted)
 
     def close(self) -> None:
-        """End what is ours, and leave what is not."""
+        """Stop mergegate's own cluster. An existing one keeps running."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -171,19 +171,21 @@ class ClusterRunner:
         if self._kind == "dask":
             from mergegate.tasks.runners.dask_cluster import DaskCluster
 
-            return DaskCluster.at(self._address) if self._address else DaskCluster.here(workers, _TRIES, environment)
-        if "ray" not in sys.modules:  # else it has made up its mind
+            return (
+                DaskCluster.connect(self._address) if self._address else DaskCluster.start(workers, _TRIES, environment)
+            )
+        if "ray" not in sys.modules:  # Ray reads these variables when it is imported
             for name, value in ray_environment(ours=self._address is None).items():
                 os.environ.setdefault(name, value)
         from mergegate.tasks.runners.ray_cluster import RayCluster
 
-        return RayCluster.at(self._address) if self._address else RayCluster.here(workers, _TRIES, environment)
+        return RayCluster.connect(self._address) if self._address else RayCluster.start(workers, _TRIES, environment)
 
-    def _result(self, at: int, state: Any) -> Any:
-        where = f"runner {self._kind}: item {at}"
+    def _result(self, index: int, state: Any) -> Any:
+        location = f"runner {self._kind}: item {index}"
         if isinstance(state, WorkerLost):
             return InvalidInput(
-                where,
+                location,
                 found=f"its worker died each time: {state}",
                 expected="a worker that lives until it is done",
                 remedy="look for what kills it: memory, mostly; fewer workers leave each of them more",
@@ -194,15 +196,15 @@ class ClusterRunner:
         if isinstance(answer, Exception):
             return answer
         if not isinstance(answer, bytes):
-            return InvalidInput(where, found=f"{state!r}", expected="an answer")
-        done: _Done = pickle.loads(answer)  # by a worker, which runs our code and has our secret
+            return InvalidInput(location, found=f"{state!r}", expected="an answer")
+        done: _Done = pickle.loads(answer)  # trusted: workers run mergegate's code and hold the API credentials
         relay_progress(done.stages)
         return done.result
 
 
 @cache
 def _task() -> Task[..., Any]:
-    """Made when it is first needed: importing this does not import Prefect."""
+    """Return the Prefect task, created on first use so that importing this module does not import Prefect."""
     from prefect import Task
     from prefect.cache_policies import NO_CACHE
 
@@ -210,22 +212,25 @@ def _task() -> Task[..., Any]:
 
 
 def carry_out(order: bytes) -> State[bytes]:
-    """In a worker: what was ordered."""
+    """Execute an order in a worker."""
     from prefect.states import Completed, Failed
 
-    sent: _Order = pickle.loads(order)
-    held = DeferredProgress()
+    request: _Order = pickle.loads(order)
+    progress = DeferredProgress()
     failed = True
     result: Any
     try:
-        os.environ["MERGEGATE_HOME"] = str(sent.home)
-        _require_shared(sent)
-        with progress_watcher(held), use_slot(_slot_of_worker() if sent.of_ours else WorkerSlot(scheduled=True)):
-            result = sent.function(sent.item)
+        os.environ["MERGEGATE_HOME"] = str(request.home)
+        _require_shared(request)
+        with (
+            progress_watcher(progress),
+            use_slot(_slot_of_worker() if request.is_own_worker else WorkerSlot(scheduled=True)),
+        ):
+            result = request.function(request.item)
         failed = False
     except Exception as error:
         result = error
-    answer = _packed(_Done(result, failed, held.stages))
+    answer = _packed(_Done(result, failed, progress.stages))
     if failed:
         return Failed(message=f"{type(result).__name__}: {result}", data=answer)
     return Completed(data=answer)
@@ -235,7 +240,7 @@ def _packed(done: _Done) -> bytes:
     try:
         packed = pickle.dumps(done)
         if done.failed:
-            pickle.loads(packed)  # an exception that takes other arguments than it keeps is found out only here
+            pickle.loads(packed)  # detects exceptions whose constructor does not accept their stored arguments
         return packed
     except Exception:
         if not done.failed:
@@ -244,30 +249,32 @@ def _packed(done: _Done) -> bytes:
 
 
 def _slot_of_worker() -> WorkerSlot:
-    """On a cluster of ours, which has one machine: each of Dask's workers sees one of its GPUs; Ray shares them out
-    itself. On others whoever started the workers has said what they see."""
+    """Return the slot of a worker in mergegate's own cluster, which runs on one machine.
+
+    Each Dask worker gets one of the GPUs; Ray assigns GPUs itself. On an existing cluster, its operator decides.
+    """
     with suppress(ImportError, ValueError):
         from distributed import get_worker
 
-        seen = gpu_of_worker(int(get_worker().name), visible_gpus())
-        return WorkerSlot(environment=tuple(seen.items()), scheduled=True)
+        environment = gpu_of_worker(int(get_worker().name), visible_gpus())
+        return WorkerSlot(environment=tuple(environment.items()), scheduled=True)
     return WorkerSlot(scheduled=True)
 
 
-def _require_shared(sent: _Order) -> None:
-    if not sent.mark.exists():
+def _require_shared(request: _Order) -> None:
+    if not request.mark.exists():
         raise InvalidInput(
             f"a worker on {socket.gethostname()}",
-            found=f"another directory at {sent.home}",
+            found=f"another directory at {request.home}",
             expected="the one that the run has there: all machines share it, under one path",
             remedy="mount it there, or point MERGEGATE_HOME to what they share",
         )
 
 
 def _require_reachable(api: str, address: str) -> None:
-    """See that workers elsewhere do not look for the API on their own machine."""
-    there = urlsplit(address if "://" in address else f"//{address}").hostname or ""
-    if address == "auto" or _LOOPBACK.fullmatch(there) or there == socket.gethostname():
+    """Raise InvalidInput if workers on other machines would look for the API on their own machine."""
+    host = urlsplit(address if "://" in address else f"//{address}").hostname or ""
+    if address == "auto" or _LOOPBACK.fullmatch(host) or host == socket.gethostname():
         return
     if not api or _LOOPBACK.fullmatch(urlsplit(api).hostname or ""):
         raise InvalidInput(
@@ -279,21 +286,26 @@ def _require_reachable(api: str, address: str) -> None:
 
 
 def ray_environment(*, ours: bool) -> dict[str, str]:
-    """What Ray reads when it is imported, here and in all that it starts: nothing is told to anybody, and a machine
-    that is busy may take its time. Of ours: a token, so that none is written into the user's home."""
+    """Return variables for Ray, which reads them on import and passes them to its processes.
+
+    They disable usage statistics and allow a busy machine more time to start.
+
+    Args:
+        ours: Whether mergegate starts the instance. If so, it gets a token, so that Ray writes none to the user's home.
+    """
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
     return quiet | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if ours else {})
 
 
 def _api() -> dict[str, str]:
-    """How to reach the API that this run uses, as environment."""
+    """Return the environment variables that give access to the Prefect API of this run."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    found = {"PREFECT_HOME": str(settings.home)}
+    environment = {"PREFECT_HOME": str(settings.home)}
     if settings.api.url:
-        found["PREFECT_API_URL"] = settings.api.url
+        environment["PREFECT_API_URL"] = settings.api.url
     for name, secret in (("AUTH_STRING", settings.api.auth_string), ("KEY", settings.api.key)):
         if secret is not None:
-            found[f"PREFECT_API_{name}"] = secret.get_secret_value()
-    return found
+            environment[f"PREFECT_API_{name}"] = secret.get_secret_value()
+    return environment

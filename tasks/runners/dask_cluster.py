@@ -1,8 +1,8 @@
-"""Dask, behind Prefect's task runner for it: a cluster of ours on this machine, or the one at an address.
+"""Run Prefect tasks on Dask: on a cluster that mergegate starts on this machine, or on an existing one.
 
-A cluster of ours listens on the loopback only and speaks TLS with a certificate that it makes for itself: whoever
-reaches the port of a scheduler can have anything run. One thread a worker; it holds no memory limit over them, since
-what takes memory are their children.
+Anyone who can reach the port of a scheduler can execute code. So mergegate's own cluster listens only on the loopback
+interface and uses TLS with a temporary certificate. Each worker has one thread. There is no memory limit, because the
+workers' child processes use the memory.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ _log = logging.getLogger(__name__)
 
 
 class DaskCluster:
-    """A cluster, and Prefect's runner of tasks on it, started once.
+    """A Dask cluster and Prefect's task runner for it, started once.
 
     Args:
-        runner: Not entered yet.
-        held: What is ended with it.
-        ours: Whether the cluster was started here.
+        runner: Task runner that has not been entered.
+        resources: Context managers that are closed with the cluster.
+        ours: Whether mergegate started the cluster.
     """
 
-    def __init__(self, runner: DaskTaskRunner, held: ExitStack, *, ours: bool) -> None:
+    def __init__(self, runner: DaskTaskRunner, resources: ExitStack, *, ours: bool) -> None:
         _hush()
-        self._held, self._ours = held, ours
-        self._runner = held.enter_context(runner)
+        self._resources, self._ours = resources, ours
+        self._runner = resources.enter_context(runner)
         self._client = self._runner.client
         self.workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
 
     @classmethod
-    def here(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
-        """Start one on this machine.
+    def start(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
+        """Start a cluster on this machine.
 
         Args:
-            workers: Processes.
-            tries: Of an item whose workers die.
-            environment: What the workers see beside what we see.
+            workers: Number of processes.
+            tries: Attempts per item if workers die.
+            environment: Additional environment variables for the workers.
         """
         _hush()
-        with ExitStack() as held:
-            held.enter_context(
+        with ExitStack() as resources:
+            resources.enter_context(
                 dask.config.set(
                     {
                         "logging": dict.fromkeys(_LOGGERS, "critical"),
                         "distributed.scheduler.allowed-failures": tries - 1,
-                        "distributed.scheduler.worker-saturation": 1.0,  # nobody waits at a worker
+                        "distributed.scheduler.worker-saturation": 1.0,  # no items queue at a worker
                         "distributed.diagnostics.nvml": False,
                     }
                 )
             )
-            place = tempfile.TemporaryDirectory(prefix="mergegate-dask-", ignore_cleanup_errors=True)
-            cluster = held.enter_context(
+            directory = tempfile.TemporaryDirectory(prefix="mergegate-dask-", ignore_cleanup_errors=True)
+            cluster = resources.enter_context(
                 LocalCluster(
                     n_workers=workers,
                     threads_per_worker=1,
@@ -77,36 +77,38 @@ class DaskCluster:
                     security=True,
                     memory_limit=0,
                     silence_logs=logging.CRITICAL,
-                    local_directory=held.enter_context(place),
+                    local_directory=resources.enter_context(directory),
                     env=dict(environment),
                 )
             )
-            return cls(DaskTaskRunner(cluster=cluster), held.pop_all(), ours=True)
+            return cls(DaskTaskRunner(cluster=cluster), resources.pop_all(), ours=True)
         raise AssertionError
 
     @classmethod
-    def at(cls, address: str) -> Self:
-        """Join the one whose scheduler is at ``address``.
+    def connect(cls, address: str) -> Self:
+        """Connect to the cluster whose scheduler is at ``address``.
 
         Raises:
-            InvalidInput: when nobody answers there.
+            InvalidInput: No scheduler answers there.
         """
-        with ExitStack() as held:
+        with ExitStack() as resources:
             try:
-                joined = cls(DaskTaskRunner(address=address, client_kwargs={"timeout": _PATIENCE_S}), held, ours=False)
+                cluster = cls(
+                    DaskTaskRunner(address=address, client_kwargs={"timeout": _PATIENCE_S}), resources, ours=False
+                )
             except (OSError, TimeoutError, ValueError) as error:
                 raise InvalidInput(
                     f"runner.address: {address}",
                     found=f"no scheduler of Dask ({error})",
                     expected="its address, as it printed it: tcp://host:8786",
                 ) from None
-            joined._held = held.pop_all()
-            return joined
+            cluster._resources = resources.pop_all()
+            return cluster
         raise AssertionError
 
     def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        def told(future: Any) -> None:
-            # At once: what lies at a worker is made again when that dies.
+        def notify(future: Any) -> None:
+            # Fetch the result immediately: Dask recomputes results that are lost with a worker.
             try:
                 done(future.result())
             except KilledWorker as error:
@@ -115,11 +117,11 @@ class DaskCluster:
                 done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
         if self._ours:
-            # Where one has just died, both of two items would go to the other, one waiting there for the other's end.
+            # If a worker has just died, wait for its replacement. Otherwise two items would queue at one worker.
             with suppress(TimeoutError):
                 self._client.wait_for_workers(self.workers, timeout=_PATIENCE_S)
         future = self._runner.submit(task, {"order": order}).wrapped_future
-        future.add_done_callback(told)
+        future.add_done_callback(notify)
         return future
 
     def cancel(self, submitted: Any) -> None:
@@ -128,16 +130,16 @@ class DaskCluster:
 
     def close(self) -> None:
         if not self._ours:
-            with suppress(Exception):  # theirs goes on; what their workers keep for us need not
+            with suppress(Exception):  # the cluster keeps running, but its workers release their resources
                 self._client.run(end_slot, 0)
         try:
-            self._held.close()
+            self._resources.close()
         except Exception as error:
-            # Of its own account of workers that are gone already: all that was asked of it is done.
+            # Dask complains about workers that are already gone. All work is done, so only log it.
             _log.info("Dask's cluster did not end quietly: %r", error)
 
 
 def _hush() -> None:
-    """Its loggers write to our terminal whatever they are told when a cluster is made."""
+    """Silence Dask's loggers, which write to the terminal regardless of the settings of a cluster."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,12 +1,12 @@
-"""Ray, behind Prefect's task runner for it: an instance of ours on this machine, or the one at an address.
+"""Run Prefect tasks on Ray: on an instance that mergegate starts on this machine, or on an existing one.
 
-Prefect's runner would start and end Ray with every flow, and hangs the second time; so it is started here, once, and
-the runner finds it running and leaves it alone. Each item has a process to itself, with one core, or one GPU where
-there are any (then Ray sets CUDA_VISIBLE_DEVICES).
+Prefect's runner would start and stop Ray with every flow, and hangs the second time. So mergegate starts Ray once, and
+the runner uses the running instance. Each item has its own process with one core, or with one GPU if there are any (Ray
+then sets CUDA_VISIBLE_DEVICES).
 
-It listens on the machine's own address, whatever it is told, and whoever reaches it can have anything run: so an
-instance of ours wants a token, which is in the environment of what we start and nowhere else. Ray looks at its own
-environment when it is imported, so that is prepared before this file is (``ray_environment``).
+Ray listens on the machine's own address regardless of its settings, and anyone who can reach it can execute code. So
+mergegate's own instance requires a token, which exists only in the environment of the processes that mergegate starts.
+Ray reads its environment on import, so ``ray_environment`` must be applied before this module is imported.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from prefect import Task
 
 _LOST = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
-_MEMORY = 100 << 20  # bytes for objects: orders and answers are small
+_MEMORY = 100 << 20  # bytes for Ray's object store: orders and answers are small
 
 
 class RayCluster:
-    """An instance, and Prefect's runner of tasks on it, started once.
+    """A Ray instance and Prefect's task runner for it, started once.
 
     Args:
-        tries: Of an item whose workers die; None: Ray's own number.
-        held: What is ended with it.
+        tries: Attempts per item if workers die. None: Ray's default.
+        resources: Context managers that are closed with the instance.
     """
 
-    def __init__(self, tries: int | None, held: ExitStack) -> None:
-        self._held = held
-        self._runner = held.enter_context(RayTaskRunner())
-        resources = ray.cluster_resources()
-        gpus = int(resources.get("GPU", 0))
-        self.workers = max(1, gpus or int(resources.get("CPU", 1)))
+    def __init__(self, tries: int | None, resources: ExitStack) -> None:
+        self._resources = resources
+        self._runner = resources.enter_context(RayTaskRunner())
+        capacity = ray.cluster_resources()
+        gpus = int(capacity.get("GPU", 0))
+        self.workers = max(1, gpus or int(capacity.get("CPU", 1)))
         self._options: dict[str, Any] = {"num_gpus": 1} if gpus else {"num_cpus": 1}
         if tries is not None:
             self._options["max_retries"] = tries - 1
 
     @classmethod
-    def here(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
-        """Start one on this machine. Arguments as of ``DaskCluster.here``."""
-        with ExitStack() as held:
-            # Names of sockets have 107 characters, of which Ray takes most.
-            place = tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True)
-            directory = held.enter_context(place)
-            held.callback(_shut_down)
+    def start(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
+        """Start an instance on this machine. The arguments are those of ``DaskCluster.start``."""
+        with ExitStack() as resources:
+            # Socket paths are limited to 107 characters, and Ray's own part is long.
+            temporary = tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True)
+            directory = resources.enter_context(temporary)
+            resources.callback(_shut_down)
             _init(
                 num_cpus=workers,
                 include_dashboard=False,
@@ -65,18 +65,18 @@ class RayCluster:
                 runtime_env={"env_vars": dict(environment)},
                 _temp_dir=directory,
             )
-            return cls(tries, held.pop_all())
+            return cls(tries, resources.pop_all())
         raise AssertionError
 
     @classmethod
-    def at(cls, address: str) -> Self:
-        """Join the one at ``address``.
+    def connect(cls, address: str) -> Self:
+        """Connect to the instance at ``address``.
 
         Raises:
-            InvalidInput: when nobody answers there.
+            InvalidInput: No instance answers there.
         """
-        with ExitStack() as held:
-            held.callback(_shut_down)  # of our connection
+        with ExitStack() as resources:
+            resources.callback(_shut_down)  # closes the connection
             try:
                 _init(address=address)
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -85,11 +85,11 @@ class RayCluster:
                     found=f"no cluster of Ray ({' '.join(str(error).split())[:200]})",
                     expected="host:6379 of its head from one of its machines, ray://host:10001 from elsewhere, or auto",
                 ) from None
-            return cls(None, held.pop_all())
+            return cls(None, resources.pop_all())
         raise AssertionError
 
     def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        def told(future: Any) -> None:
+        def notify(future: Any) -> None:
             try:
                 done(future.result())
             except _LOST as error:
@@ -99,7 +99,7 @@ class RayCluster:
 
         with remote_options(**self._options):
             reference = self._runner.submit(task, {"order": order}).wrapped_future
-        reference.future().add_done_callback(told)
+        reference.future().add_done_callback(notify)
         return reference
 
     def cancel(self, submitted: Any) -> None:
@@ -107,24 +107,27 @@ class RayCluster:
             ray.cancel(submitted, force=True)
 
     def close(self) -> None:
-        self._held.close()
+        self._resources.close()
 
 
 def _shut_down() -> None:
-    """End Ray here. It ends the whole process when the last reference to a result goes in another thread meanwhile, as
-    it does where that thread looks for cycles: so they are looked for now, and then not until it is over."""
+    """Shut down Ray's connection.
+
+    Ray ends the whole process if another thread drops the last reference to a result during the shutdown, which garbage
+    collection can cause. So collect garbage first, and disable it until the shutdown is complete.
+    """
     gc.collect()
-    looking = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         ray.shutdown()
     finally:
-        if looking:
+        if was_enabled:
             gc.enable()
 
 
 def _init(**options: Any) -> None:
-    # What it has to say of workers it would print among what we print, where a program may be reading.
+    # Ray prints messages about workers to stdout, which another program may be parsing.
     with suppress(AttributeError):
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
     ray.init(

@@ -1,4 +1,4 @@
-"""Independent work side by side: in threads here, or on a Dask or Ray cluster. The results are the same everywhere.
+"""Process independent items in parallel: in local threads, or on a Dask or Ray cluster, with identical results.
 
 ::
 
@@ -6,13 +6,13 @@
     runner: {kind: dask, address: "tcp://10.0.0.1:8786"}
 
     with open_runner(profile.runner) as runner:
-        for at, result in runner.each(function, items):          # as they finish; at: place of the item in ``items``
-            ...                                                  # an item that failed: its exception, as a value
+        for index, result in runner.each(function, items):       # in order of completion
+            ...                                                  # the result of a failed item is its exception
 
-``local`` is threads of this process, each at a place of its own (``slots``), so that what one asks of models it asks of
-a process of its own; a task of Prefect costs as much as a small trial, so it makes none. ``dask`` and ``ray`` are in
-``cluster``. A cluster of ours is started when it is first needed, once, and is gone at the end; one at an ``address``
-is used and left as it is.
+``local`` uses threads of this process. Each has its own slot (``slots``) and therefore its own model process. It
+creates no Prefect tasks, because one costs as much as a small trial. ``dask`` and ``ray`` are in ``cluster``. mergegate
+starts its own cluster once, when it is first needed, and stops it at the end. A cluster at an ``address`` is used and
+left running.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ R = TypeVar("R")
 
 
 class RunnerSettings(BaseModel):
-    """Where independent work is done, in a profile under ``runner``. Decides how long it takes, never what comes out,
-    so it is in no key."""
+    """Where independent work runs, in a profile under ``runner``.
+
+    The runner affects the duration of a run but not its results, so it is not part of any key.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,11 +59,11 @@ class RunnerSettings(BaseModel):
 
     @property
     def at_a_time(self) -> int:
-        """So many items, as far as that is known before a cluster is asked; at least 1."""
+        """Number of parallel items, as far as it is known before a cluster is contacted; at least 1."""
         return self.workers or 1
 
     def __str__(self) -> str:
-        """``local, 2 at a time``; where they run is not said: it is an address."""
+        """Return, for example, ``local, 2 at a time``. The address is omitted."""
         if self.workers is None and self.kind != "local":
             return self.kind
         return f"{self.kind}, {self.at_a_time} at a time"
@@ -74,29 +76,30 @@ class RunnerSettings(BaseModel):
 
 
 class Runner(Protocol):
-    """Who has independent work done."""
+    """Processes independent items."""
 
     @property
     def side_by_side(self) -> bool:
-        """Whether anything is gained by giving it several items at once."""
+        """Whether several items run in parallel."""
 
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
-        """``function`` of every item, as they finish: place in ``items``, and the result, or what it raised.
+        """Yield the index and the result or exception of ``function`` for each item, in order of completion.
 
-        Whoever stops asking gives up what is under way.
+        Closing the iterator cancels the items in progress.
 
         Args:
-            function: Of a module; it and the items must be picklable. May be called twice for one item, if a worker
-                dies: it is to do no harm then.
+            function: Module-level function. It and the items must be picklable. It must be safe to repeat, because it
+                is called twice for an item whose worker dies.
         """
 
 
 @contextmanager
 def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
-    """A runner, for as long as the block takes.
+    """Open a runner for the duration of the block.
 
     Raises:
-        InvalidInput: where what it needs is not installed; later, where the cluster cannot be reached or started.
+        InvalidInput: A required package is not installed. Also raised on first use, if the cluster is unreachable or
+            cannot be started.
     """
     if settings.kind == "local":
         local = LocalRunner(settings.workers or 1)
@@ -123,15 +126,15 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
 
 
 def local_runner() -> Runner:
-    """One after another, in this thread."""
+    """Return a runner that processes one item after another in the current thread."""
     return LocalRunner(1)
 
 
 class LocalRunner:
-    """In threads of this process.
+    """Processes items in threads of this process.
 
     Args:
-        workers: So many. One: no thread is made.
+        workers: Number of threads. 1: the current thread.
     """
 
     def __init__(self, workers: int) -> None:
@@ -143,48 +146,48 @@ class LocalRunner:
 
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         if not self.side_by_side:
-            for at, item in enumerate(items):
-                yield at, _attempted(function, item)
+            for index, item in enumerate(items):
+                yield index, _attempted(function, item)
             return
         waiting = iter(list(enumerate(items)))
-        taking = threading.Lock()
+        lock = threading.Lock()
         done: SimpleQueue[tuple[int, R | BaseException]] = SimpleQueue()
-        nobody_waits = threading.Event()
+        cancelled = threading.Event()
 
-        def work(place: WorkerSlot) -> None:
-            with use_slot(WorkerSlot(place.number, place.environment, nobody_waits)):
-                while not nobody_waits.is_set():
-                    with taking:
-                        at, item = next(waiting, (-1, None))
-                    if at < 0:
+        def work(slot: WorkerSlot) -> None:
+            with use_slot(WorkerSlot(slot.number, slot.environment, cancelled)):
+                while not cancelled.is_set():
+                    with lock:
+                        index, item = next(waiting, (-1, None))
+                    if index < 0:
                         return
                     try:
-                        done.put((at, _attempted(function, item)))  # type: ignore[arg-type]  # None at the end only
-                    except BaseException as error:  # of whoever ends the run: to be raised where it is waited for
-                        done.put((at, error))
+                        done.put((index, _attempted(function, item)))  # type: ignore[arg-type]  # None at the end only
+                    except BaseException as error:  # the run is being stopped: re-raise it in the calling thread
+                        done.put((index, error))
 
-        # What holds where we are called (the running flow, who watches) holds there.
+        # The threads inherit the caller's context: the running flow and the progress watcher.
         threads = [
-            threading.Thread(target=copy_context().run, args=(work, place), name=f"runner-{place.number}", daemon=True)
-            for place in self._slots[: len(items)]
+            threading.Thread(target=copy_context().run, args=(work, slot), name=f"runner-{slot.number}", daemon=True)
+            for slot in self._slots[: len(items)]
         ]
         for thread in threads:
             thread.start()
         try:
             for _ in items:
-                at, result = done.get()
+                index, result = done.get()
                 if isinstance(result, BaseException) and not isinstance(result, Exception):
                     raise result
-                yield at, result
+                yield index, result
         finally:
-            nobody_waits.set()
+            cancelled.set()
             for thread in threads:
                 thread.join()
 
     def close(self) -> None:
-        """Let go of what is kept at the places that a run without a runner does not have."""
-        for place in self._slots[1:]:
-            end_slot(place.number)
+        """Release the resources of all slots but the first, which also exists without a runner."""
+        for slot in self._slots[1:]:
+            end_slot(slot.number)
 
 
 def _attempted(function: Callable[[I], R], item: I) -> R | Exception:

@@ -1,12 +1,12 @@
-"""Places beside each other in one process: each has a process of its own that holds models, and a share of the machine.
+"""Divide a machine into worker slots. Each slot has its own model process and a share of the cores and GPUs.
 
-A thread is at one place for as long as it works on something; where nobody says so, it is the first::
+A thread uses one slot for as long as it works on an item. By default it uses the first slot::
 
-    with at_slot(slots_for(workers=2)[1]):
-        ask_child(...)                       # asks the process of the second place, which computes with half the cores
+    with use_slot(slots_for(workers=2)[1]):
+        ask_child(...)                       # runs in the process of the second slot, with half of the cores
 
-What a place gets is said in ``slots_for`` and nowhere else: so many threads that all places together keep all cores
-busy and no more, and one GPU.
+``slots_for`` is the only place that assigns resources: one GPU per slot, and as many threads as keep all cores busy
+without oversubscribing them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # what torch goes by
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables that torch reads
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Cancelled(Exception):
-    """Nobody waits for the answer any more. For the threads of a runner, which nobody hears of it."""
+    """The answer is no longer needed. Raised inside runner threads only; callers never see it."""
 
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A place.
+    """A share of this machine for one worker.
 
     Args:
-        number: From 0.
-        environment: Name and value of what the processes of this place see beside what all see.
-        given_up: Set when nobody waits for what is done here.
-        scheduled: Whether the GPU is one that a cluster has given out.
+        number: Index of the slot, from 0.
+        environment: Additional environment variables (name, value) for processes of this slot.
+        cancelled: Event that is set when the results of this slot are no longer needed.
+        scheduled: Whether a cluster's scheduler assigned the GPU.
     """
 
     number: int = 0
     environment: tuple[tuple[str, str], ...] = ()
-    given_up: threading.Event = field(default_factory=threading.Event, compare=False)
+    cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
     scheduled: bool = False
 
 
@@ -50,13 +50,13 @@ _on_end: list[Callable[[int], None]] = []
 
 
 def current_slot() -> WorkerSlot:
-    """Where this thread is."""
+    """Return the slot of the current thread."""
     return _slot.get()
 
 
 @contextmanager
 def use_slot(slot: WorkerSlot) -> Iterator[None]:
-    """What is called inside is at ``slot``."""
+    """Run the block in ``slot``."""
     token = _slot.set(slot)
     try:
         yield
@@ -65,47 +65,51 @@ def use_slot(slot: WorkerSlot) -> Iterator[None]:
 
 
 def on_slot_end(end: Callable[[int], None]) -> None:
-    """Have ``end(number)`` called when a place is no longer needed: by whoever keeps something there."""
+    """Register ``end(number)``, which is called when a slot is no longer needed and releases resources kept for it."""
     _on_end.append(end)
 
 
 def end_slot(number: int) -> None:
-    """Let go of everything that is kept at a place."""
+    """Release all resources kept for a slot."""
     for end in _on_end:
         end(number)
 
 
 def slots_for(workers: int, cores: int, gpus: tuple[str, ...] | None = None) -> tuple[WorkerSlot, ...]:
-    """So many places on this machine.
+    """Return the slots of this machine.
 
     Args:
-        workers: At least 1. A single one gets what the process has: the place that is there without a runner.
-        cores: Of this machine that we may use.
-        gpus: As CUDA_VISIBLE_DEVICES names them; None: looked up.
+        workers: Number of slots, at least 1. A single slot gets all resources of the process, as without a runner.
+        cores: Number of cores that the process may use.
+        gpus: Names of GPUs as in CUDA_VISIBLE_DEVICES. None: detected.
     """
     if workers == 1:
         return (_FIRST,)
-    found = visible_gpus() if gpus is None else gpus
+    devices = visible_gpus() if gpus is None else gpus
     threads = threads_of_worker(workers, cores)
-    seen = ({**threads, **gpu_of_worker(number, found)} for number in range(workers))
-    return tuple(WorkerSlot(number, tuple(each.items())) for number, each in enumerate(seen))
+    environments = ({**threads, **gpu_of_worker(number, devices)} for number in range(workers))
+    return tuple(WorkerSlot(number, tuple(environment.items())) for number, environment in enumerate(environments))
 
 
 def threads_of_worker(workers: int, cores: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """With how many threads each of so many workers computes: its share of the cores, at least one, and never more than
-    ``environment`` says."""
+    """Return the thread variables for each of ``workers`` workers.
+
+    A worker's threads are its share of the cores, at least one, and at most the number in ``environment``.
+    """
     share = max(1, cores // workers)
-    said = {name: environment.get(name, "") for name in _THREADS}
-    return {name: str(min(share, int(text)) if text.isdigit() and int(text) else share) for name, text in said.items()}
+    limits = {name: environment.get(name, "") for name in _THREADS}
+    return {
+        name: str(min(share, int(text)) if text.isdigit() and int(text) else share) for name, text in limits.items()
+    }
 
 
 def gpu_of_worker(number: int, gpus: tuple[str, ...]) -> dict[str, str]:
-    """The one GPU that a worker sees; more workers than GPUs share them in turn. Nothing where there is none."""
+    """Return the variable that selects a worker's GPU. Workers take turns if GPUs are fewer. Empty without GPUs."""
     return {_VISIBLE: gpus[number % len(gpus)]} if gpus else {}
 
 
 def visible_gpus(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names of the GPUs that this process may use, found without loading a driver."""
+    """Return the names of the GPUs that this process may use, without loading a driver."""
     if _VISIBLE in environment:
         return tuple(name.strip() for name in environment[_VISIBLE].split(",") if name.strip())
     numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))

@@ -1,7 +1,8 @@
-"""What a confined process imports, compiled beforehand where an installer has compiled nothing.
+"""Compile the imports of a confined process in advance, if the installer did not.
 
-Some installers leave compiling to the first import (``uv pip install``, ``pip install --no-compile``). A process that
-may not write where libraries lie would compile them all each time it starts: half of the time to the first answer.
+Some installers leave compilation to the first import (``uv pip install``, ``pip install --no-compile``). A process that
+may not write to the library directories would compile all modules on every start, which takes half of the time to the
+first answer.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from pathlib import Path
 
 from mergegate.merge_core.files import locked
 
-_PATIENCE = 600.0  # seconds for an import that hangs: whoever asks goes on without
+_PATIENCE = 600.0  # seconds; after that, the caller continues without compiled modules
 
 
-def compile_imports(python: str | Path, imports: str, last: Path, environment: Mapping[str, str]) -> None:
-    """Have ``python`` import, as ourselves, what a confined process will, unless that has been done before.
+def compile_imports(python: str | Path, imports: str, last_source: Path, environment: Mapping[str, str]) -> None:
+    """Import modules once in a subprocess without confinement, so that ``python`` compiles them.
 
     Args:
-        imports: A statement that imports it; that it fails is no fault here.
-        last: The source of what it imports last. Where that is compiled, so is the rest.
-        environment: Of the process that imports.
+        imports: Import statement to run. A failing import is ignored.
+        last_source: Source file of the last imported module. If it is compiled, the rest is too.
+        environment: Environment of the subprocess.
     """
     if sys.dont_write_bytecode:
-        return  # nobody is to compile, so that would be in vain
-    if _is_compiled(last) or not last.is_file() or not os.access(last.parent, os.W_OK):
+        return  # Python is configured not to write bytecode
+    if _is_compiled(last_source) or not last_source.is_file() or not os.access(last_source.parent, os.W_OK):
         return
-    with locked(last.parent, required=False):  # by one run of several that begin at the same time
-        if _is_compiled(last):
+    with locked(last_source.parent, required=False):  # only one of several simultaneous runs compiles
+        if _is_compiled(last_source):
             return
-        command, nowhere = [str(python), "-P", "-c", imports], subprocess.DEVNULL
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # Whoever is started next says why it cannot be.
-            subprocess.run(command, env=environment, stdout=nowhere, stderr=nowhere, check=False, timeout=_PATIENCE)
+        command, devnull = [str(python), "-P", "-c", imports], subprocess.DEVNULL
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the confined process reports the same error
+            subprocess.run(command, env=environment, stdout=devnull, stderr=devnull, check=False, timeout=_PATIENCE)
 
 
 def _is_compiled(source: Path) -> bool:

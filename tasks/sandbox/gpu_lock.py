@@ -1,17 +1,17 @@
-"""One job per GPU of this host: a lock named by the GPU's UUID, which dies with whoever holds it.
+"""Lock the GPUs of a host, so that each GPU runs one job. A lock is named by the GPU's UUID and ends with its holder.
 
 ::
 
-    with hold_gpus():                                          # all that this process may see
+    with hold_gpus():                                          # all GPUs that this process may see
         ...
-    held = take_gpus()                                         # the same for a process, until it and all that it
-    SupervisedProcess(..., inherited=held.descriptors)         # started are gone, and we have let go
+    lease = acquire_gpus()                                     # for a child process: held until it, all its children
+    SupervisedProcess(..., inherited=lease.descriptors)        # and the lease are gone
 
-A queue of jobs can forget: when a worker is killed, what it had started runs on. So the machine itself knows. Whoever
-wants GPUs takes all that its process may see (``CUDA_VISIBLE_DEVICES``) in one order, so nobody waits in a circle; in
-one process they are one job's, however often they are asked for. On a cluster they are its scheduler's to give out.
-Locks lie in a directory that all users of the host share (``MERGEGATE_GPU_LOCKS``, else the system's for temporary
-files); where the system has none (no ``/proc/driver/nvidia``), nothing is locked.
+A job queue can lose track: when a worker is killed, the processes that it started continue. So the host keeps the
+locks. A process takes all GPUs that it may see (``CUDA_VISIBLE_DEVICES``) in a fixed order, which prevents deadlocks.
+Within one process, all leases share the locks. On a cluster, its scheduler assigns the GPUs instead. Lock files are in
+a directory shared by all users of the host (``MERGEGATE_GPU_LOCKS``, or else the system's temporary directory). On a
+system without GPUs (no ``/proc/driver/nvidia``), nothing is locked.
 """
 
 from __future__ import annotations
@@ -35,56 +35,55 @@ _log = logging.getLogger(__name__)
 
 
 def gpus_of_host(driver: Path = _DRIVER) -> tuple[str, ...]:
-    """UUIDs in the order of their places on the bus, as NVML and, where all are of a kind, CUDA count them."""
-    found = []
-    for place in sorted(driver.glob("*/information")):
+    """Return the UUIDs in bus order, which is how NVML counts GPUs, and CUDA too if all are of one kind."""
+    uuids = []
+    for path in sorted(driver.glob("*/information")):
         with suppress(OSError, UnicodeDecodeError):
-            if said := _UUID.search(place.read_text()):
-                found.append(said[1])
-    return tuple(found)
+            if match := _UUID.search(path.read_text()):
+                uuids.append(match[1])
+    return tuple(uuids)
 
 
 def gpus_to_hold(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
-    """Those of ``host`` that ``visible`` means, in the order in which they are locked.
+    """Return the GPUs of ``host`` that ``visible`` selects, in locking order.
 
     Args:
-        visible: Numbers, UUIDs or beginnings of them, as ``CUDA_VISIBLE_DEVICES`` has them. What means none of the
-            host's (a part of a GPU: MIG) means all: held too much is slow, held too little is wrong.
+        visible: Numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of the
+            host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
     """
     chosen: set[str] = set()
     for name in visible:
         if name.isdigit() and int(name) < len(host):
             chosen.add(host[int(name)])
-        elif meant := [uuid for uuid in host if name.startswith("GPU-") and uuid.startswith(name)]:
-            chosen.update(meant)
+        elif matches := [uuid for uuid in host if name.startswith("GPU-") and uuid.startswith(name)]:
+            chosen.update(matches)
         else:
             return tuple(sorted(host))
     return tuple(sorted(chosen))
 
 
 class GpuLease:
-    """What somebody in this process holds, until he lets go of it.
+    """GPUs held by a caller in this process until it releases them.
 
     Args:
-        descriptors: Open files with the locks, for a process to inherit.
-        release: What letting go means.
+        descriptors: Open file descriptors of the locks, to be inherited by a child process.
+        release: Function that releases the locks.
     """
 
     def __init__(self, descriptors: tuple[int, ...], release: Callable[[], None]) -> None:
         self.descriptors, self._release = descriptors, release
 
     def release(self) -> None:
-        """Let go; harmless if that has been done."""
+        """Release the GPUs. Safe to call twice."""
         release, self._release = self._release, lambda: None
         release()
 
 
 class GpuLocks:
-    """The locks of one process. As long as somebody here holds any, no more are taken: a second set could be waited
-    for in a circle.
+    """The locks of one process. While any lease exists, no further locks are taken, because that could deadlock.
 
     Args:
-        driver: Where the driver tells of its GPUs.
+        driver: Directory in which the driver lists its GPUs.
     """
 
     def __init__(self, driver: Path = _DRIVER) -> None:
@@ -94,10 +93,10 @@ class GpuLocks:
         self._holders = 0
 
     def take(self, environment: Mapping[str, str]) -> GpuLease:
-        """Wait for all GPUs that ``environment`` lets a process see.
+        """Wait for all GPUs that are visible in ``environment``.
 
         Raises:
-            OSError: where a lock cannot be made.
+            OSError: A lock file cannot be created.
         """
         with self._lock:
             if not self._holders:
@@ -111,7 +110,7 @@ class GpuLocks:
             return GpuLease(tuple(self._held), self._give_back)
 
     def _give_back(self) -> None:
-        """The last one to do so frees them, unless a process has inherited them."""
+        """Close the locks with the last lease. A child process that inherited them still holds them."""
         with self._lock:
             self._holders -= 1
             if not self._holders:
@@ -127,7 +126,7 @@ _locks = GpuLocks()
 
 
 def acquire_gpus() -> GpuLease:
-    """The GPUs that this process may see, alone on this host; waits until others are done with them. To be released."""
+    """Wait for exclusive use of all GPUs that this process may see. The caller must release the lease."""
     if current_slot().scheduled:
         return GpuLease((), lambda: None)
     return _locks.take(os.environ)
@@ -135,16 +134,16 @@ def acquire_gpus() -> GpuLease:
 
 @contextmanager
 def hold_gpus() -> Iterator[None]:
-    """The same for as long as the block runs."""
-    held = acquire_gpus()
+    """Hold the GPUs that this process may see for the duration of the block."""
+    lease = acquire_gpus()
     try:
         yield
     finally:
-        held.release()
+        lease.release()
 
 
 def _locked(uuid: str, environment: Mapping[str, str]) -> int:
-    """The lock of a GPU, held; whoever holds it is named in the log while we wait."""
+    """Open and lock the lock file of a GPU. The log names the current holder while waiting."""
     descriptor = _opened(Path(environment.get(LOCKS) or tempfile.gettempdir()) / f"mergegate-{uuid}.lock")
     try:
         try:
@@ -162,8 +161,10 @@ def _locked(uuid: str, environment: Mapping[str, str]) -> int:
 
 
 def _opened(path: Path) -> int:
-    """The file of a lock, which is nobody's: whoever comes first makes it for all users of the host, and nobody
-    removes it. Linux lets nobody open another's file in a shared directory by a call that would make it."""
+    """Open a lock file, which is shared by all users of the host and never removed. The first process creates it.
+
+    Open and creation are separate calls: in a shared directory, Linux forbids opening another user's file with O_CREAT.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
@@ -171,5 +172,5 @@ def _opened(path: Path) -> int:
         except FileNotFoundError:
             with suppress(FileExistsError):
                 descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-                os.fchmod(descriptor, 0o666)  # whatever the umask is
+                os.fchmod(descriptor, 0o666)  # regardless of the umask
                 return descriptor

@@ -1,9 +1,9 @@
-"""What of this project needs Linux, asked where a child process is begun.
+"""Check for Linux before a child process is started.
 
-Child processes are kept in bounds and end with us by calls that only Linux has: prctl(2) (``supervised``), unshare(2)
-(``confinement``), ``/proc`` (``supervised``, ``gpu_lock``). Without them a killed run would leave processes that hold a
-GPU, and foreign code would reach the network, so no model and no task is run elsewhere. Merging alone (``merge``,
-``plan``) needs none of them: what it takes of Linux is in ``merge_core/system.py``, with what stands in for it.
+Child processes are confined and supervised by system interfaces that only Linux has: prctl(2) (``supervision``),
+unshare(2) (``confinement``) and ``/proc`` (``supervision``, ``gpu_lock``). Without them, a killed run would leave
+processes that hold a GPU, and third-party code would have network access. So models and tasks run on Linux only.
+Merging alone (``merge``, ``plan``) does not need them; ``merge_core/system.py`` wraps its system calls, with fallbacks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from mergegate.merge_core.errors import Refused
 
 
 def require_linux(system: str = sys.platform) -> None:
-    """
-    Raises:
-        Refused: when this system is none on which models can be run in bounds.
-    """
+    """Raise Refused unless this system is Linux."""
     if system != "linux":
         raise Refused(
             "this system",

@@ -1,19 +1,20 @@
-"""What a child process does that runs a program which a model wrote: bind its own hands, run it, say whether it passed.
+"""Run a model-generated program in a child process: apply restrictions, run it, and report whether it passed.
 
 ::
 
-    python -P -s program_child.py DESCRIPTOR            # of a socket; see ``programs``, which starts it, confined
+    python -P -s program_child.py DESCRIPTOR            # of a socket; started, confined, by ``programs``
 
-It reads one line of JSON, ``{"program", "token", "cpu", "clock", "memory", "file"}``, binds itself for ever, answers
-``{"holds": [...]}`` and runs the program: text of Python, executed whole. Only when the program has come to its end
-without an exception is the token sent back. An exit, however friendly, is none: a program that leaves before its tests
-has not passed them. The text has no way to the token but by searching this interpreter for it.
+The child reads one line of JSON, ``{"program", "token", "cpu", "clock", "memory", "file"}``, restricts itself
+irreversibly, answers ``{"holds": [...]}`` and runs the program, which is Python source text. It sends the token back
+only if the program reaches its end without an exception. An early exit, even with code 0, counts as a failure: the
+program may have skipped its tests. The program could obtain the token only by searching the memory of its
+interpreter.
 
-What the kernel is told (``_FORBIDDEN``): no other process and no other program, no socket, no signal, no memory shared
-by name, nothing that looks into or slows down others, and no door to the kernel that tests of a function never need.
-Threads may be started. Whoever tries gets an error, as from a system where a limit is reached, and may go on.
+A system call filter (``_FORBIDDEN``) blocks new processes and programs, sockets, signals, named shared memory,
+inspection and slowdown of other processes, and all kernel interfaces that tests of a function never need. Threads are
+allowed. A blocked call returns an error, as if a limit were reached, and the program may continue.
 
-Standard library only, and nothing of this project: the process may not read it.
+The file uses the standard library only and imports nothing of mergegate, which the process cannot read.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ import sys
 import time
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
-# linux/bpf_common.h: load a word, jump if equal, at least, or if a bit is set, return.
+# linux/bpf_common.h: load a word; jump if equal, if at least, or if a bit is set; return.
 _LOAD, _EQUAL, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-# linux/seccomp.h: struct seccomp_data has the number, the architecture, the instruction, the arguments.
+# linux/seccomp.h: offsets in struct seccomp_data of the call number, the architecture and the first argument.
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _EAGAIN, _ENOSYS = 1, 11, 38
 _CLONE_THREAD = 0x00010000
-_OTHER_NUMBERS = 0x40000000  # of x32, which an x86-64 kernel may serve as well
-_FILES = 64  # open ones
+_OTHER_NUMBERS = 0x40000000  # call numbers of the x32 ABI, which an x86-64 kernel may support
+_FILES = 64  # maximum number of open files
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, AUDIT_ARCH of linux/audit.h
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), 435, (302, 261)
-# By purpose: numbers on x86-64 and on aarch64 (None: it has none of that name).
+# Blocked calls, grouped by purpose: numbers on x86-64 and on aarch64 (None: no such call).
 _FORBIDDEN: tuple[tuple[str, int, int | None], ...] = (
     *(("fork", 57, None), ("vfork", 58, None), ("execve", 59, 221), ("execveat", 322, 281)),
     *(("socket", 41, 198), ("io_uring_setup", 425, 425), ("io_uring_enter", 426, 426), ("io_uring_register", 427, 427)),
@@ -62,10 +63,10 @@ _FORBIDDEN: tuple[tuple[str, int, int | None], ...] = (
 
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter of system calls for seccomp(2), an instruction each: code, jumps if so and if not, operand.
+    """Return the system call filter for seccomp(2) as instructions: code, jumps if true and if false, operand.
 
     Raises:
-        KeyError: for a machine whose numbers are not known.
+        KeyError: The call numbers of the machine are unknown.
     """
     column, architecture = _MACHINES[machine]
     steps = [
@@ -75,14 +76,14 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _OTHER_NUMBERS),
         (_RETURN, 0, 0, _ERROR | _ENOSYS),
-        # The C library then takes clone, whose flags can be seen.
+        # If clone3 does not exist, the C library uses clone, whose flags the filter can check.
         *((_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS)),
         (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_HAS, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERROR | _EAGAIN),
-        (_EQUAL, 0, 4, _PRLIMIT[column]),  # limits of its own may be read, and lowered
+        (_EQUAL, 0, 4, _PRLIMIT[column]),  # a process may read and lower its own limits
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_EQUAL, 0, 1, 0),
         (_RETURN, 0, 0, _ALLOW),
@@ -96,13 +97,13 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _bind_calls() -> bool:
-    """Give the kernel the filter; False where it takes none, or the machine is not known."""
+    """Install the system call filter. Return False if the kernel rejects it or the machine is unknown."""
     with contextlib.suppress(KeyError, OSError, AttributeError):
         steps = call_filter(platform.machine())
         packed = b"".join(struct.pack("=HBBI", *step) for step in steps)
-        held = ctypes.create_string_buffer(packed, len(packed))
+        buffer = ctypes.create_string_buffer(packed, len(packed))
         libc = ctypes.CDLL(None, use_errno=True)
-        program = struct.pack("@HP", len(steps), ctypes.addressof(held))
+        program = struct.pack("@HP", len(steps), ctypes.addressof(buffer))
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             return False
         return bool(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(program), 0, 0) == 0)
@@ -110,10 +111,10 @@ def _bind_calls() -> bool:
 
 
 def _bind_resources(cpu: int, memory: int, file: int) -> bool:
-    """Seconds of processor time, bytes of addresses, bytes of a file; no core dumps, few open files."""
-    used = -int(-time.process_time() // 1)  # by starting the interpreter
+    """Limit processor time in seconds, address space and file size in bytes, core dumps and open files."""
+    startup = -int(-time.process_time() // 1)  # processor time that the start of the interpreter took
     limits = {
-        resource.RLIMIT_CPU: (used + cpu, used + cpu + 1),  # a signal, and a second later the end
+        resource.RLIMIT_CPU: (startup + cpu, startup + cpu + 1),  # a signal, and a second later SIGKILL
         resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_FSIZE: (file, file),
         resource.RLIMIT_CORE: (0, 0),
@@ -128,23 +129,23 @@ def _bind_resources(cpu: int, memory: int, file: int) -> bool:
 
 
 def main() -> None:
-    """Of the child process."""
+    """Run the child process."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     with channel.makefile("rb") as lines:
         order = json.loads(lines.readline())
-    place = os.environ["TMPDIR"]
-    os.chdir(place)
-    os.environ["HOME"] = place
+    directory = os.environ["TMPDIR"]
+    os.chdir(directory)
+    os.environ["HOME"] = directory
     holds = ["resources"] if _bind_resources(order["cpu"], order["memory"], order["file"]) else []
     holds += ["calls"] if _bind_calls() else []
     channel.sendall(json.dumps({"holds": holds}).encode() + b"\n")
     if len(holds) < 2:
         os._exit(1)
     program, token = order.pop("program"), order.pop("token")
-    sys.argv, sys.stdin = [""], None  # whoever reads gets an exception, and does not wait
+    sys.argv, sys.stdin = [""], None  # reading raises an exception instead of blocking
     signal.setitimer(signal.ITIMER_REAL, order["clock"])
     try:
-        exec(program, {})  # what all of this is for
+        exec(program, {})
     except BaseException:
         os._exit(1)
     channel.sendall(token.encode())

@@ -1,16 +1,18 @@
-"""Programs that a model wrote, run one by one, each in a process of its own that can do next to nothing.
+"""Run model-generated programs one by one, each in its own, tightly confined process.
 
 ::
 
     limits = ProgramLimits()
     run_program("assert 1 + 1 == 2", limits)            # ProgramEnd.PASSED
 
-A program passes if the whole of its text is executed without an exception, in time. What it runs in is confined twice.
-``confinement`` as for everything foreign, but tighter: it reads the Python installation and nothing else, writes to a
-directory that is removed with it, and has no network. And it binds its own hands (``program_child``): processor time,
-memory, size of a file, no process, no other program, no socket, no signal. Of our environment it sees nothing.
+A program passes if it runs to its end without an exception and in time. Its process is confined twice. First by
+``confinement``, more tightly than other third-party code: it reads the Python installation and nothing else, writes to
+a directory that is removed afterwards, and has no network. Then the process restricts itself (``program_child``):
+processor time, memory, file size, and no new processes or programs, no sockets and no signals. It sees no environment
+variables of mergegate.
 
-Here, unlike elsewhere, a promise that this system cannot keep is a refusal: nobody has to run code of a model.
+Unlike elsewhere, the run is refused if the system does not support one of these restrictions: running model-generated
+code is optional.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from mergegate.tasks.sandbox.confinement import Confinement
 from mergegate.tasks.sandbox.supervision import NotStarted, SupervisedProcess
 
 _CHILD = Path(__file__).with_name("program_child.py")
-_START = 20.0  # seconds for the interpreter beyond the program's own, on a machine that is busy
+_START = 20.0  # seconds for the start of the interpreter on a busy machine, added to the program's own limit
 _BOUND = {"resources", "calls"}
 _OF_TIME = {signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL}
-# Where a Python installation and the libraries under it lie. No directory of a person, and no /etc, /proc or /run.
+# Directories of a Python installation and its system libraries: no home directory, and no /etc, /proc or /run.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Threads of numpy would be counted together; sets of texts come in the same order each time.
+# One thread, because processor time counts all threads; a fixed hash seed, so that sets of strings have a fixed order.
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
     **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -47,51 +49,51 @@ _ENVIRONMENT = {
 
 
 class ProgramLimits(BaseModel):
-    """What one program may take; part of the key of every score, since another limit is another measurement."""
+    """Limits of one program. They are part of the key of every score, because other limits may change the result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cpu: int = Field(default=3, ge=1)  # seconds of processor time: a busy machine is no stricter than an idle one
-    clock: float = Field(default=30.0, gt=0)  # seconds, for what only waits
-    memory: int = Field(default=2 << 30, ge=1 << 28)  # bytes of addresses
-    file: int = Field(default=16 << 20, ge=0)  # bytes that it may write to one file
-    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"  # that runs it
+    cpu: int = Field(default=3, ge=1)  # seconds of processor time, which does not depend on the load of the machine
+    clock: float = Field(default=30.0, gt=0)  # seconds of wall time, for programs that wait
+    memory: int = Field(default=2 << 30, ge=1 << 28)  # bytes of address space
+    file: int = Field(default=16 << 20, ge=0)  # maximum size of a file in bytes
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"  # version of the interpreter
 
 
 class ProgramEnd(StrEnum):
-    """What came of a program."""
+    """Outcome of a program."""
 
     PASSED = "passed"
-    FAILED = "failed"  # an exception, an exit before the end, a death
+    FAILED = "failed"  # an exception, an early exit or a crash
     OUT_OF_TIME = "out of time"
 
 
 def run_program(program: str, limits: ProgramLimits) -> ProgramEnd:
-    """Run ``program``, text of Python, to its end or its limits.
+    """Run ``program``, which is Python source text, to its end or its limits.
 
     Raises:
-        Refused: where this system cannot hold it as it must be held; then nothing was run.
+        Refused: The system does not support a required restriction. The program was not run.
     """
     token = secrets.token_hex(16)
-    asked = limits.model_dump(include={"cpu", "clock", "memory", "file"})
-    order = json.dumps({"program": program, "token": token, **asked}).encode() + b"\n"
-    ours, theirs = socket.socketpair()
-    with ours, Path(os.devnull).open("ab") as nowhere:
-        with theirs:
-            process = _start(theirs.fileno(), limits, nowhere)
+    settings = limits.model_dump(include={"cpu", "clock", "memory", "file"})
+    order = json.dumps({"program": program, "token": token, **settings}).encode() + b"\n"
+    channel, child_end = socket.socketpair()
+    with channel, Path(os.devnull).open("ab") as devnull:
+        with child_end:
+            process = _start(child_end.fileno(), limits, devnull)
         try:
             _require_held(process.unconfined)
-            holds, said = None, b""
-            with contextlib.suppress(ConnectionError), ours.makefile("rb") as answers:
-                ours.sendall(order)
-                holds = json.loads(answers.readline() or b"{}").get("holds")
-                said = answers.read()
+            applied, reply = None, b""
+            with contextlib.suppress(ConnectionError), channel.makefile("rb") as answers:
+                channel.sendall(order)
+                applied = json.loads(answers.readline() or b"{}").get("holds")
+                reply = answers.read()
         finally:
             end = process.end()
-    if holds is None:  # nothing of the program was run
+    if applied is None:  # the program did not start
         raise _refusal(f"an interpreter that ended before it began (exit code {end.returncode})")
-    _require_held(tuple(sorted(_BOUND - set(holds))))
-    if said == token.encode():
+    _require_held(tuple(sorted(_BOUND - set(applied))))
+    if reply == token.encode():
         return ProgramEnd.PASSED
     if end.why == "limit" or (end.returncode is not None and -end.returncode in _OF_TIME):
         return ProgramEnd.OUT_OF_TIME
@@ -101,11 +103,11 @@ def run_program(program: str, limits: ProgramLimits) -> ProgramEnd:
 def _start(descriptor: int, limits: ProgramLimits, output: IO[bytes]) -> SupervisedProcess:
     confinement = Confinement(read=_readable(), write=_DEVICES[:1], memory=limits.memory)
     environment = dict(_ENVIRONMENT)
-    if places := os.environ.get("LD_LIBRARY_PATH"):
-        environment["LD_LIBRARY_PATH"] = places
+    if library_path := os.environ.get("LD_LIBRARY_PATH"):
+        environment["LD_LIBRARY_PATH"] = library_path
     try:
         return SupervisedProcess(
-            # -P, -s: nothing is imported from where it runs, or from a person's own packages.
+            # -P, -s: import nothing from the working directory or the user's site-packages.
             [sys.executable, "-P", "-s", "-B", str(_CHILD), str(descriptor)],
             environment,
             output,
@@ -121,13 +123,13 @@ def _start(descriptor: int, limits: ProgramLimits, output: IO[bytes]) -> Supervi
 def _readable() -> tuple[str, ...]:
     installed = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    every = [*_SYSTEM, *_DEVICES, *sorted(installed), *libraries, str(_CHILD)]
-    return tuple(place for place in dict.fromkeys(every) if os.path.lexists(place) and os.path.realpath(place) != "/")
+    candidates = [*_SYSTEM, *_DEVICES, *sorted(installed), *libraries, str(_CHILD)]
+    return tuple(path for path in dict.fromkeys(candidates) if os.path.lexists(path) and os.path.realpath(path) != "/")
 
 
-def _require_held(lacking: tuple[str, ...]) -> None:
-    if lacking:
-        raise _refusal(f"a system that does not bound processes in: {', '.join(lacking)}")
+def _require_held(missing: tuple[str, ...]) -> None:
+    if missing:
+        raise _refusal(f"a system that does not bound processes in: {', '.join(missing)}")
 
 
 def _refusal(found: str) -> Refused:

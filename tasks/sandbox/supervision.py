@@ -1,4 +1,4 @@
-"""A process that ends with everything it started: when it is told to, and when we are gone, however that happens.
+"""Run a process that ends together with everything it started: on request, or when this process dies for any reason.
 
 ::
 
@@ -7,18 +7,22 @@
     process.alive, process.pid, process.scratch
     process.end().returncode                            # and no process or temporary file is left
 
-Between us and the process stands a supervisor: this file, run by path with a bare interpreter (``python -I -S``), so
-that it costs milliseconds and little memory, works while we are in code that never lets go of the interpreter, and
-survives us by the moment that it needs. It reads one line of JSON, starts the command in a session of its own, and
-answers ``{"pid", "scratch"}`` or ``{"error"}``. From then on it waits for the first of: its standard input closes (we
-want an end, or were killed: the lifeline), its parent is another process (the same, should a third one hold the pipe
-open), the process exits, ``limit`` seconds pass. Then it ends what is left and answers ``{"returncode", "why",
-"peak_memory", "peak_gpu_memory"}``.
+A supervisor process runs between this process and the command: this file, run by path with a bare interpreter
+(``python -I -S``). It starts in milliseconds, needs little memory, works while this process is busy in code that holds
+the GIL, and outlives this process just long enough to clean up. It reads one line of JSON, starts the command in its
+own session, and answers ``{"pid", "scratch"}`` or ``{"error"}``. Then it waits for the first of these events:
 
-Nothing can escape: the supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so
-workers whose parent died, or which left the process group, become its children; it goes when it has none left.
-Temporary files go to a directory that is removed at the end; so are segments of shared memory that were left behind.
-That takes Linux: elsewhere nothing tells whose child is whose, and only the process group is ended.
+* Its standard input is closed, because this process requested the end or was killed (the lifeline).
+* It gets another parent. That has the same meaning, and covers the case that a third process holds the pipe open.
+* The command exits.
+* ``limit`` seconds have passed.
+
+Then it ends all remaining processes and answers ``{"returncode", "why", "peak_memory", "peak_gpu_memory"}``.
+
+No process can escape. The supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so it
+adopts workers whose parent died or that left the process group. It exits when it has no children left. Temporary files
+go to a directory that is removed at the end, and leftover shared memory segments are removed too. All of this needs
+Linux: elsewhere descendants cannot be identified, and only the process group is ended.
 """
 
 from __future__ import annotations
@@ -48,13 +52,13 @@ if TYPE_CHECKING:
     from mergegate.tasks.sandbox.confinement import Confinement
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_TICK = 0.5  # seconds between two looks at memory and parent
-_REST = 20  # times as long as a look at memory took until the next one: the kernel counts pages meanwhile
-_LINGER = 3.0  # seconds that workers have to follow their leader, where that has any grace
+_TICK = 0.5  # seconds between two checks of memory and parent
+_REST = 20  # pause between memory checks, as a multiple of their duration: the kernel counts pages during a check
+_LINGER = 3.0  # seconds that workers have to exit after the command, if it has a grace period
 _PAUSE = 0.02
-_STOPS_WITHIN = 0.2  # seconds; one that waits for a disk stops later
-_SLACK = 15.0  # seconds beyond its grace after which a supervisor itself is given up
-_LONGEST_PLACE = 40  # characters
+_STOPS_WITHIN = 0.2  # seconds; a process that waits for a disk takes longer to stop
+_SLACK = 15.0  # seconds beyond the grace period after which the supervisor itself is killed
+_MAX_PATH_LENGTH = 40  # characters
 _PROC = Path("/proc")
 _SHARED_MEMORY = "/dev/shm/"
 
@@ -63,18 +67,18 @@ _log = logging.getLogger(__name__)
 
 
 class NotStarted(Exception):
-    """The command could not be started; the message says why."""
+    """The command could not be started. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a process ended, and what it had taken, with everything below it.
+    """How a process ended, and the resources that it and its descendants used.
 
     Args:
-        returncode: As in ``subprocess``: negative for a signal. None: nobody could tell, its supervisor was killed.
-        why: ``exited`` by itself, ``asked`` to end, or for its ``limit``.
-        peak_memory: Bytes, where it was measured.
-        peak_gpu_memory: Bytes on all GPUs, where it was measured.
+        returncode: As in ``subprocess``: negative for a signal. None: unknown, because the supervisor was killed.
+        why: ``exited`` on its own, ``asked`` to end, or ended after its ``limit``.
+        peak_memory: Bytes, if measured.
+        peak_gpu_memory: Bytes on all GPUs, if measured.
     """
 
     returncode: int | None = None
@@ -83,29 +87,31 @@ class ProcessEnd:
     peak_gpu_memory: int = 0
 
     def __str__(self) -> str:
-        """``ended (asked), exit code -9``."""
+        """Return, for example, ``ended (asked), exit code -9``."""
         why = f" ({self.why})" if self.why else ""
         return f"ended{why}, exit code {'unknown' if self.returncode is None else self.returncode}"
 
 
 class SupervisedProcess:
-    """A process, and the supervisor that ends it; it runs when this is made.
+    """A running process with a supervisor that ends it. Creating the object starts the process.
 
     Args:
-        command: Its program and arguments.
-        environment: All of its environment; ``TMPDIR`` is added.
-        output: Open file that gets what it prints.
-        name: What its temporary directory is called by: ``mergegate-NAME-…``.
-        grace: Seconds that it has to end by itself when it should; 0: it is killed.
-        limit: Seconds after which it is ended in any case.
-        pass_fds: Descriptors that it inherits.
-        confinement: What it may reach; None: all that we may. What this system cannot keep it from is logged.
-        short_paths: It puts sockets into its temporary directory, whose paths may have 107 characters.
-        measured: Take note of its memory.
-        inherited: Descriptors that stay open until it and everything it started are gone; it does not see them.
+        command: Program and arguments.
+        environment: Complete environment; ``TMPDIR`` is added.
+        output: Open file that receives the output.
+        name: Part of the name of its temporary directory: ``mergegate-NAME-…``.
+        grace: Seconds that it has to exit when asked to. 0: it is killed.
+        limit: Seconds after which it is ended in any case. None: no limit.
+        pass_fds: File descriptors that it inherits.
+        confinement: Restrictions. None: it may do what this process may do. Restrictions that the system does not
+            support are logged.
+        short_paths: It creates sockets in its temporary directory, whose paths are limited to 107 characters.
+        measured: Whether to measure its memory.
+        inherited: File descriptors that stay open until it and all its descendants are gone. They are not visible to
+            it.
 
     Raises:
-        NotStarted: when there is no such command, or it may not be run.
+        NotStarted: The command does not exist or is not executable.
     """
 
     def __init__(
@@ -123,7 +129,7 @@ class SupervisedProcess:
         measured: bool = False,
         inherited: Sequence[int] = (),
     ) -> None:
-        # Not at the top: the supervisor runs this file by itself.
+        # Imported locally, because the supervisor runs this file without the package.
         from mergegate.merge_core.wording import detail
         from mergegate.tasks.sandbox.linux import require_linux
 
@@ -143,7 +149,7 @@ class SupervisedProcess:
         self._ending = threading.Lock()
         self._end: ProcessEnd | None = None
         self._supervisor = subprocess.Popen(
-            # Isolated and without site-packages: it needs the standard library only.
+            # Isolated and without site-packages: the supervisor needs the standard library only.
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -153,7 +159,7 @@ class SupervisedProcess:
         )
         self.pid, self.scratch = 0, Path()
         try:
-            started = self._give(order)
+            started = self._send(order)
         except BaseException:
             self.end()
             raise
@@ -161,25 +167,27 @@ class SupervisedProcess:
             self.end()
             raise NotStarted(started["error"])
         self.pid, self.scratch = int(started["pid"]), Path(started["scratch"])
-        wanted = {"files", "network", *(["memory"] if confinement.memory is not None else [])} if confinement else set()
+        required = (
+            {"files", "network", *(["memory"] if confinement.memory is not None else [])} if confinement else set()
+        )
         detail("process %d (%s): %s", self.pid, name, shlex.join(command))
-        self.unconfined = tuple(sorted(wanted - set(started["confined"])))
+        self.unconfined = tuple(sorted(required - set(started["confined"])))
         if self.unconfined:
             _log.warning("%s: this system does not confine processes in: %s", name, ", ".join(self.unconfined))
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or has not been cleared away yet."""
+        """Whether it is still running or its cleanup is not complete."""
         return self._supervisor.poll() is None
 
     def ends(self, within: float) -> bool:
-        """Whether it ends by itself, and has been cleared away, within some seconds."""
+        """Wait up to ``within`` seconds. Return whether the process has ended on its own and was cleaned up."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.wait(within)
         return not self.alive
 
     def end(self) -> ProcessEnd:
-        """End it and everything it started; harmless, and the same answer, if that is over already."""
+        """End the process and everything it started. Further calls are harmless and return the same result."""
         with self._ending:
             if self._end is None:
                 from mergegate.merge_core.wording import detail
@@ -188,7 +196,7 @@ class SupervisedProcess:
                 detail("process %d: %s", self.pid, self._end)
             return self._end
 
-    def _give(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, order: Mapping[str, Any]) -> dict[str, Any]:
         assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -199,18 +207,18 @@ class SupervisedProcess:
 
     def _ended(self) -> ProcessEnd:
         try:
-            said, _ = self._supervisor.communicate(timeout=self._patience)  # closes its input: the lifeline
+            output, _ = self._supervisor.communicate(timeout=self._patience)  # closes its input: the lifeline
         except subprocess.TimeoutExpired:
             self._supervisor.kill()
-            said, _ = self._supervisor.communicate()
+            output, _ = self._supervisor.communicate()
         if self._supervisor.returncode != 0:
             self._sweep()
         with contextlib.suppress(IndexError, ValueError, TypeError):
-            return ProcessEnd(**json.loads(said.splitlines()[-1]))
+            return ProcessEnd(**json.loads(output.splitlines()[-1]))
         return ProcessEnd()
 
     def _sweep(self) -> None:
-        """What the supervisor would have done, if it was killed: the leader went with it, its group did not."""
+        """Clean up after a killed supervisor. The command died with it, but its process group did not."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -218,7 +226,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """One process, from its start to the end of the last one below it."""
+    """Runs one command until its last descendant has ended."""
 
     def __init__(self, order: dict[str, Any], wake: int) -> None:
         self._order, self._wake = order, wake
@@ -227,12 +235,12 @@ class Supervisor:
         self._began = time.time()
         self._gpus = Gpus() if order["measured"] else None
         self._peak = self._gpu_peak = 0  # bytes
-        self._look_again = 0.0
+        self._next_measurement = 0.0
         self._returncode: int | None = None
         self.stopping = False
 
     def run(self, scratch: str) -> None:
-        """Start, wait, end; see the module docstring."""
+        """Start the command, wait, and end it, as the module docstring describes."""
         command: list[str] = self._order["command"]
         try:
             self._pid = self._start(command, scratch)
@@ -247,32 +255,32 @@ class Supervisor:
         _say({"returncode": self._returncode, "why": why, **peaks})
 
     def _start(self, command: list[str], scratch: str) -> int:
-        passed: list[int] = self._order["pass_fds"]
-        holds, holds_writer = os.pipe()
+        descriptors: list[int] = self._order["pass_fds"]
+        applied, applied_writer = os.pipe()
 
         def prepare() -> None:
             if self._order["confinement"] is not None:
                 os.environ["TMPDIR"] = scratch
-                os.write(holds_writer, json.dumps(_confine(self._order["confinement"])).encode())
-            # Should even the supervisor be killed, at least the leader goes with it.
+                os.write(applied_writer, json.dumps(_confine(self._order["confinement"])).encode())
+            # If the supervisor itself is killed, the command dies with it.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         process = subprocess.Popen(
             command,
             env={**self._order["environment"], "TMPDIR": scratch},
             stdin=subprocess.DEVNULL,
-            stdout=2,  # ours is the answer to whoever ordered it
+            stdout=2,  # the supervisor's own stdout carries its answers
             stderr=2,
             start_new_session=True,
-            pass_fds=passed,
+            pass_fds=descriptors,
             preexec_fn=prepare,
         )
-        os.close(holds_writer)
-        with os.fdopen(holds, "rb") as said:
-            self._confined = json.loads(said.read() or b"[]")
-        for descriptor in passed:  # that its other end can tell when the process is gone
+        os.close(applied_writer)
+        with os.fdopen(applied, "rb") as answer:
+            self._confined = json.loads(answer.read() or b"[]")
+        for descriptor in descriptors:  # so that the other end notices when the process is gone
             os.close(descriptor)
-        process.returncode = 0  # it is reaped here, with all the others: Popen has nothing left to do
+        process.returncode = 0  # _reap collects all children, so Popen must not wait for this one
         return process.pid
 
     def _wait(self, deadline: float) -> str:
@@ -296,7 +304,7 @@ class Supervisor:
                         os.read(self._wake, 4096)
 
     def _end(self) -> None:
-        """End all that is left: the leader politely, the others after it, then whoever is still there."""
+        """End all remaining processes: ask the command first, then its descendants, and kill the rest."""
         self._measure(at_once=True)
         segments: set[str] = set()
         grace: float = self._order["grace"]
@@ -304,41 +312,41 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
         if self._returncode is None and grace:
-            segments |= _told_to_end(self._pid, signal.SIGTERM)
+            segments |= _signal_and_list_segments(self._pid, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while self._returncode is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 self._reap()
         if self._returncode is not None and grace:
-            # Wherever they are: some leave the process group.
+            # Signal each descendant, because some leave the process group.
             for pid in _descendants():
-                segments |= _told_to_end(pid, signal.SIGTERM)
+                segments |= _signal_and_list_segments(pid, signal.SIGTERM)
             deadline = time.monotonic() + _LINGER
             while _descendants() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 self._reap()
-        while left := _descendants():
-            for pid in left:
-                segments |= _told_to_end(pid, signal.SIGKILL)
+        while remaining := _descendants():
+            for pid in remaining:
+                segments |= _signal_and_list_segments(pid, signal.SIGKILL)
             self._reap()
             time.sleep(_PAUSE)
         for segment in map(Path, segments):
-            # Only what this process made; whatever is older belongs to somebody else.
+            # Remove only segments created during this run; older ones belong to other processes.
             with contextlib.suppress(OSError):
                 if segment.stat().st_ctime >= self._began:
                     segment.unlink()
 
     def _measure(self, *, at_once: bool = False) -> None:
-        if self._gpus is None or ((began := time.monotonic()) < self._look_again and not at_once):
+        if self._gpus is None or ((began := time.monotonic()) < self._next_measurement and not at_once):
             return
         processes = _descendants()
         self._peak = max(self._peak, sum(map(_memory, processes)))
         self._gpu_peak = max(self._gpu_peak, self._gpus.used_by(processes))
         ended = time.monotonic()
-        self._look_again = ended + _REST * (ended - began)
+        self._next_measurement = ended + _REST * (ended - began)
 
     def _reap(self) -> None:
-        """Take note of all children that have ended by now."""
+        """Collect all children that have ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -349,13 +357,13 @@ class Supervisor:
 
 
 class Gpus:
-    """Memory on NVIDIA GPUs, as the driver's own library counts it (NVML); nothing where there is none.
+    """Memory use on NVIDIA GPUs according to the driver's library (NVML). Zero without GPUs.
 
-    Inside a container the library names processes as the host does, if at all. Where it knows none of ours, what is
-    used on the GPUs beyond what was used at the start counts.
+    In a container, the library lists processes by their ids on the host, if at all. If it lists none of the given
+    processes, the increase since the start counts.
 
     Args:
-        library: The library, loaded; None: that of this machine.
+        library: Loaded NVML library. None: that of this machine.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -365,18 +373,18 @@ class Gpus:
             count = ctypes.c_uint()
             if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
                 return
-            for at in range(count.value):
+            for index in range(count.value):
                 device = ctypes.c_void_p()
-                if self._nvml.nvmlDeviceGetHandleByIndex_v2(at, ctypes.byref(device)) == 0:
+                if self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
                     self._devices.append(device)
         self._before = self._used()
 
     def used_by(self, processes: list[int]) -> int:
-        """Bytes on all GPUs."""
+        """Return the memory that the processes use on all GPUs, in bytes."""
         if not self._devices:
             return 0
-        known = sum(size for device in self._devices for pid, size in self._processes(device) if pid in processes)
-        return known or max(0, self._used() - self._before)
+        used = sum(size for device in self._devices for pid, size in self._processes(device) if pid in processes)
+        return used or max(0, self._used() - self._before)
 
     def _used(self) -> int:
         total = 0
@@ -387,16 +395,16 @@ class Gpus:
         return total
 
     def _processes(self, device: ctypes.c_void_p) -> list[tuple[int, int]]:
-        """Ids and bytes of the processes that compute on a device."""
-        count, found = ctypes.c_uint(_MOST_ON_A_GPU), (_OnGpu * _MOST_ON_A_GPU)()
-        ask = getattr(self._nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
-        if ask is None or ask(device, ctypes.byref(count), found):
+        """Return process id and bytes of every compute process on a device."""
+        count, entries = ctypes.c_uint(_MAX_GPU_PROCESSES), (_OnGpu * _MAX_GPU_PROCESSES)()
+        query = getattr(self._nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+        if query is None or query(device, ctypes.byref(count), entries):
             return []
-        return [(each.pid, each.size) for each in found[: count.value] if each.size != _UNKNOWN]
+        return [(entry.pid, entry.size) for entry in entries[: count.value] if entry.size != _UNKNOWN]
 
 
 class _OnGpu(ctypes.Structure):
-    """nvmlProcessInfo_t of NVML's version 3 of the query."""
+    """Struct nvmlProcessInfo_t in version 3 of the query."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -406,18 +414,19 @@ class _OnGpu(ctypes.Structure):
     )
 
 
-_MOST_ON_A_GPU = 128
+_MAX_GPU_PROCESSES = 128
 _UNKNOWN = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 def main() -> None:
-    """Of the supervisor: read the order and carry it out."""
+    """Run the supervisor: read the order and execute it."""
     wake, wake_writer = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        # Of a terminal: what they mean is the flow's to decide. Caught, not ignored, which the process would inherit.
+        # The flow decides how to handle signals of a terminal. They are caught instead of ignored, because the command
+        # would inherit ignored signals.
         signal.signal(number, lambda *_: None)
     line = sys.stdin.buffer.readline()
     if not line:
@@ -430,51 +439,53 @@ def main() -> None:
         supervisor.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
-    place = tempfile.gettempdir()
-    if order["short_paths"] and len(place) > _LONGEST_PLACE:  # 107 characters, of which vLLM's names take 36
-        place = "/tmp"
-    scratch = tempfile.mkdtemp(prefix=f"mergegate-{order['name']}-", dir=place)
+    directory = tempfile.gettempdir()
+    if order["short_paths"] and len(directory) > _MAX_PATH_LENGTH:  # socket paths: 107 characters, 36 of them for vLLM
+        directory = "/tmp"
+    scratch = tempfile.mkdtemp(prefix=f"mergegate-{order['name']}-", dir=directory)
     try:
         supervisor.run(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _confine(wanted: dict[str, Any]) -> list[str]:
-    """As ``confinement.confine``, from the file beside this one: here is no package to import from."""
+def _confine(options: dict[str, Any]) -> list[str]:
+    """Call ``confinement.confine``, loaded from its file because this process cannot import the package."""
     spec = importlib.util.spec_from_file_location("confinement", Path(__file__).with_name("confinement.py"))
     assert spec is not None
     assert spec.loader is not None
     confinement = importlib.util.module_from_spec(spec)
     sys.modules["confinement"] = confinement  # where dataclasses look
     spec.loader.exec_module(confinement)
-    return list(confinement.confine(confinement.Confinement(**wanted)))
+    return list(confinement.confine(confinement.Confinement(**options)))
 
 
 def _descendants() -> list[int]:
-    """Every process below this one that has not ended, and every child that waits to be reaped."""
+    """Return all running descendants of this process, and all children that wait to be reaped."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                state, above = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-                if state != "Z" or int(above) == os.getpid():
-                    children.setdefault(int(above), []).append(int(entry.name))
-    found: list[int] = []
+                state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                if state != "Z" or int(parent) == os.getpid():
+                    children.setdefault(int(parent), []).append(int(entry.name))
+    descendants: list[int] = []
     nodes = [os.getpid()]
     while nodes:
-        below = children.get(nodes.pop(), [])
-        found += below
-        nodes += below
-    return found
+        ids = children.get(nodes.pop(), [])
+        descendants += ids
+        nodes += ids
+    return descendants
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process takes away from others: its share of what belongs to no file (pages that several processes
-    have are shared out among them), and of shared memory. Mapped files are the page cache's."""
+    """Return the bytes that a process uses: its share of anonymous pages and shared memory.
+
+    Pages used by several processes are divided among them. Mapped files are not counted: they belong to the page cache.
+    """
     with contextlib.suppress(OSError, IndexError, ValueError):
         return _kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text(), "Pss_Anon:", "Pss_Shmem:")
-    with contextlib.suppress(OSError, IndexError, ValueError):  # an old kernel, or a process that hides its pages
+    with contextlib.suppress(OSError, IndexError, ValueError):  # an old kernel, or a process whose pages are hidden
         return _kilobytes(Path(f"/proc/{pid}/status").read_text(), "RssAnon:", "RssShmem:")
     return 0
 
@@ -483,41 +494,43 @@ def _kilobytes(text: str, *names: str) -> int:
     return sum(int(text.split(name)[1].split()[0]) * 1024 for name in names)
 
 
-def _told_to_end(pid: int, number: int) -> set[str]:
-    """Send a signal, and the segments of shared memory that the process leaves if it obeys. It is stopped while they
-    are read: one that is made a moment later would be nobody's."""
+def _signal_and_list_segments(pid: int, number: int) -> set[str]:
+    """Send a signal, and return the shared memory segments that the process leaves behind if it obeys.
+
+    The process is stopped while its segments are listed, so that it cannot create an unlisted one.
+    """
     _signal(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _STOPS_WITHIN
     while _state(pid) not in ("T", "t", "Z", "") and time.monotonic() < deadline:
         time.sleep(_STOPS_WITHIN / 100)
-    found = _segments(pid)
+    segments = _segments(pid)
     _signal(pid, number)
     _signal(pid, signal.SIGCONT)
-    return found
+    return segments
 
 
 def _state(pid: int) -> str:
-    """As in proc(5); empty for a process that is no more."""
+    """Return the state as in proc(5), or an empty string if the process does not exist."""
     with contextlib.suppress(OSError, IndexError):
         return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return ""
 
 
 def _segments(pid: int) -> set[str]:
-    """Files of shared memory that a process has mapped, or opened and not mapped yet."""
-    found: set[str] = set()
+    """Return the shared memory files that a process has mapped or opened."""
+    paths: set[str] = set()
     with contextlib.suppress(OSError):
         lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
-        found |= {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+        paths |= {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
     with contextlib.suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
-                found.add(str(descriptor.readlink()))
-    return {name for name in found if name.startswith(_SHARED_MEMORY)}
+                paths.add(str(descriptor.readlink()))
+    return {name for name in paths if name.startswith(_SHARED_MEMORY)}
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(AttributeError):  # of Linux
+    with contextlib.suppress(AttributeError):  # prctl exists on Linux only
         _libc.prctl(option, value, 0, 0, 0)
 
 
@@ -527,7 +540,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the parent is gone
         os.write(1, json.dumps(message).encode() + b"\n")
 
 

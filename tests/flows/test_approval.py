@@ -51,7 +51,7 @@ def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[
     assert "nothing new" in again.output
 
 
-REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, stands=False), "# All of it", 60.0)
+REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, is_current=False), "# All of it", 60.0)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, typed: str, *, beforehand: bool = False) -> tuple[Decision, str]:

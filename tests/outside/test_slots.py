@@ -135,7 +135,7 @@ def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_
 @pytest.mark.usefixtures("children", "home")
 def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None:
     gone = threading.Event()
-    slot = WorkerSlot(1, given_up=gone)
+    slot = WorkerSlot(1, cancelled=gone)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(asked_at, slot, work.wait_for_ever, tmp_path)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

@@ -27,7 +27,7 @@ def test_looking_at_what_would_be_published_changes_nothing(
 ) -> None:
     what = publishable(tmp_path)
     first = pending(what, target, tmp_path)
-    assert not first.stands
+    assert not first.is_current
     assert not target.path.exists()
     assert pending(what, target, tmp_path) == first
 
@@ -39,7 +39,7 @@ def test_what_was_approved_is_published_and_then_stands(
     asked = pending(what, target, tmp_path)
     released = publish(target, tmp_path, what.parts, approved=asked.digest)
     assert released.version == asked.version
-    assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, stands=True)
+    assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, is_current=True)
 
 
 def test_on_the_word_about_one_release_no_other_is_published(
@@ -58,7 +58,7 @@ def test_what_is_published_is_asked_about_again_when_something_else_would_replac
     what = publishable(tmp_path)
     publish(target, tmp_path, what.parts)
     other = publishable(tmp_path, weights=b"one bit more")
-    assert not pending(other, target, tmp_path).stands
+    assert not pending(other, target, tmp_path).is_current
 
 
 @pytest.mark.parametrize("damage", [b"", b"something else"])
@@ -68,7 +68,7 @@ def test_a_damaged_list_of_sums_does_not_stand(
     what = publishable(tmp_path)
     publish(target, tmp_path, what.parts)
     (target.path / "latest" / "SHA256SUMS").write_bytes(damage)
-    assert not pending(what, target, tmp_path).stands
+    assert not pending(what, target, tmp_path).is_current
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def publish(files: tuple[ReleaseFile, ...], version: str = "", head: str | None 
 def test_a_release_lies_under_its_version_and_the_pointer_names_it(bucket: S3OnLoopback, tmp_path: Path) -> None:
     version = content_version(ONE)
     released = publish(ONE)
-    assert (released.new, released.location, released.place) == (True, f"{URL}@{version}", URL)
+    assert (released.new, released.location, released.label) == (True, f"{URL}@{version}", URL)
     there = bucket.objects()
     assert there[f"acme/demo/{version}/model.safetensors"] == b"weights"
     assert there[f"acme/demo/{version}/licenses/ä b.txt"] == b"terms"
@@ -252,7 +252,7 @@ def test_leftovers_of_runs_that_were_cut_off_long_ago_are_removed(
     before = set(bucket.objects())
     publish(TWO)
     assert before <= set(bucket.objects()), "they may be of a run that is at work"
-    monkeypatch.setattr(access.S3Place, "now", lambda self: datetime.now(UTC) + timedelta(days=8))
+    monkeypatch.setattr(access.S3Location, "now", lambda self: datetime.now(UTC) + timedelta(days=8))
     publish(ONE)
     assert {key for key in bucket.objects() if "dead" in key or "other-prefix" in key} == set()
     for files in (ONE, TWO):
@@ -365,7 +365,7 @@ def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhi
     seen: list[str] = []
     read = aliases.read_alias
 
-    def overtaken(place: access.S3Place, name: str) -> object:
+    def overtaken(place: access.S3Location, name: str) -> object:
         """Somebody else moves it between our first look and our write."""
         found = read(place, name)
         assert found is not None

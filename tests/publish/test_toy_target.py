@@ -105,7 +105,7 @@ def test_a_release_flows_through_it(
     assert find_champion(target, tmp_path, merge, hashes) is None
 
     released = one.publish(target, tmp_path)
-    assert (released.name, released.place, released.new) == ("demo", "shelf:library", True)
+    assert (released.name, released.label, released.new) == ("demo", "shelf:library", True)
     again = one.publish(target, tmp_path)
     assert (again.version, again.new) == (released.version, False)
 

@@ -1,4 +1,4 @@
-"""Releases that are out there: verified against what they say, rebuilt, and compared with as the champion."""
+"""Work with published releases: verify them, reproduce them, and load them as the champion or anchor."""
 
 from mergegate.tasks.publish.releases.champion import ReleasedModel, find_anchor, find_champion
 from mergegate.tasks.publish.releases.reproduce import rebuild_release

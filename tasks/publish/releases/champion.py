@@ -1,4 +1,4 @@
-"""Releases as models to compare a merge with: the champion, which is published today, and an anchor, an earlier one."""
+"""Load published releases for comparison: the champion (the current release) and the anchor (an earlier one)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mergegate.tasks.publish import ABOUT
 from mergegate.tasks.publish.targets import CurrentRelease, PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
-# Beside a checkpoint in the store or in a release, not part of it.
+# Files next to a checkpoint in the store or in a release that are not part of it.
 _BOOKKEEPING = ABOUT | {MANIFEST, VALUE}
 
 
 class ReleasedModel(Model):
-    """A release as a model, and what its target says of it.
+    """A published release as a model, with its publication data.
 
     Attributes:
-        head: Of the target, where it has one, so that nothing else is replaced by mistake.
-        version: What people call it.
-        location: Where it stands, for people: a directory or an address.
-        complete: Whether its publication is finished.
+        head: State of the target, if it reports one. It prevents replacing another release by mistake.
+        version: Version name.
+        location: Published location, for people: a directory or an address.
+        complete: Whether its publication is complete.
     """
 
     head: Annotated[str | None, NotInKey] = None
@@ -33,16 +33,16 @@ class ReleasedModel(Model):
 
 
 def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes: HashMemo) -> ReleasedModel | None:
-    """The checkpoint of the latest version at ``target``, or None when nothing has been released there yet.
+    """Return the checkpoint of the current release at ``target``, or None before the first release.
 
-    A merge that is byte for byte what was released has its identity, so that a night with nothing new evaluates
-    nothing.
+    If the merge is byte-identical to the release, the champion has the identity of the merge. So a scheduled run with
+    nothing new evaluates nothing.
 
     Args:
-        root: Directory of the profile, to which the target's path may be relative.
+        root: Directory of the profile; the target's relative path starts there.
 
     Raises:
-        Refused: when the target cannot tell what is released there.
+        Refused: The target is unavailable.
     """
     current = target.current(root) if target else None
     if current is None:
@@ -51,27 +51,27 @@ def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes
 
 
 def find_anchor(
-    target: PublishTarget | None, root: Path, named: str | None, merge: Model, hashes: HashMemo
+    target: PublishTarget | None, root: Path, version: str | None, merge: Model, hashes: HashMemo
 ) -> ReleasedModel | None:
-    """The checkpoint of an earlier release, or None where nothing has been released yet, or no anchor is asked for.
+    """Return the checkpoint of an earlier release. None: there is no release yet, or the profile has no anchor.
 
     Args:
-        named: ``first``, or a version.
+        version: ``first``, or a version name.
 
     Raises:
-        InvalidInput: when there is no such version.
-        Refused: when the target cannot tell.
+        InvalidInput: There is no such version.
+        Refused: The target is unavailable.
     """
-    if target is None or named is None or (found := target.earlier(root, named)) is None:
+    if target is None or version is None or (release := target.earlier(root, version)) is None:
         return None
-    return _released(found, ANCHOR, merge, hashes)
+    return _released(release, ANCHOR, merge, hashes)
 
 
 def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
-    released, ours = _checkpoint(current.directory, hashes), _checkpoint(merge.directory, hashes)
-    digest = merge.digest if released == ours else merkle(released)
-    # All that a reader may take for a part of it, so that nothing can be added either.
-    files = {place: hashes.sha256(current.directory / place) for place in deciding_files(current.directory)}
+    released, merged = _checkpoint(current.directory, hashes), _checkpoint(merge.directory, hashes)
+    digest = merge.digest if released == merged else merkle(released)
+    # List every file that a library might load with the checkpoint, so that an added file is detected, too.
+    files = {path: hashes.sha256(current.directory / path) for path in deciding_files(current.directory)}
     return ReleasedModel(
         name=name,
         digest=digest,
@@ -81,15 +81,15 @@ def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo
         location=current.location or current.directory,
         complete=current.complete,
         files=tuple(sorted(files.items())),
-        runs_code=merge.runs_code and _code(released) == _code(ours),
+        runs_code=merge.runs_code and _code(released) == _code(merged),
     )
 
 
 def _code(files: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
-    return {name: what for name, what in files.items() if name.endswith(".py")}
+    return {name: identity for name, identity in files.items() if name.endswith(".py")}
 
 
 def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of every file that decides what the model does, by name."""
+    """Return size and sha256 of every file that determines the behavior of the model, by name."""
     names = [name for name in deciding_files(directory) if name not in _BOOKKEEPING]
     return {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}

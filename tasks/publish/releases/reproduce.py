@@ -1,9 +1,9 @@
-"""Make the weights of a release again, from its recipe and its parents alone, and compare them to the byte.
+"""Rebuild the weights of a release from its recipe and its parents, and compare them byte by byte.
 
-The release holds no paths of the machine that made it. A parent on the Hub is fetched at the commit that the provenance
-names; a local one is looked for where the recipe says, beside a recipe file with the same content below the working
-directory, and is believed only when its digest is the one in the provenance. The device is of the kind that the
-provenance names, where this machine has one.
+A release does not contain local paths. A parent on the Hub is downloaded at the commit in the provenance. A local
+parent is searched at the path in the recipe, relative to every recipe file with the same content below the working
+directory. It is used only if its digest is the one in the provenance. The device is of the kind in the provenance, if
+this machine has one.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import device_kind, versions
 
 _WEIGHTS = ".safetensors"
-_DECIDING_LIBRARIES = ("torch", "numba")  # the last place of a number, besides recipe and parents
+_DECIDING_LIBRARIES = ("torch", "numba")  # their versions may change the last digit of a result
 _NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__"})
 _RECIPES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class ReproducedRelease:
-    """A release that was made again, byte for byte."""
+    """A release that was rebuilt byte for byte."""
 
     where: str
-    files: tuple[str, ...]  # that were made again and are equal
+    files: tuple[str, ...]  # rebuilt files, all identical
     bytes: int
     seconds: float
     device: str
@@ -77,47 +77,47 @@ def rebuild_release(
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ReproducedRelease:
-    """Merge again into ``out``, an empty directory, and compare every file with that of the release.
+    """Merge again into ``out``, an empty directory, and compare every file with the release.
 
     Args:
-        verified: What ``verify`` said of the release: only what agrees with itself is worth making again.
-        directory: What relative paths of the recipe are relative to; None: looked for.
-        device: auto, cpu, cuda or cuda:N. auto: as the release was made, else what there is.
+        verified: Result of verifying the release. Only a consistent release is worth rebuilding.
+        directory: Base of relative paths in the recipe. None: mergegate searches for it.
+        device: auto, cpu, cuda or cuda:N. auto: the kind of device that built the release if available, or else cpu.
 
     Raises:
-        InvalidInput: when a parent is not to be found, or is not the one of the provenance any more.
-        Refused: when a parent cannot be had from the Hub, or what comes out is not what was released.
+        InvalidInput: A parent is missing or differs from the one in the provenance.
+        Refused: The Hub cannot deliver a parent, or the rebuilt files differ from the release.
     """
     build = _build(release, verified)
     text = release.read(RECIPE)
     recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
     digests = {parent.name: parent for parent in build.resolved_dependencies}
-    starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
-    places = _parents(recipe.references(), digests, starts, hashes)
-    recipe = replace(recipe, directory=_beside_texts(recipe, starts, digests, hashes))
-    recipe = prepare_recipe(recipe, lambda ref: _pinned(ref, places[ref], hashes))
-    made_by = build.internal_parameters
-    device = _device(made_by.device) if device == "auto" else device
-    began = time.monotonic()
+    directories = [directory] if directory else [*_directories_with_recipe(text), Path.cwd()]
+    parents = _parents(recipe.references(), digests, directories, hashes)
+    recipe = replace(recipe, directory=_find_text_directory(recipe, directories, digests, hashes))
+    recipe = prepare_recipe(recipe, lambda ref: _pinned(ref, parents[ref], hashes))
+    parameters = build.internal_parameters
+    device = _device(parameters.device) if device == "auto" else device
+    started = time.monotonic()
     if recipe.output:
-        adapters = [(ref, model, adapter) for ref, (model, adapter) in places.items() if adapter]
-        combine_parents(recipe, adapters, out, seed=made_by.seeds.merge, on_progress=on_progress or _no_progress)
+        adapters = [(ref, model, adapter) for ref, (model, adapter) in parents.items() if adapter]
+        combine_parents(recipe, adapters, out, seed=parameters.seeds.merge, on_progress=on_progress or _no_progress)
     else:
-        matched = match_experts(recipe, {ref: _opened(*place) for ref, place in places.items()})
+        matched = match_experts(recipe, {ref: _opened(*place) for ref, place in parents.items()})
         plan = plan_merge(matched.recipe, matched.checkpoints)
-        merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
-    seconds = time.monotonic() - began
-    made = {
+        merge_weights(plan, out, seed=parameters.seeds.merge, device=device, on_progress=on_progress)
+    seconds = time.monotonic() - started
+    rebuilt = {
         path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    _require_equal(verified, made, made_by, device)
-    return ReproducedRelease(release.where, tuple(made), sum(size for size, _ in made.values()), seconds, device)
+    _require_equal(verified, rebuilt, parameters, device)
+    return ReproducedRelease(release.where, tuple(rebuilt), sum(size for size, _ in rebuilt.values()), seconds, device)
 
 
 class _ProvenancePart(BaseModel):
-    """A part of the provenance, as far as it is needed here."""
+    """A part of the provenance, with the fields that a rebuild needs."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
@@ -169,107 +169,108 @@ def _build(release: PublishedRelease, verified: VerifiedRelease) -> _Build:
         ) from None
 
 
-def _beside_texts(
-    recipe: Recipe, starts: Sequence[Path], dependencies: Mapping[str, _Dependency], hashes: HashMemo
+def _find_text_directory(
+    recipe: Recipe, directories: Sequence[Path], dependencies: Mapping[str, _Dependency], hashes: HashMemo
 ) -> Path | None:
-    """Where the texts lie that its models read, as they were read; None where it reads none.
+    """Return the directory of the texts that the models read, verified by hash. None: the recipe has no texts.
 
     Raises:
-        InvalidInput: They are not there, or are others now.
+        InvalidInput: A text is missing or has changed.
     """
-    written = {text for document in (*recipe.steps, recipe) for text in document.texts.values()}
-    if not written:
+    texts = {text for document in (*recipe.steps, recipe) for text in document.texts.values()}
+    if not texts:
         return None
-    for start in starts:
-        if all((start / text).is_file() for text in written):
-            for text in sorted(written):
-                if text not in dependencies or hashes.sha256(start / text) != dependencies[text].digest.sha256:
+    for directory in directories:
+        if all((directory / text).is_file() for text in texts):
+            for text in sorted(texts):
+                if text not in dependencies or hashes.sha256(directory / text) != dependencies[text].digest.sha256:
                     raise InvalidInput(
-                        str(start / text),
+                        str(directory / text),
                         found="another text than the provenance names",
                         expected="what the models read when the release was made",
                         remedy="restore it, or name with --parents the directory that it lies in",
                     )
-            return start
+            return directory
     raise InvalidInput(
-        sorted(written)[0],
+        sorted(texts)[0],
         found="not there",
         expected="the text that a model read for this merge, where the recipe says",
         remedy="name with --parents the directory that the recipe's paths are relative to",
     )
 
 
-def _pinned(ref: str, place: tuple[Path, Path | None], hashes: HashMemo) -> PinnedCheckpoint:
-    """A parent, with its adapter, where it was found."""
-    model, adapter = place
+def _pinned(ref: str, directories: tuple[Path, Path | None], hashes: HashMemo) -> PinnedCheckpoint:
+    """Return a parent, with its adapter, as a pinned checkpoint."""
+    model, adapter = directories
     applied = ResolvedAdapter(ref=ref, directory=adapter) if adapter else None
     return pin_checkpoints([ResolvedCheckpoint(name=ref, ref=ref, directory=model, adapter=applied)], hashes)[0]
 
 
-def _device(made_on: str) -> str:
-    """The kind of device that the release was made on, unless there is none here."""
-    return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
+def _device(kind: str) -> str:
+    """Return the kind of device that built the release, or cpu if this machine has none."""
+    return kind if kind == "cpu" or device_kind() == kind else "cpu"
 
 
-def _require_equal(verified: VerifiedRelease, made: Files, made_by: _BuildParameters, device: str) -> None:
+def _require_equal(verified: VerifiedRelease, rebuilt: Files, parameters: _BuildParameters, device: str) -> None:
     released = verified.listing
     weights = {name for name in released if name.endswith(_WEIGHTS)}
-    other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))
-    if not other:
+    names = weights | set(rebuilt)
+    different = sorted(name for name in names if rebuilt.get(name) != released.get(name))
+    if not different:
         return
     raise Refused(
-        f"{verified.where}: {other[0]}",
-        found=f"made again, {len(other)} of {len(weights | set(made))} files are others: {', '.join(other[:5])}",
+        f"{verified.where}: {different[0]}",
+        found=f"made again, {len(different)} of {len(names)} files are others: {', '.join(different[:5])}",
         expected="the same bytes",
-        remedy=_remedy(made_by, device),
+        remedy=_remedy(parameters, device),
     )
 
 
-def _remedy(made_by: _BuildParameters, device: str) -> str:
-    """What differs from how it was made, most telling first."""
-    made_on, made_with, here = made_by.device, made_by.versions, versions(*_DECIDING_LIBRARIES)
-    if made_on != device.partition(":")[0]:
-        return f"it was made on {made_on}, and again on {device}: use --device {made_on}, on a machine that has one"
-    moved = [
-        f"{name} {made_with[name]} (here {here[name]})"
+def _remedy(parameters: _BuildParameters, device: str) -> str:
+    """Describe the most telling difference between the original build and this one."""
+    kind, used, installed = parameters.device, parameters.versions, versions(*_DECIDING_LIBRARIES)
+    if kind != device.partition(":")[0]:
+        return f"it was made on {kind}, and again on {device}: use --device {kind}, on a machine that has one"
+    changes = [
+        f"{name} {used[name]} (here {installed[name]})"
         for name in _DECIDING_LIBRARIES
-        if made_with.get(name, here[name]) != here[name]
+        if used.get(name, installed[name]) != installed[name]
     ]
-    if moved:
-        return f"it was made with {', '.join(moved)}: use those versions"
+    if changes:
+        return f"it was made with {', '.join(changes)}: use those versions"
     return "nothing else differs: do not use it; its weights are not what its recipe gives"
 
 
 def _parents(
     references: Sequence[CheckpointRef],
     dependencies: Mapping[str, _Dependency],
-    starts: Sequence[Path],
+    directories: Sequence[Path],
     hashes: HashMemo,
 ) -> dict[str, tuple[Path, Path | None]]:
-    """The directory of every parent, and of its adapter, by its name in the recipe; compared with the provenance."""
-    found: dict[str, tuple[Path, Path | None]] = {}
+    """Return the verified directories of every parent and its adapter, by the name in the recipe."""
+    parents: dict[str, tuple[Path, Path | None]] = {}
     for reference in references:
         name = str(reference)
         dependency = dependencies.get(name)
         if dependency is None:
             raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
-        digest, seen = dependency.digest, None
-        for place, adapter in _places(reference, dependency, starts, hashes):
-            seen = checkpoint_digest(place, hashes)
+        digest, actual = dependency.digest, None
+        for model, adapter in _candidate_directories(reference, dependency, directories, hashes):
+            actual = checkpoint_digest(model, hashes)
             if adapter is not None:
-                seen = adapted_digest(seen, adapter_digest(adapter, hashes))
-            if seen == digest.sha256:
-                found[name] = place, adapter
+                actual = adapted_digest(actual, adapter_digest(adapter, hashes))
+            if actual == digest.sha256:
+                parents[name] = model, adapter
                 break
         else:
             raise InvalidInput(
                 name,
-                found=f"a checkpoint with the digest {seen[:16]}" if seen else "no such directory",
+                found=f"a checkpoint with the digest {actual[:16]}" if actual else "no such directory",
                 expected=f"the checkpoint {digest.sha256[:16]} that was merged",
                 remedy=f"pass --parents DIR with the merged checkpoint at DIR/{name.lstrip('/')}; "
                 "a release names local models relative to DIR",
             )
-    return found
+    return parents
 
 
 def _opened(model: Path, adapter: Path | None) -> Checkpoint:
@@ -278,57 +279,60 @@ def _opened(model: Path, adapter: Path | None) -> Checkpoint:
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore progress."""
 
 
-def _places(
-    reference: CheckpointRef, dependency: _Dependency, starts: Sequence[Path], hashes: HashMemo
+def _candidate_directories(
+    reference: CheckpointRef, dependency: _Dependency, directories: Sequence[Path], hashes: HashMemo
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Where a parent may lie, with its adapter, if it has one."""
-    models = _downloaded_or_local(reference, dependency.digest.git_commit, starts, hashes, is_adapter=False)
+    """Yield the directories that may contain a parent and its adapter."""
+    models = _downloaded_or_local(reference, dependency.digest.git_commit, directories, hashes, is_adapter=False)
     if not reference.adapter:
         yield from ((model, None) for model in models)
         return
-    named, commit = parse_reference(reference.adapter, str(reference)), dependency.annotations.adapter.git_commit
-    adapters = list(_downloaded_or_local(named, commit, starts, hashes, is_adapter=True))
+    adapter_reference, commit = (
+        parse_reference(reference.adapter, str(reference)),
+        dependency.annotations.adapter.git_commit,
+    )
+    adapters = list(_downloaded_or_local(adapter_reference, commit, directories, hashes, is_adapter=True))
     yield from ((model, adapter) for model in models for adapter in adapters)
 
 
 def _downloaded_or_local(
-    reference: CheckpointRef, commit: str | None, starts: Sequence[Path], hashes: HashMemo, *, is_adapter: bool
+    reference: CheckpointRef, commit: str | None, directories: Sequence[Path], hashes: HashMemo, *, is_adapter: bool
 ) -> Iterator[Path]:
     if commit:
         yield _download(reference.path, commit, hashes, is_adapter)
     else:
-        yield from _local(reference, starts)
+        yield from _local(reference, directories)
 
 
-def _local(reference: CheckpointRef, starts: Sequence[Path]) -> Iterator[Path]:
-    for start in starts:
+def _local(reference: CheckpointRef, directories: Sequence[Path]) -> Iterator[Path]:
+    for base in directories:
         try:
-            place = resolve_local(reference, start)
+            directory = resolve_local(reference, base)
         except InvalidInput:
             continue
-        if place is not None:
-            yield place
+        if directory is not None:
+            yield directory
 
 
-def _beside_same(recipe: bytes) -> Iterator[Path]:
-    """Directories below the working directory that hold a recipe with this very content, releases left out."""
+def _directories_with_recipe(recipe: bytes) -> Iterator[Path]:
+    """Yield directories below the working directory that contain a recipe with this content, except releases."""
     for top, folders, names in os.walk(Path.cwd()):
         folders[:] = sorted(name for name in folders if name[0] != "." and name not in _NOT_SEARCHED)
-        place = Path(top)
+        directory = Path(top)
         for name in sorted(names):
-            file = place / name
+            file = directory / name
             if name == RECIPE or not name.endswith(_RECIPES):
                 continue
-            with suppress(InvalidInput, OSError):  # a file that cannot be read, or is larger
+            with suppress(InvalidInput, OSError):  # skip files that cannot be read or are larger
                 if read_plain(file, len(recipe)) == recipe:
-                    yield place
+                    yield directory
 
 
 def _download(repo: str, commit: str, hashes: HashMemo, is_adapter: bool) -> Path:
-    """The files that count of a parent on the Hub, at this commit, each as the Hub lists it."""
+    """Download the files of a parent at a commit, verified against the Hub's listing."""
     snapshot = find_snapshot(repo, commit, adapter=is_adapter)
     download_snapshots([snapshot], hashes)
     return snapshot.directory

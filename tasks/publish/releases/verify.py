@@ -1,14 +1,14 @@
-"""Does a release hold what it says, and say the same everywhere? Every file against every statement about it.
+"""Verify a release: compare every file with every statement about it, and the statements with each other.
 
-What notices what:
+Each kind of tampering is detected by:
 
-* a flipped byte, a missing or an added file, also one that is none (a link, a pipe): SHA256SUMS, the provenance's list
-  of files, the bill of materials, and the signature's list of files;
-* an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which it must
-  agree with;
-* provenance and SHA256SUMS edited to agree: the version, where it is the content (a hash over all files, known to
+* a flipped byte, a missing or an added file, even a special one (a link, a pipe): SHA256SUMS, the file list of the
+  provenance, the bill of materials, and the file list of the signature;
+* an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which must agree
+  with it;
+* provenance and SHA256SUMS edited consistently: the version, if it is a content hash (over all files, and known to
   others as the name of the directory or tag);
-* all of it rebuilt under another version: only a signature, checked with a key that came another way.
+* everything rebuilt under another version: only a signature, verified with a key from another channel.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from mergegate.tasks.publish.targets import PublishedRelease
 
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]
-"""Name -> size in bytes, sha256."""
+"""Size in bytes and sha256 of each file, by name."""
 
 
 @dataclass(frozen=True)
 class VerifiedRelease:
-    """A release in which everything agrees. ``version`` is None where its name is not its content."""
+    """A consistent release. ``version`` is None unless its name is a content hash."""
 
     where: str
     listing: Files
@@ -54,29 +54,29 @@ class VerifiedRelease:
 
     @property
     def files(self) -> int:
-        """How many there are."""
+        """Number of files."""
         return len(self.listing)
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
 
 
 def check_release(release: PublishedRelease, key: Path | None = None) -> VerifiedRelease:
-    """Compare everything with everything.
+    """Verify all files and statements of a release.
 
     Args:
-        key: Public key (ECDSA, PEM) that must have signed it; None: a signature is not checked.
+        key: Public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
 
     Raises:
-        Refused: when anything does not agree, with every finding at once.
-        InvalidInput: when ``key`` is no public key.
+        Refused: Something does not agree. The message lists every finding.
+        InvalidInput: ``key`` is not a public key.
     """
     files = release.files()
     statement = _statement(release, files)
     if key is not None:
-        public_key(key)  # what is no key is said first, also of a release that is not signed
+        public_key(key)  # report an invalid key first, even if the release is not signed
     findings = [
         *_against_sums(release, files),
         *_against_version(release, files),
@@ -87,10 +87,10 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
         *_against_signature(release, files, key),
     ]
     if findings:
-        first, *others = dict.fromkeys(findings)
+        first, *more = dict.fromkeys(findings)
         raise Refused(
             release.where,
-            found="\n  also: ".join((first, *others)),
+            found="\n  also: ".join((first, *more)),
             expected="a release whose files are what was published, and agree with each other",
             remedy="do not use it; get it again from where it was published, or publish it anew",
         )
@@ -114,7 +114,7 @@ def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
     if SUMS not in files:
         return [f"{SUMS}: missing"]
     text = _text(release, SUMS)
-    # The signature is made last: it signs SHA256SUMS.
+    # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
     findings = _differences(parse_checksums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
     if not findings and text != checksums_text(parse_checksums(text)):
         return [f"{SUMS}: not as it was written"]
@@ -135,23 +135,23 @@ def _against_subjects(files: Files, statement: Mapping[str, Any]) -> list[str]:
 
 
 def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
-    """The bill of materials: its files, and the parents of the provenance."""
+    """Compare the bill of materials with the files, and its parents with the provenance."""
     if BOM not in files:
-        return []  # reported already: it is missing
+        return []  # already reported as missing
     bom = _parsed(release, BOM)
     listed = {
-        str(_at(part, "name")): str(_at(digest, "content"))
-        for part in _list(_at(bom, "components"))
-        for digest in _list(_at(part, "hashes"))
+        str(_at(component, "name")): str(_at(digest, "content"))
+        for component in _list(_at(bom, "components"))
+        for digest in _list(_at(component, "hashes"))
     }
     findings = _differences(listed, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
     ancestors = [
-        (_at(one, "name"), _at(one, "version"))
-        for one in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
+        (_at(item, "name"), _at(item, "version"))
+        for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
     ]
     parents = [
-        (_at(one, "name"), _at(one, "digest", "gitCommit") or _at(one, "digest", "sha256"))
-        for one in _parents(statement)
+        (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
+        for item in _parents(statement)
     ]
     if ancestors != parents:
         findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
@@ -160,7 +160,7 @@ def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str
 
 def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
     if RECIPE not in files:
-        return []  # reported already: it is missing
+        return []  # already reported as missing
     try:
         documents: object = parse_yaml(_text(release, RECIPE), RECIPE)
     except InvalidInput:
@@ -171,22 +171,22 @@ def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[
 
 
 def _against_card(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
-    """The card: its metadata as the provenance has them, its recipe, its parents."""
+    """Compare the card's metadata, recipe and parents with the provenance."""
     if not {RECIPE, CARD} <= set(files):
-        return []  # reported already: they are missing
+        return []  # already reported as missing
     card = _text(release, CARD)
     findings = []
     metadata, stated = parse_card(_bytes(release, CARD)).fields, _at(statement, "predicate", "mergegate_card")
     if metadata != stated:
         both = {**metadata, **(stated if isinstance(stated, dict) else {})}
-        different = [name for name in both if _at(metadata, name) != _at(stated, name)]
+        differences = [name for name in both if _at(metadata, name) != _at(stated, name)]
         findings.append(
-            f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(different) or 'none can be read'})"
+            f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(differences) or 'none can be read'})"
         )
     hub = [
-        str(_at(one, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
-        for one in _parents(statement)
-        if _at(one, "digest", "gitCommit")
+        str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
+        for parent in _parents(statement)
+        if _at(parent, "digest", "gitCommit")
     ]
     if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
         findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
@@ -220,7 +220,7 @@ def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
 
 
 def _parsed(release: PublishedRelease, name: str) -> object:
-    """What a JSON file of a release says; None where it says nothing that can be read."""
+    """Return the content of a JSON file of a release, or None if it cannot be parsed."""
     try:
         return parse_json(_bytes(release, name), name)
     except InvalidInput:
@@ -228,7 +228,7 @@ def _parsed(release: PublishedRelease, name: str) -> object:
 
 
 def _bytes(release: PublishedRelease, name: str) -> bytes:
-    """Of a file; none where it is no file, which the lists of files tell by its hash."""
+    """Return the content of a file, or empty bytes for a special file, which the lists of files detect by hash."""
     try:
         return release.read(name)
     except InvalidInput:
@@ -240,25 +240,25 @@ def _text(release: PublishedRelease, name: str) -> str:
 
 
 def _parents(statement: Mapping[str, Any]) -> list[Any]:
-    every = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
-    return [one for one in every if _at(one, "annotations", "role") != "text"]
+    dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+    return [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
 
-def _differences(listed: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:
-    """What ``by`` says of the files (name -> sha256), beside what they are."""
+def _differences(listed: Mapping[str, str], actual: Mapping[str, str], source: str) -> list[str]:
+    """Return the differences between the files that ``source`` lists and the actual files (name to sha256)."""
     return [
-        f"{name}: missing, though {by} lists it"
-        if name not in found
-        else f"{name}: not listed by {by}"
+        f"{name}: missing, though {source} lists it"
+        if name not in actual
+        else f"{name}: not listed by {source}"
         if name not in listed
-        else f"{name}: sha256 is {found[name][:12]}…, {by} says {listed[name][:12]}…"
-        for name in sorted({*listed, *found})
-        if listed.get(name) != found.get(name)
+        else f"{name}: sha256 is {actual[name][:12]}…, {source} says {listed[name][:12]}…"
+        for name in sorted({*listed, *actual})
+        if listed.get(name) != actual.get(name)
     ]
 
 
 def _at(value: object, *path: str) -> Any:
-    """What lies at ``path`` in plain data; None where there is no such place."""
+    """Return the value at ``path`` in plain data, or None if there is no such key."""
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value

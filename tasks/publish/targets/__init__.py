@@ -1,6 +1,6 @@
-"""Where a release goes. A target is one file that keeps the contract: check, current release, publish, open.
+"""Publishing targets: the places a release can go to. All implement one contract: check, current, publish, open.
 
-Other packages add theirs under the entry point ``mergegate.targets``.
+Other packages register theirs under the entry point ``mergegate.targets``.
 """
 
 from mergegate.tasks.publish.targets.alias import ALIAS_NAME

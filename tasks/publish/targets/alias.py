@@ -1,7 +1,7 @@
-"""A name that means one of the versions, like ``production``: what can be such a name, and what is said of others.
+"""Validate aliases: names such as ``production`` that point to one of the published versions.
 
-A version never changes; an alias is what moves. So that nobody takes one for the other, an alias is letters, ``-`` and
-``_``, while versions nearly always have a digit; a version of such a name all the same is found by each target.
+A version never changes; an alias moves. To keep the two apart, an alias consists of letters, ``-`` and ``_``, while
+nearly every version contains a digit. Each target detects the rare version whose name looks like an alias.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _WHERE = "shadow.alias"
 
 
 def require_alias_name(name: str, taken: Collection[str]) -> None:
-    """See that ``name`` can be an alias.
+    """Raise InvalidInput if ``name`` cannot be an alias.
 
     Args:
-        taken: Names that mean something else there, such as ``latest``.
+        taken: Names that the target reserves, such as ``latest``.
 
     Raises:
-        InvalidInput: when it cannot.
+        InvalidInput: The name is reserved or contains anything but letters, ``-`` and ``_``.
     """
     if name in taken:
         raise InvalidInput(
@@ -40,21 +40,21 @@ def require_alias_name(name: str, taken: Collection[str]) -> None:
         )
 
 
-def is_a_version(name: str, where: str) -> InvalidInput:
-    """What to say when ``name`` is a version at ``where``: it never changes, so it cannot be moved."""
+def is_a_version(name: str, location: str) -> InvalidInput:
+    """Return the error for an alias ``name`` that is already a version at ``location``. Versions never move."""
     return InvalidInput(
         _WHERE,
-        found=f"{name!r}, which is a version at {where}",
+        found=f"{name!r}, which is a version at {location}",
         expected="a name that no version has",
         remedy="name the alias otherwise",
     )
 
 
-def no_such_version(version: str, where: str, known: Collection[str] = ()) -> InvalidInput:
-    """What to say when there is no ``version`` at ``where`` that an alias could mean."""
+def no_such_version(version: str, location: str, versions: Collection[str] = ()) -> InvalidInput:
+    """Return the error for an alias of a ``version`` that does not exist at ``location``."""
     return InvalidInput(
         _WHERE,
-        found=f"no version {version!r} at {where}",
+        found=f"no version {version!r} at {location}",
         expected="one that was published there",
-        remedy=suggest(version, known) if known else "check the spelling",
+        remedy=suggest(version, versions) if versions else "check the spelling",
     )

@@ -1,21 +1,21 @@
-"""What every target promises. A target is one file: its settings in a profile, and what can be asked of the place.
+"""Define the contract of a publishing target: its settings in a profile, and four operations on published releases.
 
 ::
 
     publish: {to: shelf, place: /srv/models}      # in a profile
 
-    class Shelf(PublishTarget):                   # in the file of the target; see ``registry`` for how it is found
-        to: Literal["shelf"]                      # what a profile says to mean it
+    class Shelf(PublishTarget):                   # in the module of the target; ``registry`` describes discovery
+        to: Literal["shelf"]                      # the target's name in a profile
         place: Path                               # its settings: strict, frozen, each with a description
 
-        def check(self, root): ...                # before anything is merged: would publishing fail?
-        def current(self, root): ...              # what is released there today, to be the champion
+        def check(self, root): ...                # before the merge: would publishing fail?
+        def current(self, root): ...              # the release that is published today (the champion)
         def publish(self, files, ...): ...        # all of a release or nothing, and never twice
         @classmethod
-        def open(cls, named): ...                 # a release there, to be verified and made again
+        def open(cls, reference): ...             # a published release, to verify or reproduce
 
-A run asks in that order. ``check`` may be hours before ``publish``, and somebody else may release in between: what
-``current`` says of the place then (``head``) comes back to ``publish`` as ``expected_head``.
+A run calls them in that order. Hours may pass between ``check`` and ``publish``, and another publisher may release in
+the meantime. To detect that, the ``head`` that ``current`` returned is passed to ``publish`` as ``expected_head``.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ from mergegate.tasks.publish.approval import ApprovalSettings
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.signature import private_key
 
-FIRST = "first"  # among earlier releases
+FIRST = "first"  # names the oldest release
 _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 OnProgress = Callable[[int, int], None]
-"""Called with bytes that have arrived and bytes that are to arrive."""
+"""Callback that receives the number of bytes transferred so far and in total."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """A release where it stands. ``new`` is false when it stood there already and nothing was touched."""
+    """A published release. ``new`` is false if it had been published before and nothing changed."""
 
     name: str
     version: str
-    location: Path | str  # a directory, or the address of a page
-    place: str  # the same, short: what a person calls the target
+    location: Path | str  # a directory, or the URL of a page
+    label: str  # short form of the location, for people
     new: bool
 
     def summary(self) -> str:
-        return f"{self.version} at {self.place}" if self.new else f"{self.version} is released already"
+        return f"{self.version} at {self.label}" if self.new else f"{self.version} is released already"
 
 
 @dataclass(frozen=True)
 class CurrentRelease:
-    """The release that is published today, on this machine.
+    """The release that is published today, downloaded to this machine.
 
     Attributes:
-        directory: Its checkpoint, whole.
-        head: The state of the place, as the target itself calls it: hand it to ``publish`` as ``expected_head``, and
-            nothing is published when it has moved. None: the target cannot tell, or need not.
-        version: What people call it; empty: as its directory.
-        location: Where it stands, as ``Release`` has it; None: where it lies here.
-        complete: Whether all that a publication does is done. Else the same is published once more, which finishes it.
+        directory: Directory of the complete checkpoint.
+        head: State of the target in the target's own terms. Pass it to ``publish`` as ``expected_head``: nothing is
+            published if the state has changed. None: the target cannot tell, or does not need to.
+        version: Version name. Empty: the name of ``directory``.
+        location: Published location, as in ``Release``. None: ``directory``.
+        complete: Whether every step of the publication was completed. If not, publishing the same release again
+            completes it.
     """
 
     directory: Path
@@ -77,12 +78,12 @@ class CurrentRelease:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Version name for people."""
         return self.version or self.directory.name
 
 
 class PublishedRelease(Protocol):
-    """A release that can be looked at. ``version`` is the name that others know it by, if that is a content hash."""
+    """A published release that can be read. ``version`` is its public name if that is a content hash."""
 
     @property
     def where(self) -> str: ...
@@ -93,15 +94,15 @@ class PublishedRelease(Protocol):
 
 
 class PublishTarget(BaseModel, ABC):
-    """A place for releases. What is common to all: a name for the version, a key to sign with, and who is asked."""
+    """Base class of all targets. Its settings are common to all: version name, signing key and approval."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     known_as: ClassVar[str]
-    """How a person names a release there, for messages: 'the directory of a release'."""
+    """Form of a reference to a release at this target, for messages: 'the directory of a release'."""
 
     shows_itself: ClassVar[bool] = False
-    """Whether ``current`` is a look at what lies here anyway. Elsewhere it may be a download."""
+    """Whether ``current`` only reads local files. For other targets it may download a release."""
 
     version: str | None = Field(
         default=None,
@@ -119,65 +120,65 @@ class PublishTarget(BaseModel, ABC):
 
     @property
     def asks(self) -> ApprovalSettings | None:
-        """How a person is asked before anything is published; None: nobody is."""
+        """Approval settings, or None if publication needs no approval."""
         if isinstance(self.approval, bool):
             return ApprovalSettings() if self.approval else None
         return self.approval
 
     @property
     def is_public(self) -> bool:
-        """Whether people outside can see a release there: then its licences must have been checked for that."""
+        """Whether outsiders can see a release. If so, its licenses must have been checked for redistribution."""
         return False
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """What the card tells its readers to name to ``mergegate verify``; '.' where they have it in a directory."""
+        """Reference that the model card tells readers to pass to ``mergegate verify``; '.' for a local directory."""
 
     @abstractmethod
     def check(self, root: Path) -> None:
-        """See that publishing will not fail, hours later, for something that is wrong now. Leaves no trace there.
+        """Raise an error if publishing would fail for a reason that can be known now. Leave no trace at the target.
 
         Args:
-            root: Directory of the profile, to which paths may be relative.
+            root: Directory of the profile; relative paths start there.
 
         Raises:
-            InvalidInput: when something that it needs, like a token, is not there.
-            Refused: when the place may not be written to, or cannot be asked.
+            InvalidInput: A prerequisite, such as a token, is missing.
+            Refused: The target denies write access or is unavailable.
         """
 
     @abstractmethod
     def current(self, root: Path) -> CurrentRelease | None:
-        """The release that is published there today; None before the first.
+        """Return the release that is published today, or None before the first.
 
         Raises:
-            Refused: when that cannot be told: a merge must not be let through because its champion was out of reach.
+            Refused: The target is unavailable. A merge must not pass because its champion was out of reach.
         """
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """A release that was published there before, to be an anchor; None before the first.
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Return an earlier release, to be the anchor, or None before the first.
 
         Args:
-            named: ``first`` for the oldest, or a version.
+            version: ``first`` for the oldest release, or a version name.
 
         Raises:
-            InvalidInput: when there is no such version, or the place keeps no earlier releases.
-            Refused: when that cannot be told.
+            InvalidInput: There is no such version, or the target does not keep earlier releases.
+            Refused: The target is unavailable.
         """
         raise InvalidInput(
             "evaluate.anchor",
-            found=f"{named!r}, and a target ({self.to_name}) that keeps no earlier releases",
+            found=f"{version!r}, and a target ({self.to_name}) that keeps no earlier releases",
             expected="a target that does, like a directory or the Hub",
             remedy="leave 'anchor' out, or publish elsewhere",
         )
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Have ``name`` mean ``version``, which stands there whole. No release is changed. Idempotent.
+        """Point the alias ``name`` to the published ``version``. Idempotent; changes no release.
 
         Raises:
-            InvalidInput: when there is no such version, ``name`` is itself a version or cannot be an alias, or the
-                place keeps no aliases.
-            Refused: when the place says no, or cannot be asked.
+            InvalidInput: There is no such version, ``name`` is a version or not a valid alias, or the target does not
+                support aliases.
+            Refused: The target rejects the request or is unavailable.
         """
         raise InvalidInput(
             "shadow.alias",
@@ -187,16 +188,16 @@ class PublishTarget(BaseModel, ABC):
         )
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """The version that ``name`` means there; None: none.
+        """Return the version that the alias ``name`` points to, or None.
 
         Raises:
-            Refused: when that cannot be told.
+            Refused: The target is unavailable.
         """
         return None
 
     @property
     def to_name(self) -> str:
-        """What a profile says to mean this target."""
+        """Name of this target in a profile."""
         return str(getattr(self, "to", type(self).__name__))
 
     @abstractmethod
@@ -211,41 +212,41 @@ class PublishTarget(BaseModel, ABC):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Make the place hold exactly ``files`` as ``version``, and that version the current one.
+        """Publish exactly ``files`` as ``version`` and make it the current version.
 
-        All of it or nothing, also when it is killed in between; running again completes it. Where it stands already
-        nothing is touched. A version never changes its content.
+        The publication is atomic, even if the process is killed; running again completes it. If the release is
+        already published, nothing is changed. A version never changes its content.
 
         Args:
-            name: Of the release, as the profile has it.
-            expected_head: ``head`` of the release that this one was compared with; None: whatever is there.
-            hashes: Knows the sha256 of files that were read before.
+            name: Name of the release in the profile.
+            expected_head: ``head`` of the release that this one was compared with. None: any head is accepted.
+            hashes: Cached sha256 digests of files that were read before.
 
         Raises:
-            Refused: when the version exists with other content, a source is not what was gated, the place has another
-                head than ``expected_head``, or says no.
+            Refused: The version exists with different content, a source file has changed since the gate, the target's
+                head is not ``expected_head``, or the target rejects the request.
         """
 
     @classmethod
     @abstractmethod
-    def open(cls, named: str) -> PublishedRelease | None:
-        """The release that a person named, without any profile; None when this is no name of a release there.
+    def open(cls, reference: str) -> PublishedRelease | None:
+        """Open a release by a user's reference, without a profile. Return None if it has another target's form.
 
         Raises:
-            InvalidInput: when it is such a name, and there is nothing under it or it cannot be reached.
+            InvalidInput: The reference has this target's form, but there is no such release or it is unavailable.
         """
 
 
 def check_target(target: PublishTarget | None, root: Path) -> None:
-    """See that publishing will not fail for something that is wrong now: the key to sign with, then the place.
+    """Raise an error if publishing would fail: check the signing key, then the target.
 
     Args:
-        target: None: nothing is to be published.
-        root: Directory of the profile, to which paths may be relative.
+        target: Target of the profile. None: nothing is published.
+        root: Directory of the profile; relative paths start there.
 
     Raises:
-        InvalidInput: when there is no key to sign with; and as ``PublishTarget.check``.
-        Refused: as ``PublishTarget.check``.
+        InvalidInput: The signing key is missing, or as ``PublishTarget.check``.
+        Refused: As ``PublishTarget.check``.
     """
     if target is None:
         return

@@ -1,14 +1,14 @@
-"""Publishing to a directory: a release is all there or not at all, and a version never changes its content.
+"""Publish to a local directory. A release appears atomically, and a version never changes its content.
 
 ::
 
     releases/demo/3f9a0c71b2de/      a version: complete, immutable
-    releases/demo/latest             a link to the version that is published now; it moves in one step
-    releases/demo/production         an alias: another such link, to the version that somebody has promoted
+    releases/demo/latest             a symlink to the current version; it moves in one step
+    releases/demo/production         an alias: another symlink, to the version that was promoted
 
-A version is written beside its final name, every byte is hashed on the way and compared with what was gated, everything
-is fsynced, then one rename makes it exist and another one moves ``latest``. A run that is killed in between is repaired
-by running again; a run with nothing new changes nothing.
+A version is written to a temporary directory next to its final name. Every file is hashed on the way, compared with the
+gated one, and fsynced. Then one rename makes the version visible and another moves ``latest``.
+Running again repairs a run that was killed in between. A run with nothing new changes nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, OnPr
 
 LATEST = "latest"
 _CHUNK = 1 << 22
-_MOST_READ = 64 << 20  # of the files that say something of a release
-# What git, a download or the Hub leaves beside the files of a release that was fetched into a directory.
+_MAX_METADATA_BYTES = 64 << 20
+# Files that git, a download or the Hub leaves next to a release that was fetched into a directory.
 _FOREIGN_FOLDERS = (".cache", ".git")
 _FOREIGN_FILE = ".gitattributes"
 
@@ -49,40 +49,41 @@ class DirectoryTarget(PublishTarget):
         return "."
 
     def check(self, root: Path) -> None:
-        """See that the directory is there and may be written, or can be made."""
-        place = (root / self.path).absolute()
-        above = next(parent for parent in (place, *place.parents) if parent.exists())
-        # Asked, not tried: a run with nothing new leaves no trace, not even a time on a directory.
-        if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+        """Raise an error if the directory can be neither written nor created."""
+        directory = (root / self.path).absolute()
+        ancestor = next(parent for parent in (directory, *directory.parents) if parent.exists())
+        # Query the permissions instead of writing a test file: a run with nothing new leaves no trace, not even an
+        # updated mtime of a directory.
+        if ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK):
             return
-        kind = Refused if above.is_dir() else InvalidInput
+        kind = Refused if ancestor.is_dir() else InvalidInput
         raise kind(
-            f"publish.path: {place}",
-            found=f"{above} {'may not be written' if above.is_dir() else 'is no directory'}",
+            f"publish.path: {directory}",
+            found=f"{ancestor} {'may not be written' if ancestor.is_dir() else 'is no directory'}",
             expected="a directory that can be made and written",
             remedy="name another, or have its permissions changed",
         )
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """What ``latest`` points to. Without a head: one machine writes there, one publisher at a time."""
+        """Return the release that ``latest`` points to. It has no head: one machine writes, one publisher at a time."""
         latest = root / self.path / LATEST
         return CurrentRelease(latest.resolve()) if latest.is_dir() else None
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """A version beside ``latest``; the first is the one that was written before all others."""
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Return a version next to ``latest``. The first is the one with the oldest modification time."""
         directory = root / self.path
-        versions = [place for place in directory.iterdir() if _is_version(place)] if directory.is_dir() else []
+        versions = [path for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
         if not versions:
             return None
-        if named == FIRST:
-            return CurrentRelease(min(versions, key=lambda place: (place.stat().st_mtime_ns, place.name)).resolve())
-        if (place := directory / named) in versions:
-            return CurrentRelease(place.resolve())
+        if version == FIRST:
+            return CurrentRelease(min(versions, key=lambda path: (path.stat().st_mtime_ns, path.name)).resolve())
+        if (path := directory / version) in versions:
+            return CurrentRelease(path.resolve())
         raise InvalidInput(
             "evaluate.anchor",
-            found=f"{named!r}, which is no version at {directory}",
+            found=f"{version!r}, which is no version at {directory}",
             expected=f"{FIRST!r}, or one of its versions",
-            remedy=suggest(named, [FIRST, *(place.name for place in versions)]),
+            remedy=suggest(version, [FIRST, *(path.name for path in versions)]),
         )
 
     def publish(
@@ -96,51 +97,57 @@ class DirectoryTarget(PublishTarget):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Write the version beside the others, then move ``latest``. There is no head to be expected."""
+        """Write the version next to the others, then move ``latest``. ``expected_head`` is not used."""
         directory = (root / self.path).resolve()
-        place = directory / version
+        destination = directory / version
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
-            if place.is_symlink():
-                raise Refused(str(place), found="an alias", expected="a version", remedy="name the version otherwise")
-            fresh = not place.exists()
+            if destination.is_symlink():
+                raise Refused(
+                    str(destination), found="an alias", expected="a version", remedy="name the version otherwise"
+                )
+            fresh = not destination.exists()
             if fresh:
-                _write_version(files, place, hashes, on_progress)
+                _write_version(files, destination, hashes, on_progress)
             else:
-                finish_directory(_partial(place))
-                _require_same(place, files, hashes)
+                finish_directory(_partial(destination))
+                _require_same(destination, files, hashes)
             moved = _move_link(directory / LATEST, version)
             fsync(directory)
-        return Release(name, version, place, f"{directory.name}/", new=fresh or moved)
+        return Release(name, version, destination, f"{directory.name}/", new=fresh or moved)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Have a link of that name lead to the version, in one step."""
+        """Point a symlink called ``name`` to the version, in one step."""
         directory = (root / self.path).resolve()
         require_alias_name(name, {LATEST})
-        known = [place.name for place in directory.iterdir() if _is_version(place)] if directory.is_dir() else []
-        if name in known:
+        versions = [path.name for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
+        if name in versions:
             raise is_a_version(name, str(directory))
-        if version not in known:
-            raise no_such_version(version, str(directory), known)
+        if version not in versions:
+            raise no_such_version(version, str(directory), versions)
         with locked(directory):
             _move_link(directory / name, version)
             fsync(directory)
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """Where the link of that name leads, if that is a version."""
+        """Return the version that the symlink ``name`` points to, or None if it points to anything else."""
         link = root / self.path / name
-        to = link.readlink() if link.is_symlink() else Path()
-        return to.name if to == Path(to.name) and to.name and _is_version(link.with_name(to.name)) else None
+        target = link.readlink() if link.is_symlink() else Path()
+        return (
+            target.name
+            if target == Path(target.name) and target.name and _is_version(link.with_name(target.name))
+            else None
+        )
 
     @classmethod
-    def open(cls, named: str) -> DirectoryRelease | None:
-        """The directory of that name, whatever lies in it."""
-        return DirectoryRelease(place) if (place := Path(named)).is_dir() else None
+    def open(cls, reference: str) -> DirectoryRelease | None:
+        """Open the directory ``reference`` without reading it."""
+        return DirectoryRelease(directory) if (directory := Path(reference)).is_dir() else None
 
 
 @dataclass(frozen=True)
 class DirectoryRelease:
-    """A release in a directory. Every byte is read."""
+    """A release in a local directory. Verifying it reads every byte."""
 
     directory: Path
 
@@ -150,35 +157,36 @@ class DirectoryRelease:
 
     @property
     def version(self) -> str | None:
-        """The name of the directory, where it is a content hash."""
+        """Name of the directory, if it is a content hash."""
         name = self.directory.resolve().name
         return name if is_content_version(name) else None
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Size and sha256 of every file, without what git or a download left beside them.
+        """Return size and sha256 of every file, except files that git or a download left next to them.
 
-        A directory without provenance is not a release. Nothing of it is read, because it may be ``/``.
+        A directory without provenance is not a release. None of its files is read, because it may be ``/``.
 
-        What is no file (a link that leads out, a pipe, a device) is listed with its kind in place of a sha256: whoever
-        compares finds it listed by nobody. Nothing of it is read, and no linked directory is entered.
+        A special entry (a symlink that leaves the directory, a pipe, a device) is listed with its kind in place of a
+        sha256, so it never matches an expected file. Special entries are not read, and symlinked directories are not
+        entered.
         """
-        found: dict[str, tuple[int, str]] = {}
+        identities: dict[str, tuple[int, str]] = {}
         if not os.path.lexists(self.directory / PROVENANCE):
-            return found
+            return identities
         for folder, folders, names in os.walk(self.directory):
-            place = Path(folder)
-            links = [name for name in folders if (place / name).is_symlink()]
-            if place == self.directory:
+            parent = Path(folder)
+            links = [name for name in folders if (parent / name).is_symlink()]
+            if parent == self.directory:
                 folders[:] = [name for name in folders if name in links or name not in _FOREIGN_FOLDERS]
             folders[:] = sorted(set(folders) - set(links))
             for name in [*links, *names]:
-                relative = (place / name).relative_to(self.directory).as_posix()
-                if relative != _FOREIGN_FILE or is_special(place / name):
-                    found[relative] = self._identity(place / name)
-        return dict(sorted(found.items()))
+                relative = (parent / name).relative_to(self.directory).as_posix()
+                if relative != _FOREIGN_FILE or is_special(parent / name):
+                    identities[relative] = self._identity(parent / name)
+        return dict(sorted(identities.items()))
 
     def read(self, name: str) -> bytes:
-        return read_plain(self.directory / name, _MOST_READ, within=self.directory)
+        return read_plain(self.directory / name, _MAX_METADATA_BYTES, within=self.directory)
 
     def _identity(self, path: Path) -> tuple[int, str]:
         try:
@@ -191,25 +199,25 @@ class DirectoryRelease:
             return 0, error.found
 
 
-def _is_version(place: Path) -> bool:
-    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
+def _is_version(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
 
 
-def _write_version(files: Sequence[ReleaseFile], place: Path, hashes: HashMemo, on_progress: OnProgress) -> None:
-    """All files beside their final place, then one rename; the next run need not read them to know them."""
-    done, total = 0, sum(file.size for file in files)
+def _write_version(files: Sequence[ReleaseFile], destination: Path, hashes: HashMemo, on_progress: OnProgress) -> None:
+    """Write all files to a temporary directory, then rename it, and cache the digests for the next run."""
+    written, total = 0, sum(file.size for file in files)
 
-    def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        on_progress(done, total)
+    def report(count: int) -> None:
+        nonlocal written
+        written += count
+        on_progress(written, total)
 
-    with new_directory(place, _partial(place)) as partial:
+    with new_directory(destination, _partial(destination)) as partial:
         for file in files:
-            _write(file, partial / file.name, wrote)
+            _write(file, partial / file.name, report)
         fsync_directories(partial)
     for file in files:
-        hashes.remember(place / file.name, file.sha256)
+        hashes.remember(destination / file.name, file.sha256)
 
 
 def _partial(version: Path) -> Path:
@@ -241,34 +249,36 @@ def _move_link(link: Path, version: str) -> bool:
     return True
 
 
-def _require_same(place: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:
+def _require_same(directory: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:
     expected = {file.name: file.sha256 for file in files}
-    present = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
-    wrong = [name for name, sha256 in expected.items() if name in present and hashes.sha256(place / name) != sha256]
-    if odd := sorted({*wrong, *(present ^ set(expected))}):
+    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    altered = [
+        name for name, sha256 in expected.items() if name in present and hashes.sha256(directory / name) != sha256
+    ]
+    if differences := sorted({*altered, *(present ^ set(expected))}):
         raise Refused(
-            str(place / odd[0]),
+            str(directory / differences[0]),
             found="the version is already published with other content",
             expected="a version that never changes",
             remedy="publish under a new version, or remove the altered one by hand",
         )
 
 
-def _write(file: ReleaseFile, place: Path, wrote: Callable[[int], None]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    running = hashlib.sha256()
-    with place.open("wb") as output:
+def _write(file: ReleaseFile, path: Path, report: Callable[[int], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with path.open("wb") as output:
         if isinstance(file.source, bytes):
-            running.update(file.source)
+            digest.update(file.source)
             output.write(file.source)
-            wrote(len(file.source))
+            report(len(file.source))
         else:
             with file.source.open("rb") as source:
                 while chunk := source.read(_CHUNK):
-                    running.update(chunk)
+                    digest.update(chunk)
                     output.write(chunk)
-                    wrote(len(chunk))
+                    report(len(chunk))
         output.flush()
         os.fsync(output.fileno())
-    if running.hexdigest() != file.sha256:
-        raise file.altered(running.hexdigest())
+    if digest.hexdigest() != file.sha256:
+        raise file.altered(digest.hexdigest())

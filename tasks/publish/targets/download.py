@@ -1,7 +1,7 @@
-"""A release that was downloaded to be compared with: whole, as its list has it, and once as long as it is current.
+"""Download a published release to compare with, verify it against its file list, and cache it.
 
-It lies by its content below the project's home, so a night with the same champion downloads nothing; what no run has
-wanted for a month is removed.
+The cache is below the project's home and is keyed by content, so a scheduled run with the same champion downloads
+nothing. A release that no run has used for 30 days is removed.
 """
 
 from __future__ import annotations
@@ -17,57 +17,60 @@ from mergegate.merge_core.files import HashMemo, locked, remove_any, state_direc
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import ContentMismatch, merkle, receive_directory
 
-_KEPT_S = 30 * 24 * 3600
+_RETENTION_S = 30 * 24 * 3600
 _log = logging.getLogger(__name__)
 
 
 def downloaded_release(
-    where: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None], hashes: HashMemo | None = None
+    location: str,
+    files: Mapping[str, tuple[int, str]],
+    fetch: Callable[[str, Path], None],
+    hashes: HashMemo | None = None,
 ) -> Path:
-    """The directory that holds exactly ``files``, downloaded now if it has to be.
+    """Return a directory that contains exactly ``files``; download them if they are not cached.
 
     Args:
-        where: The release, for messages.
-        files: Name -> size in bytes, sha256.
-        fetch: Writes the file of that name to a path.
-        hashes: Told the sha256 of what has arrived, so that it is not read again.
+        location: Published location of the release, for messages.
+        files: Size in bytes and sha256 of each file, by name.
+        fetch: Function that downloads the file of a name to a path.
+        hashes: Cache to which the sha256 of every downloaded file is added. Default: the store's.
 
     Raises:
-        Refused: when what arrives is not what is listed.
+        Refused: The downloaded files differ from ``files``.
     """
     memo = hashes or HashMemo(home() / "store" / "hashes.sqlite")
     root = state_directory(home() / "releases", private=True)
-    place = root / merkle(files)[:32]
-    with locked(root / f".{place.name}.lock"):
-        if not (place.is_dir() and _agrees(place, files, memo)):
-            remove_any(place)
+    directory = root / merkle(files)[:32]
+    with locked(root / f".{directory.name}.lock"):
+        if not (directory.is_dir() and _agrees(directory, files, memo)):
+            remove_any(directory)
             try:
-                arrived = receive_directory(place, files, fetch)
+                digests = receive_directory(directory, files, fetch)
             except ContentMismatch as damage:
                 raise Refused(
-                    where,
+                    location,
                     found=f"what was downloaded is not what it lists: {damage}",
                     expected="the release that was published",
                     remedy="run again; if it stays, publish the release anew",
                 ) from None
-            for path, sha256 in arrived.items():
+            for path, sha256 in digests.items():
                 memo.remember(path, sha256)
-        os.utime(place)
-    _forget_others(root, place)
-    return place
+        os.utime(directory)
+    _remove_unused(root, directory)
+    return directory
 
 
-def _agrees(place: Path, files: Mapping[str, tuple[int, str]], memo: HashMemo) -> bool:
-    """Whether a directory is still what was downloaded: each hash is remembered as long as nobody touches its file."""
-    present = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
-    return present == set(files) and all(memo.sha256(place / name) == sha256 for name, (_, sha256) in files.items())
+def _agrees(directory: Path, files: Mapping[str, tuple[int, str]], memo: HashMemo) -> bool:
+    """Return whether the directory still matches ``files``. Hashes are cached as long as a file does not change."""
+    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+    return present == set(files) and all(memo.sha256(directory / name) == sha256 for name, (_, sha256) in files.items())
 
 
-def _forget_others(root: Path, wanted: Path) -> None:
+def _remove_unused(root: Path, current: Path) -> None:
     try:
-        for other in root.iterdir():
-            if other != wanted and other.is_dir() and other.stat().st_mtime < time.time() - _KEPT_S:
-                with locked(root / f".{other.name}.lock", remove=True):
-                    remove_any(other)
+        for path in root.iterdir():
+            if path != current and path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S:
+                with locked(root / f".{path.name}.lock", remove=True):
+                    remove_any(path)
     except OSError as error:
         _log.warning("%s: %s", root, error)

@@ -1,6 +1,7 @@
-"""The registry of targets: ours, and those that other packages add under the entry point ``mergegate.targets``.
+"""Find the available targets: the built-in ones and those of the entry point ``mergegate.targets``.
 
-An entry point's value is a subclass of :class:`~tasks.publish.targets.contract.PublishTarget` or a sequence of them.
+The value of an entry point is a subclass of :class:`~tasks.publish.targets.contract.PublishTarget` or a sequence of
+them.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ _BUILT_IN = (DirectoryTarget, HubTarget, S3Target, OciTarget, MlflowTarget)
 
 @cache
 def publish_targets() -> Mapping[str, type[PublishTarget]]:
-    """Every target by what a profile says to mean it (``to``).
+    """Return every target by its name in a profile (``to``).
 
     Raises:
-        InvalidInput: An installed package registers something that is no target, or a name that is taken.
+        InvalidInput: An installed package registers an object that is not a target, or a name that is taken.
     """
-    found: dict[str, type[PublishTarget]] = {_name(target): target for target in _BUILT_IN}
+    targets: dict[str, type[PublishTarget]] = {_name(target): target for target in _BUILT_IN}
     for point in entry_points(group=GROUP):
         loaded = point.load()
         for target in (loaded,) if isinstance(loaded, type) else tuple(loaded):
             name = _name(target)
-            if not name or name in found:
+            if not name or name in targets:
                 problem = f"the name {name!r} is taken" if name else "no PublishTarget with a field to: Literal['name']"
                 raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
-            found[name] = target
-    return MappingProxyType(found)
+            targets[name] = target
+    return MappingProxyType(targets)
 
 
 def _name(target: object) -> str:
-    """The one word that its field ``to`` takes; empty for what is no target."""
+    """Return the single value of the literal field ``to``, or an empty string if ``target`` is not a target."""
     if not (isinstance(target, type) and issubclass(target, PublishTarget) and "to" in target.model_fields):
         return ""
     annotation = target.model_fields["to"].annotation
@@ -57,18 +58,18 @@ def _name(target: object) -> str:
     return words[0] if len(words) == 1 and isinstance(words[0], str) else ""
 
 
-def find_release(named: str) -> PublishedRelease:
-    """The release that a person named, wherever it is. A directory of that name is meant before anything else.
+def find_release(reference: str) -> PublishedRelease:
+    """Open the release that a user's reference names, at any target. A local directory takes precedence.
 
     Raises:
-        InvalidInput: when there is none.
+        InvalidInput: There is no such release.
     """
     targets = publish_targets().values()
     for target in targets:
-        if (release := target.open(named)) is not None:
+        if (release := target.open(reference)) is not None:
             return release
     raise InvalidInput(
-        named,
+        reference,
         found="no such directory",
         expected=", or ".join(target.known_as for target in targets),
         remedy="check the spelling, the network, and HF_TOKEN for a private repository",
@@ -76,13 +77,16 @@ def find_release(named: str) -> PublishedRelease:
 
 
 def _kind(target: object) -> str | None:
-    """Which of the targets is meant. A directory need not say so."""
-    found = target.get("to", "directory") if isinstance(target, Mapping) else getattr(target, "to", None)
-    return found if isinstance(found, str) else None
+    """Return the name of the target in the settings. Default: ``directory``."""
+    name = target.get("to", "directory") if isinstance(target, Mapping) else getattr(target, "to", None)
+    return name if isinstance(name, str) else None
 
 
 class _AnyTarget:
-    """Settings of whichever target ``to`` names. Asked for when a profile's type is made, as packages may add some."""
+    """Settings of any target, selected by ``to``.
+
+    The union is resolved when a profile's schema is built, because other packages may add targets.
+    """
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         tagged: list[Any] = [Annotated[target, Tag(name)] for name, target in publish_targets().items()]
@@ -90,4 +94,4 @@ class _AnyTarget:
 
 
 Target = Annotated[PublishTarget, _AnyTarget()]
-"""The type of a setting that says where a release goes."""
+"""Type of a profile setting that selects a publishing target."""

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as a target: its settings, the pure next step, the talking, and a release as it stands there."""
+"""Publish to the Hugging Face Hub: settings, the choice of the next step, API calls, and reading published releases."""
 
 from mergegate.tasks.publish.targets.hub.target import HubTarget
 

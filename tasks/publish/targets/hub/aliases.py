@@ -1,10 +1,10 @@
-"""Names that mean one of the versions on the Hub: tags that move, beside those of versions, which never do.
+"""Move aliases on the Hub. An alias is a tag that moves; a version is a tag that never does.
 
-The Hub has no way to move a tag: it is removed and made again, and for a moment there is none. What was cut off in
-between is completed by the next call, which finds the tag missing.
+The Hub cannot move a tag: mergegate deletes it and creates it again, so for a moment it does not exist. If that is
+interrupted, the next call finds the tag missing and completes the move.
 
-The Hub tells of a tag only its name and its commit, so what is an alias is told by what else is known of the commit: a
-version's tag stands alone on it, or the commit says that it released that very version.
+The Hub reports only the name and commit of a tag. A tag is taken for a version if it is the only one on its commit, or
+if the commit message says that it released that version. Every other tag is an alias.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, is_retryable
 from mergegate.tasks.publish.targets.alias import ALIAS_NAME, is_a_version, no_such_version
 
-_ATTEMPTS, _LONGEST_WAIT_S = 6, 16.0
+_ATTEMPTS, _MAX_WAIT_S = 6, 16.0
 
 
 def move_tag(repo: str, version: str, name: str, access: HubAccess) -> None:
-    """Have the tag ``name`` stand on the commit of ``version``.
+    """Point the tag ``name`` to the commit of ``version``.
 
     Raises:
-        InvalidInput: when there is no such version, or ``name`` is one.
-        Refused: when the Hub says no, or does not answer.
+        InvalidInput: There is no such version, or ``name`` is a version.
+        Refused: The Hub rejects the request or does not answer.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -36,17 +36,17 @@ def move_tag(repo: str, version: str, name: str, access: HubAccess) -> None:
         except RepositoryNotFoundError:
             raise no_such_version(version, repo) from None
         except _client_errors() as error:
-            # Looked at anew each time: a step whose answer was lost has happened.
+            # Each attempt reads the tags again: a request whose answer was lost may have succeeded.
             if failures == _ATTEMPTS - 1 or not is_retryable(error):
                 raise _no_answer(repo, error, access) from None
-            time.sleep(min(2.0**failures, _LONGEST_WAIT_S))
+            time.sleep(min(2.0**failures, _MAX_WAIT_S))
 
 
 def read_tag(repo: str, name: str, access: HubAccess) -> str | None:
-    """The version on whose commit the tag ``name`` stands; of several the first, whose contents are the same.
+    """Return the version whose commit the tag ``name`` points to; the first by name if there are several.
 
     Raises:
-        Refused: when the Hub cannot be asked.
+        Refused: The Hub is unavailable.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -59,11 +59,13 @@ def read_tag(repo: str, name: str, access: HubAccess) -> str | None:
 
 
 def version_on(tags: Mapping[str, str], name: str) -> str | None:
-    """The version that an alias means, by all tags (name -> commit): another tag on its commit, sooner one that could
-    not be an alias itself.
+    """Return the version that an alias means: another tag on its commit. Tags that cannot be aliases come first.
+
+    Args:
+        tags: Commit of every tag, by name.
     """
-    others = sorted(tag for tag, commit in tags.items() if tag != name and commit == tags.get(name))
-    return next((tag for tag in others if not re.fullmatch(ALIAS_NAME, tag)), others[0] if others else None)
+    candidates = sorted(tag for tag, commit in tags.items() if tag != name and commit == tags.get(name))
+    return next((tag for tag in candidates if not re.fullmatch(ALIAS_NAME, tag)), candidates[0] if candidates else None)
 
 
 def _move(repo: str, version: str, name: str, access: HubAccess) -> None:
@@ -80,7 +82,7 @@ def _move(repo: str, version: str, name: str, access: HubAccess) -> None:
 
 
 def _released(repo: str, name: str, access: HubAccess) -> bool:
-    """Whether the commit under the tag says that it released a version of that name."""
+    """Return whether the message of the tagged commit says that it released a version of this name."""
     commits = access.api().list_repo_commits(repo, revision=name)
     return bool(commits) and commits[0].title == f"Release {name}"
 
@@ -96,10 +98,10 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 def _no_answer(repo: str, error: Exception, access: HubAccess) -> Refused:
-    again = is_retryable(error)
+    retryable = is_retryable(error)
     return Refused(
         f"{repo} on the Hub",
         found=describe_hub_error(error, access),
-        expected="a Hub that answers" if again else "a token that may write there",
-        remedy="run again later: what was begun is completed" if again else "use another token",
+        expected="a Hub that answers" if retryable else "a token that may write there",
+        remedy="run again later: what was begun is completed" if retryable else "use another token",
     )

@@ -1,12 +1,12 @@
-"""Publishing to the Hugging Face Hub: look, take the next step, look again, until the release stands there.
+"""Publish to the Hugging Face Hub: read the state, take the next step, and repeat until the release is published.
 
-What the next step is, and why in that order, stands in ``state``; here is only the talking. A failed call is never
-repeated blindly: the state is read again first, because a commit whose answer was lost has happened. Everything that is
-sent is compared by the Hub's own hashes before anybody can see it, so a file that changed on disk meanwhile, or was
-damaged on the way, never reaches ``main``.
+``state`` decides the steps and their order; this module makes the API calls. A failed call is never blindly repeated.
+The state is read again first, because a commit whose answer was lost may have succeeded. Everything sent is compared by
+the Hub's own hashes before anyone can see it, so a file that changed on disk or was damaged in transit never reaches
+``main``.
 
-The token is handed to the client directly. No error of the client leaves this module: they carry their request, and the
-request carries the token.
+The token is passed to the client directly. No exception of the client leaves this module, because it carries the
+request and the request carries the token.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
     Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
-# The Hub takes nothing larger as a plain git blob (10 MB); beyond, its sha256 is all there is to compare.
+# The Hub stores files above 10 MB as LFS objects, for which only the sha256 can be compared, not a git blob id.
 _LARGEST_BLOB = 16 << 20
-# Sent together: large enough to keep the connection busy, small enough to tell how far it is.
+# Files uploaded together: enough to keep the connection busy, few enough for a progress bar.
 _GROUP_BYTES = 1 << 30
 _GROUP_FILES = 100
 _FAILURES = 10  # in a row: four minutes of waiting
-_LONGEST_WAIT = 60.0  # seconds
+_MAX_WAIT = 60.0  # seconds
 _ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class PublishedCommit:
-    """Where a release stands. ``new`` is false when it was there already and nothing was changed."""
+    """The commit of a release. ``new`` is false if it had been published before and nothing changed."""
 
     commit: str
     new: bool
@@ -80,22 +80,22 @@ def publish_hub(
     wait: Callable[[float], None] = time.sleep,
     on_progress: OnProgress = lambda done, total: None,
 ) -> PublishedCommit:
-    """Make ``main`` of ``repo`` and the tag ``version`` list exactly ``files``. Idempotent.
+    """Make ``main`` of ``repo`` and the tag ``version`` contain exactly ``files``. Idempotent.
 
     Args:
-        repo: ``org/name``; made, private, when it is not there.
-        expected_head: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
-        wait: Called with seconds before looking again after a failure.
-        on_progress: Told bytes sent and to be sent, each time that a few files have arrived.
+        repo: Repository ``org/name``. Created as private if it does not exist.
+        expected_head: Head of ``main`` that the release was compared with. None: the head at the start.
+        wait: Function that waits for a number of seconds before the state is read again after a failure.
+        on_progress: Callback for bytes sent and bytes in total, called after every few files.
 
     Raises:
-        Refused: when the version exists with other content, ``main`` was changed meanwhile, the Hub says no, does not
-            answer, or does not store what was sent.
+        Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
+            not answer, or does not store the files.
     """
     desired = DesiredState(version, {file.name: _desired_file(file) for file in files}, visibility, gated)
     connection = _Connection(access, repo, desired, {file.name: file for file in files}, hashes, on_progress)
-    changed, went_through, failures = False, False, 0
-    tried: object = None
+    changed, accepted, failures = False, False, 0
+    previous: object = None
     for _ in range(_ROUNDS):
         try:
             observed = connection.observe()
@@ -106,19 +106,19 @@ def publish_hub(
             if isinstance(step, PublicationBlocked):
                 raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
             kind = step if isinstance(step, DeleteBranch) else type(step)
-            if kind != tried:
-                tried, failures = kind, 0
-            elif went_through:
+            if kind != previous:
+                previous, failures = kind, 0
+            elif accepted:
                 raise _NotStored(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
-            went_through = False
+            accepted = False
             connection.take(step)
-            went_through = True
+            accepted = True
             changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
         except _client_errors() as error:
-            went_through, failures = False, failures + 1
+            accepted, failures = False, failures + 1
             if failures >= _FAILURES or not is_retryable(error):
                 raise _refusal(repo, error, access) from None
-            wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
+            wait(min(2.0 ** (failures - 1), _MAX_WAIT))
     raise Refused(
         f"{repo} on the Hub",
         found="every step is undone as soon as it is taken",
@@ -128,19 +128,19 @@ def publish_hub(
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """What the client and its transports raise. Anything else is a fault of ours, and is not to look like theirs."""
+    """Return the exceptions of the client and its transports. Any other exception is a bug in mergegate."""
     from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
     return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 
 class _NotStored(RuntimeError):
-    """The Hub accepted a step, and what it lists is still as before."""
+    """The Hub accepted a step without changing its listing."""
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """The Hub, seen through the few calls that a publication makes."""
+    """The API calls that one publication needs."""
 
     access: HubAccess
     repo: str
@@ -154,7 +154,7 @@ class _Connection:
         return self.access.api()
 
     def observe(self) -> ObservedState:
-        """The repository as it is now: three small requests, and the listing of every commit not seen before."""
+        """Read the repository's state: three small requests, and the listing of every commit not seen before."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -185,7 +185,7 @@ class _Connection:
         return self.access.listing(self.repo, commit)
 
     def take(self, step: Step) -> None:
-        """Do one thing. Only guarded calls: none of them does harm when it is late or done twice."""
+        """Execute one step. All calls are guarded: none of them does harm when it is late or repeated."""
         match step:
             case CreateRepository():
                 self.api.create_repo(self.repo, private=True)
@@ -221,28 +221,28 @@ class _Connection:
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
     def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
-        """Bring the content of large files to the Hub, a few at a time; the commit then only names them.
+        """Upload the content of large files, a few at a time. The commit then only refers to them.
 
-        What is there already is not sent again, so a publication that was interrupted resumes where it left off. The
-        card is looked at first: it is no use to send hundreds of gigabytes for one that will be refused.
+        Content that the Hub already has is not sent again, so an interrupted publication resumes. The card is
+        validated first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
         """
         if CARD in names:
             self.validate(self.files[CARD])
         additions = [self.upload(name) for name in names]
-        done, total = 0, sum(self.files[name].size for name in names)
-        self.on_progress(done, total)
+        sent, total = 0, sum(self.files[name].size for name in names)
+        self.on_progress(sent, total)
         with _without_progress_bars():
             for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
                 self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
-                done += sum(self.files[addition.path_in_repo].size for addition in group)
-                self.on_progress(done, total)
+                sent += sum(self.files[addition.path_in_repo].size for addition in group)
+                self.on_progress(sent, total)
         return additions
 
     def validate(self, card: ReleaseFile) -> None:
-        """Ask the Hub whether it takes the metadata of this card.
+        """Ask the Hub to validate the metadata of this card.
 
         Raises:
-            Refused: when it does not.
+            Refused: The Hub rejects the metadata.
         """
         from huggingface_hub import get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
@@ -269,7 +269,7 @@ class _Connection:
         return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
 
     def take_over(self, name: str, source: Head) -> CommitOperationAdd | CommitOperationCopy:
-        """A large file is copied on the Hub's side; a small one is sent again, as copying would send it twice."""
+        """Copy a large file on the Hub. Send a small one again: copying would download and send it."""
         from huggingface_hub import CommitOperationCopy
 
         if source.files[name].sha256 is None:
@@ -280,7 +280,7 @@ class _Connection:
 def _groups(
     additions: Sequence[CommitOperationAdd], size: Callable[[CommitOperationAdd], int]
 ) -> Iterator[list[CommitOperationAdd]]:
-    """Each so large that sending it takes a while, so that somebody who watches sees the sum grow."""
+    """Yield groups of additions, each large enough to transfer efficiently and small enough to show progress."""
     group: list[CommitOperationAdd] = []
     for addition in additions:
         group.append(addition)
@@ -305,12 +305,12 @@ def _desired_file(file: ReleaseFile) -> DesiredFile:
 
 
 def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
-    """See that the source is what was gated, before it is sent; the Hub's hash of what arrives has the last word."""
+    """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
     if isinstance(file.source, bytes):
         return
-    found = hashes.sha256(file.source, trust=False) if file.source.is_file() else "nothing there"
-    if found != file.sha256:
-        raise file.altered(found)
+    actual = hashes.sha256(file.source, trust=False) if file.source.is_file() else "nothing there"
+    if actual != file.sha256:
+        raise file.altered(actual)
 
 
 def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
@@ -338,7 +338,7 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """No progress bars of the client's own in the middle of ours."""
+    """Disable the client's own progress bars."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

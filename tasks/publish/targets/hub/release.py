@@ -1,7 +1,7 @@
-"""A release that stands on the Hub: the current one downloaded, or any by its name to be read and compared.
+"""Read releases from the Hub: download the current or an earlier one, or open one by name to verify it.
 
-To compare, nothing large is downloaded: the sha256 of a file in large storage is the Hub's own. Small files are read
-and compared with git's id of them, so that what was read is what is listed.
+Verification downloads nothing large: the Hub reports the sha256 of a file in large storage. Small files are read and
+compared with their git blob id, which proves that the bytes match the listing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SMALL = 1 << 22  # bytes
 
 
 def download_main(repo: str, access: HubAccess) -> CurrentRelease | None:
-    """What ``main`` lists today, or None when there is no repository or nothing in it.
+    """Download the head of ``main``. Return None if the repository does not exist or is empty.
 
     Raises:
-        Refused: when the Hub cannot be asked.
+        Refused: The Hub is unavailable.
     """
     commit = _main_commit(access, repo)
     if commit is None or not set(access.listing(repo, commit)) - WRITTEN_BY_HUB:
@@ -35,20 +35,20 @@ def download_main(repo: str, access: HubAccess) -> CurrentRelease | None:
     return CurrentRelease(_download(repo, commit, access), commit, commit[:12], access.url(repo, commit))
 
 
-def download_earlier(repo: str, named: str, access: HubAccess) -> CurrentRelease | None:
-    """What a version's tag, or the oldest of them (``first``), lists; None when there is no repository or no tag.
+def download_earlier(repo: str, version: str, access: HubAccess) -> CurrentRelease | None:
+    """Download a tagged version, or the oldest one (``first``). Return None if the repository or its tags do not exist.
 
     Raises:
-        InvalidInput: when there is no such tag.
-        Refused: when the Hub cannot be asked.
+        InvalidInput: There is no such tag.
+        Refused: The Hub is unavailable.
     """
     if _main_commit(access, repo) is None:
         return None
     try:
         tags = {tag.name: tag.target_commit for tag in access.api().list_repo_refs(repo).tags}
-        if named == FIRST and tags:
-            order = [commit.commit_id for commit in access.api().list_repo_commits(repo)]  # the newest first
-            commit = max(tags.values(), key=lambda one: order.index(one) if one in order else -1)
+        if version == FIRST and tags:
+            history = [commit.commit_id for commit in access.api().list_repo_commits(repo)]  # newest first
+            commit = max(tags.values(), key=lambda item: history.index(item) if item in history else -1)
             return CurrentRelease(_download(repo, commit, access), commit)
     except Refused:
         raise
@@ -56,13 +56,13 @@ def download_earlier(repo: str, named: str, access: HubAccess) -> CurrentRelease
         raise _unreachable(repo, error, access) from None
     if not tags:
         return None
-    if named in tags:
-        return CurrentRelease(_download(repo, tags[named], access), tags[named])
+    if version in tags:
+        return CurrentRelease(_download(repo, tags[version], access), tags[version])
     raise InvalidInput(
         "evaluate.anchor",
-        found=f"{named!r}, which is no version of {repo}",
+        found=f"{version!r}, which is no version of {repo}",
         expected=f"{FIRST!r}, or one of its tags",
-        remedy=suggest(named, [FIRST, *tags]),
+        remedy=suggest(version, [FIRST, *tags]),
     )
 
 
@@ -70,10 +70,10 @@ def _download(repo: str, commit: str, access: HubAccess) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        place = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
+        directory = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
     except Exception as error:
         raise _unreachable(repo, error, access) from None
-    return Path(place)
+    return Path(directory)
 
 
 def _main_commit(access: HubAccess, repo: str) -> str | None:
@@ -98,7 +98,7 @@ def _unreachable(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 @dataclass(frozen=True)
 class HubRelease:
-    """A commit on the Hub. ``version``: the tag on it that is a content hash."""
+    """A commit on the Hub. ``version`` is the tag on it that is a content hash."""
 
     access: HubAccess
     repo: str
@@ -111,7 +111,7 @@ class HubRelease:
         return f"{self.repo}@{self.version or self.commit[:12]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Size and sha256 of every file. Small ones are read."""
+        """Return size and sha256 of every file. Small files are downloaded and hashed."""
         listing = self.access.listing(self.repo, self.commit)
         return {
             name: (file.size, file.sha256 if file.sha256 is not None else sha256_of(self.read(name)))
@@ -120,53 +120,53 @@ class HubRelease:
         }
 
     def read(self, name: str) -> bytes:
-        """The bytes that the commit lists under ``name``. Small files are kept: each is asked for once.
+        """Return the content of a file of the commit. Small files are downloaded once and cached.
 
         Raises:
-            Refused: when the Hub hands out other bytes than it lists.
+            Refused: The Hub returns bytes that do not match its listing.
         """
         if name in self._small_files:
             return self._small_files[name]
-        listed = self.access.listing(self.repo, self.commit)[name]
-        with TemporaryDirectory(prefix="mergegate-verify-") as place:
-            file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=place)
+        entry = self.access.listing(self.repo, self.commit)[name]
+        with TemporaryDirectory(prefix="mergegate-verify-") as directory:
+            file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=directory)
             data = Path(file).read_bytes()
-        if (sha256_of(data) if listed.sha256 else git_blob(data)) != (listed.sha256 or listed.blob):
+        if (sha256_of(data) if entry.sha256 else git_blob(data)) != (entry.sha256 or entry.blob):
             raise Refused(f"{self.where}: {name}", found="other bytes than the Hub lists", expected="what it lists")
         if len(data) <= _SMALL:
             self._small_files[name] = data
         return data
 
 
-def open_on_hub(named: str) -> HubRelease | None:
-    """``org/name[@revision]`` as it stands now; None when ``named`` has another form.
+def open_on_hub(reference: str) -> HubRelease | None:
+    """Open ``org/name[@revision]`` in its present state. Return None if the reference has another form.
 
     Raises:
-        InvalidInput: when there is no such repository or revision, or the Hub cannot be asked.
+        InvalidInput: There is no such repository or revision, or the Hub is unavailable.
     """
-    form = _NAME.fullmatch(named)
-    if not form:
+    match = _NAME.fullmatch(reference)
+    if not match:
         return None
-    access, repo = hub_access(writing=False), form["repo"]
+    access, repo = hub_access(writing=False), match["repo"]
     try:
         api = access.api()
-        facts = api.model_info(repo, revision=form["revision"])
-        tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == facts.sha]
+        info = api.model_info(repo, revision=match["revision"])
+        tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == info.sha]
     except Exception as error:
         if not is_retryable(error):
-            raise _nothing(named, describe_hub_error(error, access)) from None
+            raise _nothing(reference, describe_hub_error(error, access)) from None
         raise _nothing(
-            named, f"no directory here, and unavailable from the Hub ({describe_hub_error(error, access)})"
+            reference, f"no directory here, and unavailable from the Hub ({describe_hub_error(error, access)})"
         ) from None
-    if facts.sha is None:
-        raise _nothing(named, "a repository without commits")
-    versions = [form["revision"]] if form["revision"] in tags else tags
-    return HubRelease(access, repo, facts.sha, next((tag for tag in versions if is_content_version(tag)), None))
+    if info.sha is None:
+        raise _nothing(reference, "a repository without commits")
+    versions = [match["revision"]] if match["revision"] in tags else tags
+    return HubRelease(access, repo, info.sha, next((tag for tag in versions if is_content_version(tag)), None))
 
 
-def _nothing(named: str, found: str) -> InvalidInput:
+def _nothing(reference: str, found: str) -> InvalidInput:
     return InvalidInput(
-        named,
+        reference,
         found=found,
         expected="the directory of a release, or org/name@version on the Hub",
         remedy="check the spelling, the network, and HF_TOKEN for a private repository",

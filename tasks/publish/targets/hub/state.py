@@ -1,13 +1,13 @@
-"""What a Hub repository looks like, and the next step from there to a release: a pure function from state to step.
+"""Decide the next step from the state of a Hub repository to a complete release, as a pure function.
 
-A publication is this function and a loop: look, decide, do one thing, look again. Whatever happens in between (a lost
-answer, a kill, a second publisher) is just another state to start from, so nothing is ever remembered between steps and
-running again is always right. The order of the steps keeps the promises:
+A publication is this function in a loop: read the state, decide, take one step, read again. A lost answer, a kill or a
+second publisher just leads to another state to start from. The loop keeps no memory between steps, so running again is
+always correct. The order of the steps guarantees:
 
-* ``main`` moves in one commit, from all of the old release to all of the new one;
-* that commit is guarded by the head it was decided on: a release somebody else made meanwhile is never written over;
-* a tag is made once, on a commit whose content was compared with what was gated, and never moves;
-* nobody outside sees a new repository before its release is complete.
+* ``main`` moves in one commit, from the complete old release to the complete new one.
+* That commit is guarded by the head it was decided on, so it never overwrites a release by another publisher.
+* A tag is created once, on a commit whose content was compared with the gated files, and it never moves.
+* A new repository is not visible to outsiders before its release is complete.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Gated = Literal["auto", "manual", False]
 RepositoryVisibility = Literal["public", "private"]
 
 MAIN = "main"
-# Ours alone: branches below it are staging places, and those of dead runs are swept away.
+# Prefix of staging branches. Only mergegate uses it; branches of interrupted runs are deleted.
 STAGING = "mergegate-staging/"
-# The Hub writes it itself, when a file needs large file storage.
+# The Hub writes this file itself when another file needs large file storage.
 WRITTEN_BY_HUB = frozenset({".gitattributes"})
 
 
 @dataclass(frozen=True)
 class DesiredFile:
-    """A file as it was gated. ``blob`` is None where it is too large to be a plain git blob."""
+    """A gated file. ``blob`` is None for files too large for a plain git blob."""
 
     size: int
     sha256: str
     blob: str | None
 
     def is_held_by(self, remote: RemoteFile | None) -> bool:
-        """Whether the Hub's own hash says that it holds these very bytes."""
+        """Return whether the Hub's own hash confirms that ``remote`` has exactly this content."""
         if remote is None or remote.size != self.size:
             return False
         return remote.sha256 == self.sha256 if remote.sha256 is not None else remote.blob == self.blob
@@ -53,7 +53,7 @@ class Head:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The release that shall stand there."""
+    """The release to publish."""
 
     version: str
     files: Mapping[str, DesiredFile]
@@ -62,25 +62,25 @@ class DesiredState:
 
     @property
     def branch(self) -> str:
-        """Where it is staged."""
+        """Name of the staging branch."""
         return STAGING + self.version
 
     def missing(self, head: Head) -> tuple[str, ...]:
-        """Files that ``head`` lacks, or holds with other content."""
+        """Return the files that ``head`` lacks or has with different content."""
         return tuple(name for name, file in sorted(self.files.items()) if not file.is_held_by(head.files.get(name)))
 
     def stale(self, head: Head) -> tuple[str, ...]:
-        """Files of ``head`` that the release does not have: shards of an older one."""
+        """Return files of ``head`` that are not in the release, such as shards of an older one."""
         return tuple(sorted(set(head.files) - set(self.files) - WRITTEN_BY_HUB))
 
     def is_on(self, head: Head) -> bool:
-        """Whether ``head`` lists exactly this release."""
+        """Return whether ``head`` lists exactly this release."""
         return not self.missing(head) and not self.stale(head)
 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """The repository as it is now. ``main`` None: there is no repository, or it has no ``main``."""
+    """The repository's state. Without a repository or a branch ``main``, ``main`` is None."""
 
     exists: bool
     private: bool = True
@@ -94,12 +94,12 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class CreateRepository:
-    """Make it, private whatever the profile says: nobody shall look in before the release is there."""
+    """Create the repository. It starts as private even for a public release, to hide incomplete files."""
 
 
 @dataclass(frozen=True)
 class ChangeSettings:
-    """Change who may see it."""
+    """Change the visibility of the repository."""
 
     private: bool
     gated: Gated
@@ -107,14 +107,14 @@ class ChangeSettings:
 
 @dataclass(frozen=True)
 class CreateBranch:
-    """Make the staging branch."""
+    """Create the staging branch."""
 
     start: str
 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """One commit on the staging branch, after which it lists exactly the release."""
+    """Commit to the staging branch so that it lists exactly the release."""
 
     parent: str
     missing: tuple[str, ...]
@@ -123,7 +123,7 @@ class StageFiles:
 
 @dataclass(frozen=True)
 class Promote:
-    """One commit on ``main`` that makes it list what ``source`` lists. Fails when its head is not ``parent``."""
+    """Commit to ``main`` so that it lists what ``source`` lists. Fails if the head of ``main`` is not ``parent``."""
 
     parent: str
     source: Head
@@ -133,28 +133,28 @@ class Promote:
 
 @dataclass(frozen=True)
 class Tag:
-    """Give ``commit`` the version's name."""
+    """Tag ``commit`` with the version."""
 
     commit: str
 
 
 @dataclass(frozen=True)
 class DeleteBranch:
-    """Remove a staging branch."""
+    """Delete a staging branch."""
 
     branch: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """The release stands at ``commit``."""
+    """The release is published at ``commit``."""
 
     commit: str
 
 
 @dataclass(frozen=True)
 class PublicationBlocked:
-    """Going on would break a promise; a person must decide."""
+    """Continuing would break a guarantee; an operator must decide."""
 
     found: str
     expected: str
@@ -175,13 +175,13 @@ Step = (
 
 
 def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
-    """The one thing to do now.
+    """Return the next step toward the desired state.
 
     Args:
-        desired: The release.
-        observed: The repository, just read.
-        expected_head: Head of ``main`` that the release was judged against. A ``main`` that is neither that nor already
-            this release was changed meanwhile. None: whatever is there.
+        desired: Release to publish.
+        observed: Repository state, just read.
+        expected_head: Head of ``main`` that the release was compared with. If ``main`` is neither that nor already this
+            release, it has changed in the meantime. None: any head is accepted.
     """
     if not observed.exists:
         return CreateRepository()
@@ -192,8 +192,8 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
         )
     if observed.tagged is not None:
         return _after_tag(desired, observed, main, observed.tagged, expected_head)
-    if (stop := _forbidden(desired, observed)) or (stop := _changed(desired, main, expected_head)):
-        return stop
+    if (blocked := _forbidden(desired, observed)) or (blocked := _changed(desired, main, expected_head)):
+        return blocked
     if not observed.private and _strictness(desired.gated) > _strictness(observed.gated):
         return ChangeSettings(private=False, gated=desired.gated)
     if desired.is_on(main):
@@ -208,16 +208,16 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
 def _after_tag(
     desired: DesiredState, observed: ObservedState, main: Head, tagged: Head, expected_head: str | None
 ) -> Step:
-    """The version has its name already; what may be left is to make it the current one again, and to tidy up."""
+    """Return the next step if the version is already tagged: make it current again if necessary, then clean up."""
     if not desired.is_on(tagged):
-        odd = (*desired.missing(tagged), *desired.stale(tagged))[0]
+        difference = (*desired.missing(tagged), *desired.stale(tagged))[0]
         return PublicationBlocked(
-            f"the version {desired.version} is already published with other content ({odd})",
+            f"the version {desired.version} is already published with other content ({difference})",
             "a version that never changes",
             "publish under a new version, or delete the tag by hand",
         )
-    # Another of our releases is current: the one that was let through now takes its place. What a person changed on
-    # main after the release is theirs and stays.
+    # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed to
+    # main after the release are left alone.
     superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
     if superseded and not desired.is_on(main):
         return (
@@ -225,7 +225,7 @@ def _after_tag(
             or _changed(desired, main, expected_head)
             or Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
         )
-    if observed.staged is not None:  # only a publication that is under way opens anything
+    if observed.staged is not None:  # only an unfinished publication changes the visibility
         if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
             return ChangeSettings(private=False, gated=desired.gated)
         return DeleteBranch(desired.branch)

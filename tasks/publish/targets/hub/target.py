@@ -1,8 +1,7 @@
-"""A repository on the Hugging Face Hub as a target: the way of a token from a setting to a publication.
+"""Define the Hub target: resolve the token, check its permissions, and read and publish releases.
 
-The token is found (``hub_access``), asked whether it may write (``require_write_access``), and used to look and to
-publish.
-Each question gets an access of its own: between the first and the last hours may lie, and a commit in between counts.
+``hub_access`` finds the token and ``require_write_access`` checks it. Each operation creates its own access object:
+hours may pass between the first and the last, and a commit in between must be seen.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from mergegate.tasks.publish.targets.hub.state import MAIN
 
 
 class HubTarget(PublishTarget):
-    """A model repository on the Hugging Face Hub: ``main`` is the latest release, every version is a tag.
+    """A model repository on the Hugging Face Hub. ``main`` is the latest release, and every version is a tag.
 
-    The address comes from ``HF_ENDPOINT`` and the token from ``HF_TOKEN``, or from a Prefect Secret block.
+    The endpoint comes from ``HF_ENDPOINT``, and the token from ``HF_TOKEN`` or a Prefect Secret block.
     """
 
     known_as: ClassVar[str] = "org/name@version on the Hub"
@@ -61,16 +60,16 @@ class HubTarget(PublishTarget):
         return self.repo
 
     def check(self, root: Path) -> None:
-        """See that the token may write to the repository, and that the Hub agrees if it exists."""
+        """Raise an error if the token may not write to the repository."""
         require_write_access(self.repo, self._access())
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """What ``main`` lists today, downloaded. Its head is the commit."""
+        """Download the head of ``main``. Its ``head`` is the commit."""
         return download_main(self.repo, self._access())
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """What a version's tag lists, downloaded."""
-        return download_earlier(self.repo, named, self._access())
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Download the release of a version's tag."""
+        return download_earlier(self.repo, version, self._access())
 
     def publish(
         self,
@@ -83,9 +82,9 @@ class HubTarget(PublishTarget):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Make ``main`` and the tag ``version`` list the release."""
+        """Make ``main`` and the tag ``version`` contain the release."""
         access = self._access()
-        published = publish_hub(
+        result = publish_hub(
             files,
             self.repo,
             version,
@@ -96,21 +95,21 @@ class HubTarget(PublishTarget):
             expected_head=expected_head,
             on_progress=on_progress,
         )
-        return Release(name, version, access.url(self.repo, version), self.repo, published.new)
+        return Release(name, version, access.url(self.repo, version), self.repo, result.new)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Move the tag of that name to the version's commit."""
+        """Move the tag ``name`` to the commit of the version."""
         require_alias_name(name, {MAIN})
         move_tag(self.repo, version, name, self._access())
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """The version on whose commit the tag stands."""
+        """Return the version whose commit the tag ``name`` points to."""
         return read_tag(self.repo, name, self._access())
 
     @classmethod
-    def open(cls, named: str) -> HubRelease | None:
-        """``org/name``, as its ``main`` is now, or ``org/name@revision``. A public one needs no token."""
-        return open_on_hub(named)
+    def open(cls, reference: str) -> HubRelease | None:
+        """Open ``org/name`` (the head of ``main``) or ``org/name@revision``. A public repository needs no token."""
+        return open_on_hub(reference)
 
     def _access(self) -> HubAccess:
         return hub_access(self.token_block, writing=True)

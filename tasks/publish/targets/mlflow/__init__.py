@@ -1,4 +1,4 @@
-"""MLflow's model registry as a target: it points to a release that stands at another target."""
+"""Register a release in MLflow's model registry. The registered version points to a release at another target."""
 
 from mergegate.tasks.publish.targets.mlflow.target import MlflowTarget
 

@@ -1,9 +1,9 @@
-"""What MLflow is told of a release, and the talking: look, write one thing, look again, until all of it is there.
+"""Register a release with MLflow: read the state, write one thing, and repeat until the registration is complete.
 
-A run holds scores, drops with their intervals, and what it was made from; a version of the registered model points to
-where the release stands, and to the run; the alias comes last. Both are found again by the release's digest, so a lost
-answer or a kill is just another state to start from. MLflow's REST interface is asked directly: eight requests, and its
-client would bring other versions of half of what is used here.
+A run records scores, drops with their intervals, and the inputs of the merge. A version of the registered model points
+to the location of the release and to the run. The alias is written last. Run and version are found again by the
+release's digest, so a lost answer or a kill is just another state to start from. mergegate calls MLflow's REST API
+directly: it needs eight requests, and MLflow's client would pin other versions of half of mergegate's dependencies.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mergegate.tasks.store import digest, merkle
 DIGEST_TAG, VERSION_TAG = "mergegate.digest", "mergegate.version"
 TIMEOUT_S = 60.0
 _API = "/api/2.0/mlflow"
-_ROUNDS, _FAILURES, _LONGEST_WAIT_S = 60, 6, 16.0
-_MOST_PARAM, _MOST_TAG = 6000, 5000  # characters, as MLflow takes them
+_ROUNDS, _FAILURES, _MAX_WAIT_S = 60, 6, 16.0
+_MAX_PARAM_LENGTH, _MAX_TAG_LENGTH = 6000, 5000  # characters; limits of MLflow
 NextWrite = Literal["experiment", "run", "log", "finish", "model", "version", "alias", "done"]
 
 
 class TryAgain(Exception):
-    """No answer, or one that may pass; the message says which."""
+    """The server gave no answer, or a transient error. The message says which."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What is to stand in the registry."""
+    """The desired entries of a release in the registry."""
 
     model: str
     version: str
@@ -47,26 +47,26 @@ class Registration:
 
     @property
     def tags(self) -> list[dict[str, str]]:
-        """Of the run and of the model version."""
-        said = {DIGEST_TAG: self.digest, VERSION_TAG: self.version, **self.facts}
-        return [{"key": key, "value": value[:_MOST_TAG]} for key, value in said.items()]
+        """Tags of the run and of the model version."""
+        values = {DIGEST_TAG: self.digest, VERSION_TAG: self.version, **self.facts}
+        return [{"key": key, "value": value[:_MAX_TAG_LENGTH]} for key, value in values.items()]
 
 
 @dataclass(frozen=True)
 class ObservedRegistry:
-    """What stands there now; empty: nothing."""
+    """The present entries of a release in the registry. Empty values: no entry."""
 
     experiment: str
     run: str
     run_status: str
     logged: bool
     model: bool
-    registered: str  # the number of our version
-    champion: str  # the number that the alias means
+    registered: str  # number of the version of this release
+    champion: str  # number of the version that the alias points to
 
 
 def registration_of(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
-    """What a release says of itself: its provenance, in MLflow's words."""
+    """Convert the provenance of a release to a registration."""
     provenance = next((file for file in files if file.name == PROVENANCE), None)
     statement = json.loads(provenance.read()) if provenance else {}
     predicate = _mapping(statement.get("predicate"))
@@ -75,11 +75,13 @@ def registration_of(files: Sequence[ReleaseFile], model: str, version: str, alia
     for guard in verdict.get("guards") or ():
         name = f"{guard['task']}/{guard['reference']}"
         metrics[_metric(f"score/{guard['task']}")] = float(guard["merge_score"])
-        for what in ("drop", "low", "high"):
-            metrics[_metric(f"{what}/{name}")] = float(guard[what])
+        for statistic in ("drop", "low", "high"):
+            metrics[_metric(f"{statistic}/{name}")] = float(guard[statistic])
     drift = _mapping(verdict.get("drift"))
     metrics |= {
-        f"perplexity/{what}": float(drift[what]) for what in ("ratio", "low", "high") if _number(drift.get(what))
+        f"perplexity/{statistic}": float(drift[statistic])
+        for statistic in ("ratio", "low", "high")
+        if _number(drift.get(statistic))
     }
     facts = {
         "mergegate.verdict": str(verdict.get("outcome", "")),
@@ -93,7 +95,7 @@ def registration_of(files: Sequence[ReleaseFile], model: str, version: str, alia
 
 
 def next_registry_write(observed: ObservedRegistry) -> NextWrite:
-    """The one thing to write now. The alias is last: what it means is whole."""
+    """Return the next entry to write. The alias comes last, so it always points to a complete registration."""
     if not observed.registered:
         if not observed.experiment:
             return "experiment"
@@ -109,143 +111,141 @@ def next_registry_write(observed: ObservedRegistry) -> NextWrite:
 
 @dataclass(frozen=True)
 class MlflowRegistry:
-    """MLflow's server, as far as a release needs it."""
+    """The requests to MLflow's server that a release needs."""
 
     url: str
     token: str = ""
 
-    def register(self, wanted: Registration) -> tuple[str, bool]:
-        """Bring the registry to ``wanted``. Idempotent.
+    def register(self, desired: Registration) -> tuple[str, bool]:
+        """Write the missing entries until the registry matches ``desired``. Idempotent.
 
         Returns:
-            The number of the version, and whether anything was written.
+            Number of the registered version, and whether anything was written.
 
         Raises:
-            Refused: when the server says no, or does not answer.
+            Refused: The server rejects a request or does not answer.
         """
         changed, failures = False, 0
         for _ in range(_ROUNDS):
             try:
-                observed = self._look(wanted)
+                observed = self._look(desired)
                 write = next_registry_write(observed)
                 if write == "done":
                     return observed.registered, changed
                 changed = True
-                self._write(write, wanted, observed)
+                self._write(write, desired, observed)
                 failures = 0
             except TryAgain as error:
                 failures += 1
                 if failures >= _FAILURES:
                     raise self._silent(error) from None
-                time.sleep(min(2.0 ** (failures - 1), _LONGEST_WAIT_S))
+                time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
         raise self._silent(TryAgain("what was written is not there afterwards"))
 
     def source_of(self, model: str, version: str = "", alias: str = "") -> str:
-        """Where a version of a model stands; empty: there is none.
+        """Return the location of a registered version, or an empty string if there is no such version.
 
         Raises:
-            Refused: when the server says no, or does not answer.
+            Refused: The server rejects the request or does not answer.
         """
         if alias:
-            found = self._patiently("registered-models/alias", {"name": model, "alias": alias})
+            answer = self._patiently("registered-models/alias", {"name": model, "alias": alias})
         else:
-            found = self._patiently("model-versions/get", {"name": model, "version": version})
-        return str(_mapping(found.get("model_version")).get("source", ""))
+            answer = self._patiently("model-versions/get", {"name": model, "version": version})
+        return str(_mapping(answer.get("model_version")).get("source", ""))
 
     def version_at(self, model: str, alias: str) -> str:
-        """The release that an alias means, by its own name; empty: none.
+        """Return the release version that an alias points to, or an empty string.
 
         Raises:
-            Refused: when the server says no, or does not answer.
+            Refused: The server rejects the request or does not answer.
         """
-        found = self._patiently("registered-models/alias", {"name": model, "alias": alias})
-        tags = _mapping(found.get("model_version")).get("tags") or ()
+        answer = self._patiently("registered-models/alias", {"name": model, "alias": alias})
+        tags = _mapping(answer.get("model_version")).get("tags") or ()
         return next((str(tag["value"]) for tag in tags if tag["key"] == VERSION_TAG), "")
 
     def move_alias(self, model: str, version: str, alias: str) -> bool:
-        """Have ``alias`` mean the release ``version``; of several registrations of it, the last. Idempotent.
+        """Point ``alias`` to the release ``version``; to its last registration if there are several. Idempotent.
 
         Returns:
-            Whether there is such a version.
+            Whether the version is registered.
 
         Raises:
-            Refused: when the server says no, or does not answer.
+            Refused: The server rejects a request or does not answer.
         """
         condition = f"name = '{model}' and tags.`{VERSION_TAG}` = '{version}'"
-        found = self._patiently("model-versions/search", {"filter": condition}).get("model_versions") or []
-        if not found:
+        versions = self._patiently("model-versions/search", {"filter": condition}).get("model_versions") or []
+        if not versions:
             return False
-        number = str(max(int(one["version"]) for one in found))
-        there = self._patiently("registered-models/alias", {"name": model, "alias": alias})
-        if str(_mapping(there.get("model_version")).get("version", "")) != number:
+        number = str(max(int(item["version"]) for item in versions))
+        current = self._patiently("registered-models/alias", {"name": model, "alias": alias})
+        if str(_mapping(current.get("model_version")).get("version", "")) != number:
             self._patiently("registered-models/alias", {"name": model, "alias": alias, "version": number}, post=True)
         return True
 
     def check(self) -> None:
-        """See that the server answers, and lets us in.
-
-        Raises:
-            Refused: when it does not.
-        """
+        """Raise Refused if the server does not answer or denies access."""
         self._patiently("registered-models/search", {"max_results": "1"})
 
     @cached_property
     def _client(self) -> JsonClient:
         return JsonClient(self.url, TIMEOUT_S, self.token, connections=1)
 
-    def _look(self, wanted: Registration) -> ObservedRegistry:
-        experiment = _mapping(self._get("experiments/get-by-name", {"experiment_name": wanted.model}).get("experiment"))
-        place = str(experiment.get("experiment_id", ""))
+    def _look(self, desired: Registration) -> ObservedRegistry:
+        experiment = _mapping(
+            self._get("experiments/get-by-name", {"experiment_name": desired.model}).get("experiment")
+        )
+        experiment_id = str(experiment.get("experiment_id", ""))
         runs: list[Any] = []
-        if place:
-            condition = f"tags.`{DIGEST_TAG}` = '{wanted.digest}' and tags.`{VERSION_TAG}` = '{wanted.version}'"
-            runs = self._post("runs/search", {"experiment_ids": [place], "filter": condition}).get("runs") or []
+        if experiment_id:
+            condition = f"tags.`{DIGEST_TAG}` = '{desired.digest}' and tags.`{VERSION_TAG}` = '{desired.version}'"
+            runs = self._post("runs/search", {"experiment_ids": [experiment_id], "filter": condition}).get("runs") or []
         run = _mapping(runs[-1]) if runs else {}
         info, data = _mapping(run.get("info")), _mapping(run.get("data"))
-        model = bool(self._get("registered-models/get", {"name": wanted.model}))
-        condition = f"name = '{wanted.model}' and tags.`{DIGEST_TAG}` = '{wanted.digest}'"
+        model = bool(self._get("registered-models/get", {"name": desired.model}))
+        condition = f"name = '{desired.model}' and tags.`{DIGEST_TAG}` = '{desired.digest}'"
         versions = (
             self._get("model-versions/search", {"filter": condition}).get("model_versions") or [] if model else []
         )
-        ours = [one for one in versions if one.get("source") == wanted.source]
-        known = self._get("registered-models/alias", {"name": wanted.model, "alias": wanted.alias}) if model else {}
+        ours = [item for item in versions if item.get("source") == desired.source]
+        alias = self._get("registered-models/alias", {"name": desired.model, "alias": desired.alias}) if model else {}
         return ObservedRegistry(
-            experiment=place,
+            experiment=experiment_id,
             run=str(info.get("run_id", "")),
             run_status=str(info.get("status", "")),
-            logged=len(data.get("metrics") or ()) >= len(wanted.metrics),
+            logged=len(data.get("metrics") or ()) >= len(desired.metrics),
             model=model,
-            registered=str(min((int(one["version"]) for one in ours), default="")),
-            champion=str(_mapping(known.get("model_version")).get("version", "")),
+            registered=str(min((int(item["version"]) for item in ours), default="")),
+            champion=str(_mapping(alias.get("model_version")).get("version", "")),
         )
 
-    def _write(self, write: NextWrite, wanted: Registration, there: ObservedRegistry) -> None:
+    def _write(self, write: NextWrite, desired: Registration, observed: ObservedRegistry) -> None:
         now = round(time.time() * 1000)
         match write:
             case "experiment":
-                self._post("experiments/create", {"name": wanted.model})
+                self._post("experiments/create", {"name": desired.model})
             case "run":
-                body = {"experiment_id": there.experiment, "run_name": wanted.version, "start_time": now}
-                self._post("runs/create", {**body, "tags": wanted.tags})
+                body = {"experiment_id": observed.experiment, "run_name": desired.version, "start_time": now}
+                self._post("runs/create", {**body, "tags": desired.tags})
             case "log":
                 metrics = [
-                    {"key": key, "value": value, "timestamp": now, "step": 0} for key, value in wanted.metrics.items()
+                    {"key": key, "value": value, "timestamp": now, "step": 0} for key, value in desired.metrics.items()
                 ]
-                params = [{"key": key, "value": value[:_MOST_PARAM]} for key, value in wanted.facts.items()]
-                self._post("runs/log-batch", {"run_id": there.run, "metrics": metrics, "params": params})
+                params = [{"key": key, "value": value[:_MAX_PARAM_LENGTH]} for key, value in desired.facts.items()]
+                self._post("runs/log-batch", {"run_id": observed.run, "metrics": metrics, "params": params})
             case "finish":
-                self._post("runs/update", {"run_id": there.run, "status": "FINISHED", "end_time": now})
+                self._post("runs/update", {"run_id": observed.run, "status": "FINISHED", "end_time": now})
             case "model":
-                self._post("registered-models/create", {"name": wanted.model})
+                self._post("registered-models/create", {"name": desired.model})
             case "version":
-                body = {"name": wanted.model, "source": wanted.source, "run_id": there.run}
-                said = wanted.facts.get("mergegate.verdict", "")
+                body = {"name": desired.model, "source": desired.source, "run_id": observed.run}
+                verdict = desired.facts.get("mergegate.verdict", "")
                 self._post(
                     "model-versions/create",
-                    {**body, "tags": wanted.tags, "description": f"Release {wanted.version} by mergegate: {said}"},
+                    {**body, "tags": desired.tags, "description": f"Release {desired.version} by mergegate: {verdict}"},
                 )
             case "alias":
-                body = {"name": wanted.model, "alias": wanted.alias, "version": there.registered}
+                body = {"name": desired.model, "alias": desired.alias, "version": observed.registered}
                 self._post("registered-models/alias", body)
 
     def _get(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -259,13 +259,13 @@ class MlflowRegistry:
             try:
                 return self._post(path, parameters) if post else self._get(path, parameters)
             except TryAgain as error:
-                said = error
+                last_error = error
                 if failures < _FAILURES - 1:
-                    time.sleep(min(2.0**failures, _LONGEST_WAIT_S))
-        raise self._silent(said)
+                    time.sleep(min(2.0**failures, _MAX_WAIT_S))
+        raise self._silent(last_error)
 
     def _answered(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What the server says; nothing, where it does not know what was asked for or has it already."""
+        """Send a request and return the answer, or an empty dict if the entry does not exist or exists already."""
         try:
             answer = self._client.request(path, body)
         except Unreachable as error:
@@ -299,15 +299,15 @@ class MlflowRegistry:
         )
 
 
-def require_tracking(uri: str | None, where: str) -> str:
-    """The address of the server.
+def require_tracking(uri: str | None, location: str) -> str:
+    """Return the address of the MLflow server.
 
     Raises:
-        InvalidInput: when there is none.
+        InvalidInput: The address is missing or not an HTTP URL.
     """
     if not uri or not uri.startswith(("http://", "https://")):
         raise InvalidInput(
-            where,
+            location,
             found=repr(uri) if uri else "no address",
             expected="http(s)://host of MLflow's server",
             remedy="set 'tracking_uri', or export MLFLOW_TRACKING_URI",
@@ -324,5 +324,5 @@ def _number(value: object) -> bool:
 
 
 def _metric(name: str) -> str:
-    """A name that MLflow takes: letters, digits, and a few signs."""
-    return "".join(one if one.isalnum() or one in "_-. /" else "_" for one in name)[:250]
+    """Return a metric name that MLflow accepts: letters, digits and a few punctuation marks."""
+    return "".join(character if character.isalnum() or character in "_-. /" else "_" for character in name)[:250]

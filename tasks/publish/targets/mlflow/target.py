@@ -1,4 +1,4 @@
-"""MLflow's model registry as a target: the release itself stands at another one, which the registered version names."""
+"""Define the MLflow target, which publishes to another target and registers a model version that points there."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PLACES = (HubTarget, S3Target, OciTarget)
 
 
 class MlflowTarget(PublishTarget):
-    """A registered model of MLflow, whose versions point to releases at ``place``; an alias means the current one.
+    """A registered model in MLflow whose versions point to releases at ``place``. An alias marks the current version.
 
-    The token comes from ``MLFLOW_TRACKING_TOKEN``. An alias has no guard: the last writer wins. ``place`` has one, and
-    is asked first.
+    The token comes from ``MLFLOW_TRACKING_TOKEN``. An alias has no guard against concurrent writers: the last one wins.
+    ``place`` has a guard and is published to first.
     """
 
     known_as: ClassVar[str] = "models:/name@champion of MLflow"
@@ -57,22 +57,22 @@ class MlflowTarget(PublishTarget):
         return self.place.address
 
     def check(self, root: Path) -> None:
-        """As the place does; and see that MLflow's server answers."""
+        """Check ``place``, and that MLflow's server answers."""
         registry = self._registry()
         self.place.check(root)
         registry.check()
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """What is current at the place: that is guarded, the alias follows it. Complete when the alias has."""
-        there = self.place.current(root)
-        if there is None:
+        """Return the current release at ``place``, which has the guard. It is complete once the alias points to it."""
+        release = self.place.current(root)
+        if release is None:
             return None
-        named = self._registry().source_of(self.model, alias=self.alias)
-        return replace(there, complete=there.complete and self._is_at(named, there))
+        source = self._registry().source_of(self.model, alias=self.alias)
+        return replace(release, complete=release.complete and self._is_at(source, release))
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """An earlier release at the place."""
-        return self.place.earlier(root, named)
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Return an earlier release at ``place``."""
+        return self.place.earlier(root, version)
 
     def publish(
         self,
@@ -85,42 +85,42 @@ class MlflowTarget(PublishTarget):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Publish to the place, whole; then register the version, and have the alias mean it."""
+        """Publish to ``place``, then register the version and point the alias to it."""
         registry = self._registry()
         released = self.place.publish(
             files, name, version, root, expected_head=expected_head, hashes=hashes, on_progress=on_progress
         )
         source = f"{self.place.address}@{version}" if isinstance(self.place, HubTarget) else str(released.location)
-        wanted = registration_of(files, self.model, version, self.alias, source)
-        number, changed = registry.register(wanted)
-        where = f"models:/{self.model}/{number}"
-        return Release(name, version, where, f"{self.model} in MLflow", released.new or changed)
+        registration = registration_of(files, self.model, version, self.alias, source)
+        number, changed = registry.register(registration)
+        location = f"models:/{self.model}/{number}"
+        return Release(name, version, location, f"{self.model} in MLflow", released.new or changed)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Move the alias of the registered model. Versions are numbers there, so no alias can be one."""
+        """Move an alias of the registered model. MLflow's versions are numbers, so no alias can be a version."""
         require_alias_name(name, {self.alias, "latest"})
         if not self._registry().move_alias(self.model, version, name):
             raise no_such_version(version, f"{self.model} in MLflow")
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """The release whose registered version the alias means."""
+        """Return the release version that the alias points to."""
         return self._registry().version_at(self.model, name) or None
 
     @classmethod
-    def open(cls, named: str) -> PublishedRelease | None:
-        """``models:/name@alias`` or ``models:/name/number`` of the server in ``MLFLOW_TRACKING_URI``."""
-        if not (form := _NAME.fullmatch(named)):
+    def open(cls, reference: str) -> PublishedRelease | None:
+        """Open ``models:/name@alias`` or ``models:/name/number`` at the server in ``MLFLOW_TRACKING_URI``."""
+        if not (match := _NAME.fullmatch(reference)):
             return None
         try:
-            registry = MlflowRegistry(require_tracking(os.environ.get("MLFLOW_TRACKING_URI"), named), _token())
-            source = registry.source_of(form["model"], form["version"] or "", form["alias"] or "")
+            registry = MlflowRegistry(require_tracking(os.environ.get("MLFLOW_TRACKING_URI"), reference), _token())
+            source = registry.source_of(match["model"], match["version"] or "", match["alias"] or "")
         except Refused as error:
-            raise InvalidInput(named, found=error.found, expected=error.expected, remedy=error.remedy) from None
+            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
         for target in _PLACES:
             if source and (release := target.open(source)) is not None:
                 return release
         raise InvalidInput(
-            named,
+            reference,
             found=f"it stands at {source!r}, which is no release of mergegate"
             if source
             else "no such version or alias",
@@ -128,15 +128,15 @@ class MlflowTarget(PublishTarget):
             remedy="check the spelling",
         )
 
-    def _is_at(self, named: str, there: CurrentRelease) -> bool:
-        """Whether ``named``, the source of a registered version, is what is current at the place."""
+    def _is_at(self, source: str, current: CurrentRelease) -> bool:
+        """Return whether ``source``, the location of a registered version, is the current release at ``place``."""
         if not isinstance(self.place, HubTarget):
-            return named == str(there.location)
-        try:  # a version of the Hub is a tag, which its commit does not say
-            release = HubTarget.open(named)
+            return source == str(current.location)
+        try:  # on the Hub a version is a tag, so compare the commits
+            release = HubTarget.open(source)
         except InvalidInput:
             return False
-        return release is not None and release.commit == there.head
+        return release is not None and release.commit == current.head
 
     def _registry(self) -> MlflowRegistry:
         uri = require_tracking(self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), "publish.tracking_uri")

@@ -1,4 +1,4 @@
-"""A registry of OCI artifacts as a target: the few requests of its protocol, the pure next step, the release there."""
+"""Publish to an OCI registry: the protocol's requests, the choice of the next step, and reading published releases."""
 
 from mergegate.tasks.publish.targets.oci.target import OciTarget
 

@@ -1,12 +1,13 @@
-"""Publishing to a registry: blobs by their hash, one manifest over them, a tag for the version, and one that moves.
+"""Publish to an OCI registry: content-addressed blobs, one manifest, a tag for the version, and the moving ``latest``.
 
-The manifest's digest is the release: same files, same digest, whoever publishes. A registry refuses a manifest whose
-blobs it lacks and a blob that has another hash than its name, so what a tag leads to is always whole.
+The digest of the manifest identifies the release: the same files give the same digest for every publisher. A
+registry rejects a manifest whose blobs are missing and a blob whose hash differs from its name, so a tag always leads
+to a complete release.
 
-**A tag has no guard.** Registries ignore ``If-Match``: of two publishers who both looked before either wrote, the last
-one's ``latest`` stays, and nobody is told. What can be done is done: ``latest`` is looked at directly before it is
-written and again afterwards, and a version's tag is written only where there is none. Publish from one place, or to a
-target that has a guard (S3, the Hub), where that is not enough.
+**Tags have no guard.** Registries ignore ``If-Match``: if two publishers read before either writes, ``latest`` of the
+last one stays, and neither is notified. mergegate reduces the risk: it reads ``latest`` directly before writing and
+again afterwards, and writes a version's tag only if it does not exist. Where that is not enough, publish from one place
+or to a target with a guard (S3, the Hub).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class ObservedTags:
-    """The repository as it is now: what ``latest`` and the version's tag lead to, and which blobs are not there."""
+    """State of the repository: digests of ``latest`` and of the version's tag, and the missing blobs."""
 
     latest: str
     tagged: str
@@ -41,7 +42,11 @@ class ObservedTags:
 
 
 def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> bytes:
-    """The manifest of a release: a layer for each file (name -> size, sha256), titled with its name; always alike."""
+    """Return the deterministic manifest of a release: one layer per file, titled with the file's name.
+
+    Args:
+        files: Size in bytes and sha256 of each file, by name.
+    """
     layers = [
         {
             "mediaType": "application/octet-stream",
@@ -62,31 +67,31 @@ def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> byte
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse_manifest(content: bytes, where: str) -> dict[str, tuple[int, str]]:
-    """Name -> size in bytes, sha256.
+def parse_manifest(content: bytes, location: str) -> dict[str, tuple[int, str]]:
+    """Return size in bytes and sha256 of each file in a manifest, by name.
 
     Raises:
-        Refused: when it is the manifest of something else.
+        Refused: The manifest is not that of a release.
     """
     try:
         manifest: dict[str, Any] = json.loads(content)
         if manifest["artifactType"] != ARTIFACT_TYPE:
             raise ValueError(f"a {manifest['artifactType']}")
-        found = {}
+        files = {}
         for layer in manifest["layers"]:
             kind, _, sha256 = str(layer["digest"]).partition(":")
             if kind != "sha256":
                 raise ValueError(f"a digest of another kind ({kind})")
-            found[str(layer["annotations"][_TITLE])] = int(layer["size"]), sha256
-        return found
+            files[str(layer["annotations"][_TITLE])] = int(layer["size"]), sha256
+        return files
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(
-            where, found=f"no release of mergegate: {error}", expected="what a publication has written"
+            location, found=f"no release of mergegate: {error}", expected="what a publication has written"
         ) from None
 
 
 def version_in(content: bytes) -> str:
-    """The version that a manifest says it is; empty where it is none of ours."""
+    """Return the version in a manifest, or an empty string if mergegate did not write the manifest."""
     try:
         manifest: dict[str, Any] = json.loads(content)
         return str(manifest["annotations"][_VERSION]) if manifest["artifactType"] == ARTIFACT_TYPE else ""
@@ -95,11 +100,11 @@ def version_in(content: bytes) -> str:
 
 
 def next_write(digest: str, observed: ObservedTags, expected_head: str) -> str | Refused:
-    """``blobs``, ``version``, ``latest`` or ``done``: what to write now; or why not.
+    """Return what to write next (``blobs``, ``version`` or ``latest``), ``done``, or the reason for a refusal.
 
     Args:
-        digest: Of the manifest.
-        expected_head: What ``latest`` led to when the release was judged.
+        digest: Digest of the manifest.
+        expected_head: Digest of ``latest`` when the release was compared.
     """
     if observed.tagged not in ("", digest):
         return Refused(
@@ -130,20 +135,20 @@ def publish_oci(
     expected_head: str | None,
     on_progress: OnProgress,
 ) -> tuple[str, bool]:
-    """Make the tag ``version``, and ``latest``, lead to a manifest of exactly ``files``. Idempotent.
+    """Point the tags ``version`` and ``latest`` to a manifest of exactly ``files``. Idempotent.
 
     Args:
-        expected_head: Digest that ``latest`` led to when the release was compared; None: whatever it does now.
+        expected_head: Digest of ``latest`` when the release was compared. None: any digest is accepted.
 
     Returns:
-        The manifest's digest, and whether anything was changed.
+        Digest of the manifest, and whether anything changed.
 
     Raises:
-        Refused: when the version exists with other content, ``latest`` was moved meanwhile, a source is not what was
-            gated, or the registry says no, does not answer or does not keep what was sent.
+        Refused: The version exists with different content, ``latest`` has moved, a source file has changed since the
+            gate, or the registry rejects a request, does not answer, or does not store the files.
     """
     content = release_manifest(version, {file.name: (file.size, file.sha256) for file in files})
-    digest, changed, before = digest_of(content), False, ""
+    digest, changed, previous = digest_of(content), False, ""
     for _ in range(_ROUNDS):
         observed = _look(files, registry, version)
         expected_head = observed.latest if expected_head is None else expected_head
@@ -152,7 +157,7 @@ def publish_oci(
             raise Refused(registry.repository, found=write.found, expected=write.expected, remedy=write.remedy)
         if write == "done":
             return digest, changed
-        if write == before:
+        if write == previous:
             raise Refused(
                 registry.repository,
                 found=f"what the registry holds afterwards is not what was sent ({write})",
@@ -163,30 +168,30 @@ def publish_oci(
             _send(files, registry, observed.missing, on_progress)
         else:
             registry.put_manifest(version if write == "version" else LATEST_TAG, content)
-        changed, before = True, write
+        changed, previous = True, write
     raise AssertionError("each write is taken once")
 
 
 def _look(files: Sequence[ReleaseFile], registry: Registry, version: str) -> ObservedTags:
-    tags = [found[1] if (found := registry.manifest(tag)) else NO_TAG for tag in (version, LATEST_TAG)]
-    wanted = dict.fromkeys([f"sha256:{file.sha256}" for file in files] + [digest_of(_EMPTY)])
-    return ObservedTags(tags[1], tags[0], tuple(digest for digest in wanted if not registry.has(digest)))
+    tags = [manifest[1] if (manifest := registry.manifest(tag)) else NO_TAG for tag in (version, LATEST_TAG)]
+    digests = dict.fromkeys([f"sha256:{file.sha256}" for file in files] + [digest_of(_EMPTY)])
+    return ObservedTags(tags[1], tags[0], tuple(digest for digest in digests if not registry.has(digest)))
 
 
 def _send(files: Sequence[ReleaseFile], registry: Registry, missing: Sequence[str], on_progress: OnProgress) -> None:
     by_digest = {f"sha256:{file.sha256}": file for file in files}
-    done, total = 0, sum(by_digest[digest].size for digest in missing if digest in by_digest)
-    on_progress(done, total)
+    sent, total = 0, sum(by_digest[digest].size for digest in missing if digest in by_digest)
+    on_progress(sent, total)
     for digest in missing:
         if (file := by_digest.get(digest)) is None:
             registry.put_blob(digest, _EMPTY, len(_EMPTY))
             continue
         try:
-            there = isinstance(file.source, bytes) or file.source.stat().st_size == file.size
+            matches = isinstance(file.source, bytes) or file.source.stat().st_size == file.size
         except OSError:
-            there = False
-        found = registry.put_blob(digest, file.source, file.size) if there else "sha256:of another size"
-        if found != digest:
-            raise file.altered(found.partition(":")[2])
-        done += file.size
-        on_progress(done, total)
+            matches = False
+        received = registry.put_blob(digest, file.source, file.size) if matches else "sha256:of another size"
+        if received != digest:
+            raise file.altered(received.partition(":")[2])
+        sent += file.size
+        on_progress(sent, total)

@@ -1,7 +1,7 @@
-"""A repository in a registry, by the OCI distribution specification 1.1: a dozen requests, so no client is needed.
+"""Access a repository of an OCI registry by the distribution specification 1.1: a dozen requests and no client library.
 
-Who we are is what ``docker login`` (or ``oras login``) has written into ``$DOCKER_CONFIG/config.json``. It is sent to
-the registry, or to the token service that the registry names, over TLS or on the loopback only.
+Credentials come from ``$DOCKER_CONFIG/config.json``, where ``docker login`` or ``oras login`` stored them. They are
+sent to the registry, or to the token service that the registry names, and only over TLS or the loopback interface.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 REPOSITORY = r"[a-z0-9.-]+(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)+"
 _ATTEMPTS = 6
 TIMEOUT_S = 60.0
-_MOST_MANIFEST = 4 << 20  # what the specification asks a registry to take
-_LONGEST_MESSAGE = 300
+_MOST_MANIFEST = 4 << 20  # size that the specification requires a registry to accept
+_MAX_MESSAGE_LENGTH = 300
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
 class NoAnswer(Exception):
-    """The registry did not answer, or with a status that may pass. The message says what, without any header."""
+    """The registry gave no answer, or a transient error. The message names it and contains no headers."""
 
 
 @dataclass
 class Registry:
-    """``host/name``. Every request is asked again while that may help: all of them may be done twice.
+    """A repository ``host/name``. Requests are retried after transient errors: all of them are safe to repeat.
 
     Args:
-        repository: With the host before the first slash.
-        plain: Speak HTTP; on the loopback that is done anyway.
+        repository: Name of the repository, with the host before the first slash.
+        plain: Use HTTP. Always the case on the loopback interface.
     """
 
     repository: str
@@ -59,15 +59,15 @@ class Registry:
 
     @property
     def url(self) -> str:
-        """Of the repository's part of the protocol."""
+        """URL of the repository in the registry's API."""
         scheme = "http" if self.plain or _is_loopback(self.host) else "https"
         return f"{scheme}://{self.host}/v2/{self.repository.partition('/')[2]}"
 
     def manifest(self, reference: str) -> tuple[bytes, str] | None:
-        """A manifest by its tag or digest, and its digest; None where there is none.
+        """Return a manifest by tag or digest, and its digest. None: there is no such manifest.
 
         Raises:
-            Refused: when the registry says no, does not answer, or hands out other bytes than were asked for.
+            Refused: The registry rejects the request, does not answer, or returns bytes that do not match the digest.
         """
         answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, fine=(200, 404))
         if answer.status_code == 404:
@@ -78,69 +78,69 @@ class Registry:
         return answer.content, digest
 
     def put_manifest(self, reference: str, content: bytes) -> None:
-        """Write a manifest; the registry refuses it as long as it lacks one of its blobs."""
+        """Write a manifest. The registry rejects it while one of its blobs is missing."""
         self.ask(
             "PUT", f"/manifests/{reference}", headers={"Content-Type": MANIFEST_TYPE}, content=content, fine=(201,)
         )
 
     def has(self, digest: str) -> bool:
-        """Whether it holds the blob."""
+        """Return whether the registry has the blob."""
         return self.ask("HEAD", f"/blobs/{digest}", fine=(200, 404)).status_code == 200
 
     def blob(self, digest: str) -> bytes:
-        """A small blob, compared with its digest."""
+        """Return the content of a small blob, verified against its digest."""
         content = self.ask("GET", f"/blobs/{digest}", fine=(200,)).content
         if digest_of(content) != digest:
             raise Refused(f"{self.repository}@{digest}", found="other bytes", expected="its digest")
         return content
 
-    def download(self, digest: str, place: Path) -> None:
-        """A blob into a file; it is the caller's to be compared."""
+    def download(self, digest: str, path: Path) -> None:
+        """Download a blob to a file. The caller must verify its digest."""
 
         def get() -> None:
             with (
                 _in_words(),
                 self._client.stream("GET", f"{self.url}/blobs/{digest}", headers=self._headers) as answer,
-                place.open("wb") as file,
+                path.open("wb") as file,
             ):
                 if answer.status_code != 200:
                     raise NoAnswer(f"HTTP {answer.status_code}")
                 for chunk in answer.iter_bytes(1 << 20):
                     file.write(chunk)
 
-        self.has(digest)  # which gets us a token, where one is wanted
+        self.has(digest)  # obtains a token if the registry requires one
         self._patiently(get)
 
     def put_blob(self, digest: str, source: Path | bytes, size: int) -> str:
-        """Send a blob. Returns the digest of what was read; the registry keeps nothing that has another than said."""
+        """Upload a blob and return the digest of the bytes read. The registry discards a blob with any other digest."""
 
         def put() -> str:
-            begun = self._once("POST", "/blobs/uploads/", content=b"")
-            self._require(begun, (202,))
-            read = _Hashed(source)
-            place = begun.headers["location"]
+            upload = self._once("POST", "/blobs/uploads/", content=b"")
+            self._require(upload, (202,))
+            body = _Hashed(source)
+            url = upload.headers["location"]
             sent = self._once(
                 "PUT",
-                f"{place}{'&' if '?' in place else '?'}digest={digest}",
-                content=iter(read),
+                f"{url}{'&' if '?' in url else '?'}digest={digest}",
+                content=iter(body),
                 headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)},
             )
-            if sent.status_code != 201 and read.digest not in ("", digest):
-                return read.digest
+            if sent.status_code != 201 and body.digest not in ("", digest):
+                return body.digest
             self._require(sent, (201,))
-            return read.digest
+            return body.digest
 
-        done: str = self._patiently(put)
-        return done
+        result: str = self._patiently(put)
+        return result
 
     def try_upload(self) -> None:
-        """Begin an upload and take it back: the right to write, and no trace."""
-        begun = self.ask("POST", "/blobs/uploads/", content=b"", fine=(202,))
+        """Start an upload and cancel it, which proves write access and leaves no trace."""
+        upload = self.ask("POST", "/blobs/uploads/", content=b"", fine=(202,))
         with suppress(Refused):
-            self.ask("DELETE", begun.headers["location"], fine=range(200, 500))
+            self.ask("DELETE", upload.headers["location"], fine=range(200, 500))
 
     def ask(self, method: str, path: str, *, fine: Any, **options: Any) -> httpx.Response:
-        """A request, answered with a status among ``fine``."""
+        """Send a request and return the answer if its status is in ``fine``."""
 
         def once() -> httpx.Response:
             answer = self._once(method, path, **options)
@@ -170,20 +170,20 @@ class Registry:
             return
         if answer.status_code in TRANSIENT_STATUSES:
             raise NoAnswer(f"HTTP {answer.status_code}")
-        said = f"HTTP {answer.status_code} {_complaint(answer)}".strip()
+        message = f"HTTP {answer.status_code} {_complaint(answer)}".strip()
         if answer.status_code in (401, 403):
             raise Refused(
                 self.repository,
-                found=f"the registry says no: {said}",
+                found=f"the registry says no: {message}",
                 expected="the right to read and write there",
                 remedy=f"docker login {self.host}, as somebody who may",
             )
         raise Refused(
-            self.repository, found=said, expected="a registry that takes a release", remedy="see what it says"
+            self.repository, found=message, expected="a registry that takes a release", remedy="see what it says"
         )
 
     def _once(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """One request; with a token, where the registry asks for one."""
+        """Send one request, with a token if the registry requires one."""
         url = path if "://" in path else f"{self._root}{path}" if path.startswith("/v2/") else self.url + path
         headers = {**options.pop("headers", {}), **(self._headers if self._is_ours(url) else {})}
         client = self._client
@@ -196,7 +196,7 @@ class Registry:
                 return answer
             self._headers["Authorization"] = proof
             if "content" in options and not isinstance(options["content"], bytes):
-                raise NoAnswer("a token had run out")  # what was read must be read anew
+                raise NoAnswer("a token had run out")  # the body is consumed and must be read again
             return client.request(method, url, headers={**headers, **self._headers}, **options)
 
     @property
@@ -207,18 +207,18 @@ class Registry:
         return urlsplit(url)[:2] == urlsplit(self._root)[:2]
 
     def _proof(self, challenge: str, client: httpx.Client) -> str:
-        """What the registry wants to see: our name and password, or a token from the service that it names."""
-        known = _login(self.host)
-        basic = f"Basic {base64.b64encode(known.encode()).decode()}" if known else ""
+        """Return the Authorization header that the registry wants: basic credentials, or a token from its service."""
+        credentials = _login(self.host)
+        basic = f"Basic {base64.b64encode(credentials.encode()).decode()}" if credentials else ""
         if challenge.lower().startswith("basic"):
             return basic
-        said = dict(_CHALLENGE.findall(challenge))
-        realm = urlsplit(said.get("realm", ""))
+        parameters = dict(_CHALLENGE.findall(challenge))
+        realm = urlsplit(parameters.get("realm", ""))
         if realm.scheme != "https" and not _is_loopback(realm.netloc):
             return ""
         answer = client.get(
-            said["realm"],
-            params={name: said[name] for name in ("service", "scope") if name in said},
+            parameters["realm"],
+            params={name: parameters[name] for name in ("service", "scope") if name in parameters},
             headers={"Authorization": basic} if basic else {},
         )
         if answer.status_code != 200:
@@ -240,32 +240,32 @@ class Registry:
 
 
 class _Hashed:
-    """A source that is hashed as it is sent."""
+    """A request body that is hashed while it is sent."""
 
     def __init__(self, source: Path | bytes) -> None:
         self._source, self.digest = source, ""
 
     def __iter__(self) -> Iterator[bytes]:
-        running = hashlib.sha256()
+        digest = hashlib.sha256()
         if isinstance(self._source, bytes):
-            running.update(self._source)
+            digest.update(self._source)
             yield self._source
         else:
             with self._source.open("rb") as file:
                 while chunk := file.read(1 << 20):
-                    running.update(chunk)
+                    digest.update(chunk)
                     yield chunk
-        self.digest = f"sha256:{running.hexdigest()}"
+        self.digest = f"sha256:{digest.hexdigest()}"
 
 
 def digest_of(content: bytes) -> str:
-    """As registries write it."""
+    """Return the sha256 of ``content`` in the notation of registries."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """Errors of the client carry their request, and the request our token: of them only the kind leaves here."""
+    """Replace exceptions of the client by NoAnswer. They carry their request, and the request carries the token."""
     import httpx
 
     try:
@@ -277,10 +277,10 @@ def _in_words() -> Iterator[None]:
 
 
 def _login(host: str) -> str:
-    """``user:password`` for the registry; empty: none is known."""
-    place = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    """Return ``user:password`` for the registry, or an empty string."""
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     try:
-        auths = json.loads(read_plain(place, 1 << 20))["auths"]
+        auths = json.loads(read_plain(path, 1 << 20))["auths"]
         entry = auths.get(host) or auths.get(f"https://{host}") or {}
         return base64.b64decode(entry.get("auth", "")).decode()
     except (InvalidInput, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -295,5 +295,5 @@ def _is_loopback(host: str) -> bool:
 def _complaint(answer: httpx.Response) -> str:
     with suppress(ValueError, KeyError, TypeError, IndexError):
         first = answer.json()["errors"][0]
-        return " ".join(f"{first.get('code', '')} {first.get('message', '')}".split())[:_LONGEST_MESSAGE]
+        return " ".join(f"{first.get('code', '')} {first.get('message', '')}".split())[:_MAX_MESSAGE_LENGTH]
     return ""

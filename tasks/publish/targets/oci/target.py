@@ -1,4 +1,4 @@
-"""A repository in an OCI registry as a target, and a release that stands there."""
+"""Define the OCI target, and read releases from an OCI registry."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mergegate.tasks.store import merkle
 _NAME = re.compile(
     rf"oci://(?P<repository>{REPOSITORY})(?:[:](?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:[0-9a-f]{{64}}))?"
 )
-_MOST_READ = 64 << 20
+_MAX_METADATA_BYTES = 64 << 20
 
 
 class OciTarget(PublishTarget):
-    """A repository in a registry: a release is a manifest, named by its digest; versions and ``latest`` are tags.
+    """A repository in an OCI registry. A release is a manifest, named by its digest; versions and ``latest`` are tags.
 
-    Who may write is what ``docker login`` has noted. Tags have no guard against a second publisher.
+    Credentials come from ``docker login``. Tags have no guard against a second publisher.
     """
 
     known_as: ClassVar[str] = "oci://registry/name:version or @sha256:…"
@@ -43,27 +43,27 @@ class OciTarget(PublishTarget):
         return f"oci://{self.repository}"
 
     def check(self, root: Path) -> None:
-        """See that an upload may be begun there; it is taken back."""
+        """Raise an error if an upload cannot be started. The upload is canceled."""
         self._registry().try_upload()
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """What ``latest`` leads to, downloaded. Its head is the manifest's digest."""
+        """Download the release of ``latest``. Its head is the digest of the manifest."""
         return self._downloaded(LATEST_TAG)
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """What the tag of a version leads to, downloaded. Tags have no order, so none of them is the first."""
-        if named == FIRST:
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Download the release of a version's tag. Tags have no order, so ``first`` is not supported."""
+        if version == FIRST:
             raise Refused(
                 "evaluate.anchor",
                 found=f"{FIRST!r}, and a registry, which keeps no order of its tags",
                 expected="a version",
                 remedy="name the version that is the anchor",
             )
-        if (found := self._downloaded(named)) is None and self._registry().manifest(LATEST_TAG) is not None:
+        if (release := self._downloaded(version)) is None and self._registry().manifest(LATEST_TAG) is not None:
             raise InvalidInput(
-                "evaluate.anchor", found=f"no tag {named!r} at {self.address}", expected="one of its tags"
+                "evaluate.anchor", found=f"no tag {version!r} at {self.address}", expected="one of its tags"
             )
-        return found
+        return release
 
     def publish(
         self,
@@ -76,7 +76,7 @@ class OciTarget(PublishTarget):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Send the blobs, then the manifest under the version's tag, then under ``latest``."""
+        """Upload the blobs, then write the manifest under the version's tag and under ``latest``."""
         if version == LATEST_TAG:
             raise InvalidInput("publish.version", found=repr(version), expected="another name: that tag moves")
         registry = self._registry()
@@ -84,47 +84,47 @@ class OciTarget(PublishTarget):
         return Release(name, version, f"{self.address}@{digest}", self.address, new)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Put a tag of that name on the version's manifest. Like ``latest`` it has no guard."""
+        """Tag the version's manifest with ``name``. Like ``latest``, this tag has no guard."""
         require_alias_name(name, {LATEST_TAG})
         registry = self._registry()
-        wanted, there = registry.manifest(version), registry.manifest(name)
-        if wanted is None or version_in(wanted[0]) != version:
+        desired, current = registry.manifest(version), registry.manifest(name)
+        if desired is None or version_in(desired[0]) != version:
             raise no_such_version(version, self.address)
-        if there is not None and version_in(there[0]) in ("", name):
+        if current is not None and version_in(current[0]) in ("", name):
             raise is_a_version(name, self.address)
-        if there != wanted:
-            registry.put_manifest(name, wanted[0])
+        if current != desired:
+            registry.put_manifest(name, desired[0])
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """The version that the manifest at that tag says it is."""
-        there = self._registry().manifest(name)
-        return (version_in(there[0]) or None) if there else None
+        """Return the version in the manifest that the tag ``name`` leads to."""
+        manifest = self._registry().manifest(name)
+        return (version_in(manifest[0]) or None) if manifest else None
 
     @classmethod
-    def open(cls, named: str) -> OciRelease | None:
-        """``oci://registry/name``, with a tag or a digest; without either: ``latest``."""
-        return open_in_registry(named)
+    def open(cls, reference: str) -> OciRelease | None:
+        """Open ``oci://registry/name`` with a tag or a digest. Default: the tag ``latest``."""
+        return open_in_registry(reference)
 
     def _registry(self) -> Registry:
         return Registry(self.repository, self.plain_http)
 
     def _downloaded(self, tag: str) -> CurrentRelease | None:
         registry = self._registry()
-        if (found := registry.manifest(tag)) is None:
+        if (manifest := registry.manifest(tag)) is None:
             return None
-        where = f"{self.address}:{tag}"
-        files = parse_manifest(found[0], where)
+        location = f"{self.address}:{tag}"
+        files = parse_manifest(manifest[0], location)
 
-        def fetch(name: str, place: Path) -> None:
-            registry.download(f"sha256:{files[name][1]}", place)
+        def fetch(name: str, path: Path) -> None:
+            registry.download(f"sha256:{files[name][1]}", path)
 
-        directory = downloaded_release(where, files, fetch)
-        return CurrentRelease(directory, found[1], merkle(files)[:12], f"{self.address}@{found[1]}")
+        directory = downloaded_release(location, files, fetch)
+        return CurrentRelease(directory, manifest[1], merkle(files)[:12], f"{self.address}@{manifest[1]}")
 
 
 @dataclass(frozen=True)
 class OciRelease:
-    """A manifest in a registry. ``version``: the tag that it was opened by, where that is a content hash."""
+    """A manifest in a registry. ``version`` is the tag that it was opened by, if that is a content hash."""
 
     registry: Registry
     digest: str
@@ -136,10 +136,10 @@ class OciRelease:
         return f"oci://{self.registry.repository}@{self.digest[:19]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Size and sha256 of every file: names of blobs, which the registry compared when they came.
+        """Return size and sha256 of every file. The registry verified each blob against its digest on upload.
 
         Raises:
-            Refused: when one of them is not there any more.
+            Refused: A blob is no longer available.
         """
         for name, (_, sha256) in self._files.items():
             if not self.registry.has(f"sha256:{sha256}"):
@@ -148,30 +148,30 @@ class OciRelease:
 
     def read(self, name: str) -> bytes:
         size, sha256 = self._files.get(name, (0, ""))
-        if not sha256 or size > _MOST_READ:
+        if not sha256 or size > _MAX_METADATA_BYTES:
             raise Refused(
                 f"{self.where}: {name}", found=f"{size} bytes" if sha256 else "not there", expected="a small file"
             )
         return self.registry.blob(f"sha256:{sha256}")
 
 
-def open_in_registry(named: str) -> OciRelease | None:
-    """The release of that name as it stands now; None when ``named`` has another form.
+def open_in_registry(reference: str) -> OciRelease | None:
+    """Open the release that a reference names, in its present state. Return None if the reference has another form.
 
     Raises:
-        InvalidInput: when there is none, or the registry cannot be asked.
+        InvalidInput: There is no such release, or the registry is unavailable.
     """
-    if not (form := _NAME.fullmatch(named)):
+    if not (match := _NAME.fullmatch(reference)):
         return None
-    registry = Registry(form["repository"])
+    registry = Registry(match["repository"])
     try:
-        found = registry.manifest(form["digest"] or form["tag"] or LATEST_TAG)
-        if found is None:
+        manifest = registry.manifest(match["digest"] or match["tag"] or LATEST_TAG)
+        if manifest is None:
             raise InvalidInput(
-                named, found="no such tag or digest there", expected="a release", remedy="check the spelling"
+                reference, found="no such tag or digest there", expected="a release", remedy="check the spelling"
             )
-        files = parse_manifest(found[0], named)
+        files = parse_manifest(manifest[0], reference)
     except Refused as error:
-        raise InvalidInput(named, found=error.found, expected=error.expected, remedy=error.remedy) from None
-    tag = form["tag"] or ""
-    return OciRelease(registry, found[1], tag if is_content_version(tag) else None, files)
+        raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+    tag = match["tag"] or ""
+    return OciRelease(registry, manifest[1], tag if is_content_version(tag) else None, files)

@@ -1,6 +1,4 @@
-"""A bucket of S3, or of whatever speaks its language, as a target: its settings, the pure next step, the talking, and a
-release as it stands there.
-"""
+"""Publish to a bucket of S3 or a compatible store: settings, choice of the next step, requests, reading releases."""
 
 from mergegate.tasks.publish.targets.s3.target import S3Target
 

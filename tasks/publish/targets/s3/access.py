@@ -1,7 +1,7 @@
-"""A place in a bucket, and how it is asked: one client, one policy of what is asked again, errors in words.
+"""Access a prefix in a bucket: one client, one retry policy, and error messages for users.
 
-Credentials are found as boto3 finds them (environment, profile, container, instance, web identity) and are never ours
-to hold. boto3 is an extra (``mergegate[s3]``) and is imported when it is first needed.
+boto3 finds the credentials (environment, profile, container, instance, web identity); mergegate never holds them. boto3
+is an optional dependency (``mergegate[s3]``) and is imported on first use.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ S3_URL = r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^@\s]*[^@\s/]/?$"
 _URL = re.compile(r"s3://(?P<bucket>[^/]+)/(?P<prefix>.+?)/?")
 _ATTEMPTS = 6  # half a minute of waiting
 CONNECT_S, READ_S = 10.0, 60.0
-# What S3 says with a status of 400 or 409, and means "again".
+# Error codes with status 400 or 409 after which S3 expects a retry.
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "ConditionalRequestConflict"})
-_LONGEST_MESSAGE = 300
+_MAX_MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class S3Answer:
-    """An object's head: what the store itself says of it.
+    """Metadata of an object, as reported by the store.
 
     Attributes:
-        sha256: 64 hex digits, where the store keeps the checksum of the whole object.
-        parts_sha256: Where it came in parts: sha256 over the sha256 of each, base64, and how long the parts are.
+        sha256: 64 hex digits, if the store has the checksum of the whole object.
+        parts_sha256: For an object uploaded in parts: sha256 over the sha256 of each part in base64, and the size of a
+            part in bytes.
     """
 
     size: int
@@ -48,8 +49,8 @@ class S3Answer:
 
 
 @dataclass(frozen=True)
-class S3Place:
-    """``s3://bucket/prefix``, at Amazon or at ``endpoint``."""
+class S3Location:
+    """A location ``s3://bucket/prefix``, at Amazon or at ``endpoint``."""
 
     bucket: str
     prefix: str
@@ -60,10 +61,10 @@ class S3Place:
         return f"s3://{self.bucket}/{self.prefix}"
 
     def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call the client, and again while that may help. Only for what may be done twice.
+        """Call the client, and retry after transient errors. Use it only for requests that are safe to repeat.
 
         Raises:
-            Exception: the client's own, to be told apart by ``status_code``, or said by ``refusal``.
+            Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
         """
         client = _client(self.endpoint, CONNECT_S, READ_S)
         call = getattr(client, operation)
@@ -71,58 +72,58 @@ class S3Place:
         return answer
 
     def key(self, name: str) -> str:
-        """The key of what is called ``name`` below the prefix."""
+        """Return the key of ``name`` below the prefix."""
         return f"{self.prefix}/{name}"
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """A small object and its entity tag; None where there is none."""
+        """Return the content and the entity tag of a small object, or None if it does not exist."""
 
         def get(**parameters: Any) -> tuple[bytes, str]:
             answer = _client(self.endpoint, CONNECT_S, READ_S).get_object(**parameters)
             return answer["Body"].read(), answer["ETag"]
 
         try:
-            found: tuple[bytes, str] = _patiently()(get, Bucket=self.bucket, Key=self.key(name))
+            result: tuple[bytes, str] = _patiently()(get, Bucket=self.bucket, Key=self.key(name))
         except Exception as error:
             if status_code(error) == 404:
                 return None
             raise
-        return found
+        return result
 
     def stream(self, name: str) -> Any:
-        """An object as it comes: has ``iter_chunks``."""
+        """Return the body of an object as a stream with ``iter_chunks``."""
         return self.ask("get_object", Key=self.key(name))["Body"]
 
     def head(self, name: str) -> S3Answer | None:
-        """What the store says of an object; None where there is none."""
+        """Return the metadata of an object, or None if it does not exist."""
         try:
             answer = self.ask("head_object", Key=self.key(name), ChecksumMode="ENABLED")
         except Exception as error:
             if status_code(error) == 404:
                 return None
             raise
-        said, part = answer.get("ChecksumSHA256"), answer.get("Metadata", {}).get(PART_SIZE, "")
+        encoded, part = answer.get("ChecksumSHA256"), answer.get("Metadata", {}).get(PART_SIZE, "")
         size, etag = int(answer["ContentLength"]), str(answer["ETag"])
-        if said is None:
+        if encoded is None:
             return S3Answer(size, etag, None, None)
-        checksum = str(said).partition("-")[0]
+        checksum = str(encoded).partition("-")[0]
         if part.isdecimal():
             return S3Answer(size, etag, None, (checksum, int(part)))
-        return S3Answer(size, etag, None if "-" in str(said) else base64.b64decode(checksum).hex(), None)
+        return S3Answer(size, etag, None if "-" in str(encoded) else base64.b64decode(checksum).hex(), None)
 
-    def objects(self, below: str = "") -> Iterator[tuple[str, int, datetime]]:
-        """Name below the prefix, size and time of every object whose name begins with ``below``."""
-        more: dict[str, str] = {}
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int, datetime]]:
+        """Yield name, size and modification time of every object whose name starts with ``prefix``."""
+        continuation: dict[str, str] = {}
         while True:
-            page = self.ask("list_objects_v2", Prefix=self.key(below), **more)
-            for one in page.get("Contents", ()):
-                yield one["Key"].removeprefix(f"{self.prefix}/"), int(one["Size"]), one["LastModified"]
+            page = self.ask("list_objects_v2", Prefix=self.key(prefix), **continuation)
+            for item in page.get("Contents", ()):
+                yield item["Key"].removeprefix(f"{self.prefix}/"), int(item["Size"]), item["LastModified"]
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            continuation = {"ContinuationToken": page["NextContinuationToken"]}
 
     def now(self) -> datetime:
-        """The store's own clock."""
+        """Return the time of the store's own clock."""
         headers = self.ask("head_bucket")["ResponseMetadata"]["HTTPHeaders"]
         try:
             return parsedate_to_datetime(headers["date"])
@@ -130,18 +131,18 @@ class S3Place:
             return datetime.now(UTC)
 
 
-PART_SIZE = "mergegate-part-size"  # in the metadata of an object that came in parts
+PART_SIZE = "mergegate-part-size"  # metadata key of an object that was uploaded in parts
 
 
-def s3_place(url: str, endpoint: str | None, where: str) -> S3Place:
-    """The place that ``url`` names.
+def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
+    """Parse ``url``.
 
     Raises:
-        InvalidInput: when it names none.
+        InvalidInput: The URL is not of the form ``s3://bucket/prefix``.
     """
-    if not re.fullmatch(S3_URL, url) or (form := _URL.fullmatch(url)) is None:
-        raise InvalidInput(where, found=repr(url), expected="s3://bucket/prefix", remedy="name bucket and prefix")
-    return S3Place(form["bucket"], form["prefix"], endpoint)
+    if not re.fullmatch(S3_URL, url) or (match := _URL.fullmatch(url)) is None:
+        raise InvalidInput(setting, found=repr(url), expected="s3://bucket/prefix", remedy="name bucket and prefix")
+    return S3Location(match["bucket"], match["prefix"], endpoint)
 
 
 def _patiently() -> Retrying:
@@ -149,19 +150,19 @@ def _patiently() -> Retrying:
 
 
 def encoded_sha256(digest: bytes) -> str:
-    """A sha256 as S3 writes it."""
+    """Return a sha256 digest in S3's notation (base64)."""
     return base64.b64encode(digest).decode()
 
 
 def status_code(error: BaseException) -> int | None:
-    """The HTTP status that an error of the client is about."""
+    """Return the HTTP status of an exception of the client, or None."""
     response = getattr(error, "response", None)
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
     return status if isinstance(status, int) else None
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may be answered a moment later."""
+    """Return whether the error is transient, so that the same request may succeed later."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
     if isinstance(error, (HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)):
@@ -169,14 +170,14 @@ def may_pass(error: BaseException) -> bool:
     return status_code(error) in TRANSIENT_STATUSES or _code(error) in _TRANSIENT_CODES
 
 
-def refusal(place: S3Place, error: Exception) -> MergegateError:
-    """What to say when the store says no, or nothing. Of the error only its words leave this module."""
+def refusal(location: S3Location, error: Exception) -> MergegateError:
+    """Convert an exception of the client to an error for the user. Only its message leaves this module."""
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
-    where = place.url
+    url = location.url
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return InvalidInput(
-            where,
+            url,
             found="no credentials",
             expected="credentials where boto3 looks for them",
             remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or give this machine a role",
@@ -184,45 +185,41 @@ def refusal(place: S3Place, error: Exception) -> MergegateError:
     status = status_code(error)
     if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
         return InvalidInput(
-            where,
-            found=f"there is no bucket {place.bucket}",
+            url,
+            found=f"there is no bucket {location.bucket}",
             expected="a bucket that exists",
             remedy="create it, or correct 'url' (and 'endpoint', or AWS_ENDPOINT_URL_S3, where it is not Amazon's)",
         )
     if may_pass(error):
         return Refused(
-            where,
+            url,
             found=f"the store does not answer as it should: {_words(error)}",
             expected="a store that answers",
             remedy="run again later: it resumes where it left off",
         )
     if isinstance(error, ClientError) and status in (401, 403):
         return Refused(
-            where,
+            url,
             found=f"the store says no: {_words(error)}",
             expected="the rights to list, read and write there (s3:ListBucket, GetObject, PutObject, DeleteObject, "
             "AbortMultipartUpload)",
             remedy="use other credentials, or have the rights given",
         )
-    return Refused(where, found=_words(error), expected="a store that takes a release", remedy="correct what it says")
+    return Refused(url, found=_words(error), expected="a store that takes a release", remedy="correct what it says")
 
 
-def require_boto3(where: str) -> None:
-    """See that the client is installed.
-
-    Raises:
-        InvalidInput: when it is not.
-    """
+def require_boto3(location: str) -> None:
+    """Raise InvalidInput if boto3 is not installed."""
     from importlib.util import find_spec
 
     if find_spec("boto3") is None:
         raise InvalidInput(
-            where, found="boto3 is not installed", expected="the client of S3", remedy="install mergegate[s3]"
+            location, found="boto3 is not installed", expected="the client of S3", remedy="install mergegate[s3]"
         )
 
 
 def is_of_client(error: BaseException) -> bool:
-    """Whether the client or its connection raised it. Anything else is a fault of ours, and is not to look like it."""
+    """Return whether the client or its connection raised the error. Any other exception is a bug in mergegate."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return isinstance(error, (BotoCoreError, ClientError, ConnectionError, TimeoutError))
@@ -230,9 +227,9 @@ def is_of_client(error: BaseException) -> bool:
 
 def _words(error: Exception) -> str:
     response = getattr(error, "response", None)
-    said = response.get("Error", {}) if isinstance(response, Mapping) else {}
-    text = f"{said.get('Code', '')} {said.get('Message', '')}".strip() or str(error) or type(error).__name__
-    return " ".join(text.split())[:_LONGEST_MESSAGE]
+    details = response.get("Error", {}) if isinstance(response, Mapping) else {}
+    text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
+    return " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
 
 
 def _code(error: BaseException) -> str:
@@ -242,18 +239,18 @@ def _code(error: BaseException) -> str:
 
 @cache
 def _client(endpoint: str | None, connect_s: float, read_s: float) -> BaseClient:
-    """One for each endpoint: it keeps its connections, and may be used by any number of threads."""
+    """Return the shared client of an endpoint. It keeps its connections and is thread-safe."""
     import boto3
     from botocore.config import Config
 
     settings = Config(
         connect_timeout=connect_s,
         read_timeout=read_s,
-        retries={"total_max_attempts": 1, "mode": "standard"},  # ours decide
-        # Ours are sha256, of all that matters; others would be in the way of stores that do not know them.
+        retries={"total_max_attempts": 1, "mode": "standard"},  # mergegate retries
+        # mergegate sends sha256 checksums where they matter; some stores do not support other algorithms.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        # The checksum is signed and the store compares it: no need to read everything once more to sign it.
+        # The checksum is signed and the store verifies it, so signing need not read the whole payload again.
         s3={"payload_signing_enabled": False, "addressing_style": "path" if endpoint else "auto"},
     )
     return boto3.session.Session().client("s3", endpoint_url=endpoint, config=settings)

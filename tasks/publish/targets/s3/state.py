@@ -1,23 +1,23 @@
-"""What a place in a bucket looks like, and the next step from there to a release: a pure function from state to step.
+"""Decide the next step from the state of a bucket to a complete release, as a pure function.
 
 ::
 
-    prefix/latest.json                     the pointer: which version is current, every version and its content
+    prefix/latest.json                     the pointer: the current version, and every version with its content hash
     prefix/3f9a0c71b2de/…                  the files of a version, under their own names
-    prefix/v2-3f9a0c71b2de/…               the same of a version with a name of its own
+    prefix/v2-3f9a0c71b2de/…               the files of a version that has a name
     prefix/.listings/3f9a0c71b2de.json     size and sha256 of every file of a version
-    prefix/production.json                 an alias: the version that it means, as the pointer has it
+    prefix/production.json                 an alias: the version that it points to, in the pointer's format
 
-Readers follow the pointer, so what it does not name is nobody's release yet. The order of the steps keeps the promises:
+Readers follow the pointer, so a version that it does not name is not yet released. The order of the steps guarantees:
 
-* the files of a version lie under a name that ends in a hash of them: no two publishers ever write different bytes to
-  one object, and what a run that was cut off has left is completed by the next;
-* the pointer moves in one write, guarded by the state that it was decided on, and only when every object was seen to
-  hold its bytes, by the checksum that the store itself keeps of it;
-* a version that the pointer has named once keeps its content.
+* The path of a version ends in a hash of its files. So two publishers never write different bytes to one object, and
+  the next run completes what an interrupted run left.
+* The pointer moves in one write. The write is guarded by the state that it was decided on, and happens only after the
+  store's own checksums confirmed every object.
+* A version that the pointer has named keeps its content.
 
-After each step the place is looked at again, so a lost answer, a kill and a second publisher are just other states to
-start from.
+The state is read again after each step, so a lost answer, a kill or a second publisher is just another state to start
+from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mergegate.tasks.store import merkle
 
 POINTER = "latest.json"
 LISTINGS = ".listings/"
-NOTHING_THERE = ""  # the head of a place without a pointer
+NOTHING_THERE = ""  # head of a location without a pointer
 _DIGITS = 12
 
 
@@ -46,7 +46,7 @@ class ReleasedVersion(BaseModel):
 
 
 class Pointer(BaseModel):
-    """``latest.json``: the version that is current, and all of them in the order in which they were first released."""
+    """Content of ``latest.json``: the current version, and all versions in the order of their first release."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -54,17 +54,17 @@ class Pointer(BaseModel):
     versions: tuple[ReleasedVersion, ...]
 
     def named(self, version: str) -> ReleasedVersion | None:
-        """The version of that name."""
-        return next((one for one in self.versions if one.version == version), None)
+        """Return the version of this name, or None."""
+        return next((item for item in self.versions if item.version == version), None)
 
     @property
     def released(self) -> ReleasedVersion | None:
-        """The version that is current; None only where somebody has edited the pointer by hand."""
+        """Current version, or None if a user edited the pointer by hand."""
         return self.named(self.current)
 
 
 class VersionListing(BaseModel):
-    """What a version consists of: name -> size in bytes, sha256."""
+    """Size in bytes and sha256 of each file of a version, by name."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -73,14 +73,14 @@ class VersionListing(BaseModel):
 
 @dataclass(frozen=True)
 class DesiredVersion:
-    """The release that shall stand there: name -> size in bytes, sha256."""
+    """The release to publish. ``files``: size in bytes and sha256 by name."""
 
     version: str
     files: Mapping[str, tuple[int, str]]
 
     @property
     def entry(self) -> ReleasedVersion:
-        """How the pointer will name it."""
+        """Entry of this version in the pointer."""
         digest = merkle(self.files)
         content = digest[:_DIGITS]
         path = content if self.version == content else f"{self.version}-{content}"
@@ -88,15 +88,15 @@ class DesiredVersion:
 
 
 @dataclass(frozen=True)
-class ObservedPlace:
-    """The place as it is now.
+class ObservedLocation:
+    """State of a location in a bucket.
 
     Attributes:
         pointer: None before the first release.
-        head: What a guarded write of the pointer names: its entity tag, or ``NOTHING_THERE``.
-        listed: Whether the listing of the version lies there.
-        held: Files of the version whose bytes the store holds, by its own checksum.
-        foreign: Objects beside them that are of no file of it.
+        head: Condition for a guarded write of the pointer: its entity tag, or ``NOTHING_THERE``.
+        listed: Whether the listing of the version exists.
+        held: Files of the version whose content the store's own checksums confirm.
+        foreign: Objects below the version's path that are not in the release.
     """
 
     pointer: Pointer | None
@@ -108,14 +108,14 @@ class ObservedPlace:
 
 @dataclass(frozen=True)
 class SendFiles:
-    """Bring these files there, and the listing of all."""
+    """Send these files, and the listing of all files."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MovePointer:
-    """Write the pointer, if it is still the one that ``head`` names."""
+    """Write the pointer if its state is still ``head``."""
 
     pointer: Pointer
     head: str
@@ -123,33 +123,33 @@ class MovePointer:
 
 @dataclass(frozen=True)
 class UpToDate:
-    """The release is whole and current."""
+    """The release is complete and current."""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Going on would break a promise; a person must decide."""
+    """Continuing would break a guarantee; an operator must decide."""
 
     found: str
     expected: str
     remedy: str
 
 
-PlaceStep = SendFiles | MovePointer | UpToDate | Conflict
+S3Step = SendFiles | MovePointer | UpToDate | Conflict
 
 
-def step_to(desired: DesiredVersion, observed: ObservedPlace, expected_head: str) -> PlaceStep:
-    """The one thing to do now.
+def step_to(desired: DesiredVersion, observed: ObservedLocation, expected_head: str) -> S3Step:
+    """Return the next step toward the desired version.
 
     Args:
-        expected_head: Of the pointer that the release was judged against: one that is neither that nor already this
-            release was moved meanwhile.
+        expected_head: Head of the pointer when the release was compared. If the pointer has neither this head nor names
+            this release, it has moved in the meantime.
     """
     entry, pointer = desired.entry, observed.pointer
-    before = pointer.named(desired.version) if pointer else None
-    if before is not None and before.digest != entry.digest:
+    previous = pointer.named(desired.version) if pointer else None
+    if previous is not None and previous.digest != entry.digest:
         return Conflict(
-            f"the version {desired.version} is already published with other content ({before.digest[:_DIGITS]})",
+            f"the version {desired.version} is already published with other content ({previous.digest[:_DIGITS]})",
             "a version that never changes",
             "publish under a new version",
         )
@@ -171,6 +171,6 @@ def step_to(desired: DesiredVersion, observed: ObservedPlace, expected_head: str
         return SendFiles(missing)
     if current:
         return UpToDate()
-    others = pointer.versions if pointer else ()
-    versions = others if before else (*others, entry)
+    earlier = pointer.versions if pointer else ()
+    versions = earlier if previous else (*earlier, entry)
     return MovePointer(Pointer(current=desired.version, versions=versions), observed.head)

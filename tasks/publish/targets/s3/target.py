@@ -1,4 +1,4 @@
-"""A place in a bucket as a target, by the contract of all targets."""
+"""Define the S3 target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets.alias import require_alias_name
 from mergegate.tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
-from mergegate.tasks.publish.targets.s3.access import S3_URL, S3Place, require_boto3, s3_place
+from mergegate.tasks.publish.targets.s3.access import S3_URL, S3Location, require_boto3, s3_location
 from mergegate.tasks.publish.targets.s3.aliases import move_alias, read_alias
 from mergegate.tasks.publish.targets.s3.publication import WHOLE_UP_TO, publish_s3
 from mergegate.tasks.publish.targets.s3.release import (
@@ -26,9 +26,9 @@ from mergegate.tasks.publish.targets.s3.state import POINTER
 
 
 class S3Target(PublishTarget):
-    """A place in a bucket: every version under its name, and ``latest.json``, which says which of them is current.
+    """A prefix in a bucket: every version under its own path, and ``latest.json``, which names the current version.
 
-    Credentials, region and certificates are found as boto3 finds them.
+    boto3 finds credentials, region and certificates.
     """
 
     known_as: ClassVar[str] = "s3://bucket/prefix@version"
@@ -54,27 +54,27 @@ class S3Target(PublishTarget):
         return self._place().url
 
     def check(self, root: Path) -> None:
-        """See that the bucket can be listed and written: an upload is begun there, and taken back."""
+        """Raise an error if the bucket cannot be listed or written. An upload is started and aborted."""
         require_boto3("publish.to: s3")
-        place = self._place()
+        location = self._place()
 
         def try_it() -> None:
-            place.ask("head_bucket")
-            key = place.key(".listings/check")
-            begun = place.ask("create_multipart_upload", Key=key)
-            place.ask("abort_multipart_upload", Key=key, UploadId=begun["UploadId"])
+            location.ask("head_bucket")
+            key = location.key(".listings/check")
+            begun = location.ask("create_multipart_upload", Key=key)
+            location.ask("abort_multipart_upload", Key=key, UploadId=begun["UploadId"])
 
-        in_words(place, try_it)
+        in_words(location, try_it)
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """What the pointer names, downloaded. Its head is the pointer's entity tag."""
+        """Download the release that the pointer names. Its head is the entity tag of the pointer."""
         require_boto3("publish.to: s3")
         return download_current(self._place())
 
-    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
-        """A version that the pointer has named before, downloaded."""
+    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+        """Download a version that the pointer lists."""
         require_boto3("publish.to: s3")
-        return download_named(self._place(), named)
+        return download_named(self._place(), version)
 
     def publish(
         self,
@@ -89,30 +89,30 @@ class S3Target(PublishTarget):
     ) -> Release:
         """Send the files of the version, then move the pointer."""
         require_boto3("publish.to: s3")
-        place = self._place()
+        location = self._place()
         new = publish_s3(
-            files, place, version, expected_head=expected_head, on_progress=on_progress, whole_up_to=self.parts_above
+            files, location, version, expected_head=expected_head, on_progress=on_progress, whole_up_to=self.parts_above
         )
-        return Release(name, version, f"{place.url}@{version}", place.url, new)
+        return Release(name, version, f"{location.url}@{version}", location.url, new)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Write ``name.json`` beside the pointer."""
+        """Write ``name.json`` next to the pointer."""
         require_alias_name(name, {POINTER.removesuffix(".json")})
         require_boto3("publish.to: s3")
-        place = self._place()
-        in_words(place, move_alias, place, version, name)
+        location = self._place()
+        in_words(location, move_alias, location, version, name)
 
     def aliased(self, root: Path, name: str) -> str | None:
-        """What ``name.json`` says."""
+        """Return the version in ``name.json``."""
         require_boto3("publish.to: s3")
-        place = self._place()
-        found = in_words(place, read_alias, place, name)
-        return found[0].version if found else None
+        location = self._place()
+        alias = in_words(location, read_alias, location, name)
+        return alias[0].version if alias else None
 
     @classmethod
-    def open(cls, named: str) -> S3Release | None:
-        """``s3://bucket/prefix[@version or alias]``; where it is not Amazon's, ``AWS_ENDPOINT_URL_S3`` says where."""
-        return open_in_bucket(named)
+    def open(cls, reference: str) -> S3Release | None:
+        """Open ``s3://bucket/prefix[@version or alias]``, at Amazon or at the store of ``AWS_ENDPOINT_URL_S3``."""
+        return open_in_bucket(reference)
 
-    def _place(self) -> S3Place:
-        return s3_place(self.url, self.endpoint, "publish.url")
+    def _place(self) -> S3Location:
+        return s3_location(self.url, self.endpoint, "publish.url")
