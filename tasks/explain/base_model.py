@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mergegate.tasks.preflight.licenses import CardSource, declared
+from mergegate.tasks.preflight.licenses import CardSource, read_declaration
 
 
 def named_base(models: Iterable[Path], directory: Path) -> str | None:
@@ -20,7 +20,7 @@ def named_base(models: Iterable[Path], directory: Path) -> str | None:
     directories = [model_directory.resolve() for model_directory in models]
     candidates = set()
     for model_directory in directories:
-        bases = declared(CardSource(model_directory)).base_model
+        bases = read_declaration(CardSource(model_directory)).base_model
         if len(bases) != 1:
             return None
         local_path = model_directory / bases[0]

@@ -104,7 +104,7 @@ class Compatibility(StageValue):
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Return the identity of all data that the check reads: files' names, sizes and headers, small files, and stored heads."""
+    """Return the identity of all inputs of the check: file names, sizes and headers, small files, and stored heads."""
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 

@@ -19,9 +19,9 @@ from mergegate.tasks.preflight.licenses import (
     LICENSE_FILE,
     LicenseVerdict,
     Obligation,
+    identify_license,
     license_texts,
     load_table,
-    recognised,
 )
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 
@@ -136,7 +136,9 @@ def _texts_of(identifier: str, own: Sequence[_LicenseFileOfModel], verdict: Lice
     table = load_table()
     entry = table.licenses.get(identifier)
     if entry is not None and entry.resolved:
-        same = {one.text for one in own if one.license == identifier and recognised(one.text, table, entry) == entry}
+        same = {
+            one.text for one in own if one.license == identifier and identify_license(one.text, table, entry) == entry
+        }
         if len(same) == 1 and not entry.texts:
             return {identifier: same.pop()}
         if shipped := license_texts(entry):
