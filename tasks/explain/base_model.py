@@ -1,4 +1,4 @@
-"""The base that models were made from, as their cards name it: where a recipe without one could begin."""
+"""Find the base that models were made from by their cards, for recipes that declare no base."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mergegate.tasks.preflight.licenses import CardSource, declared
+from mergegate.tasks.preflight.licenses import CardSource, read_declaration
 
 
 def named_base(models: Iterable[Path], directory: Path) -> str | None:
-    """What the cards of all models name as their base, as a recipe in ``directory`` would write it.
+    """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
-    None where a card names none or several, where they differ, or where the base is one of the models.
+    Returns None if a card names no base or several, if the cards differ, or if the base is one of the models.
 
     Args:
-        models: Their directories.
+        models: Directories of the models.
     """
-    places = [place.resolve() for place in models]
-    found = set()
-    for place in places:
-        bases = declared(CardSource(place)).base_model
+    directories = [model_directory.resolve() for model_directory in models]
+    candidates = set()
+    for model_directory in directories:
+        bases = read_declaration(CardSource(model_directory)).base_model
         if len(bases) != 1:
             return None
-        beside = place / bases[0]
-        found.add(beside.resolve() if beside.is_dir() else bases[0])
-    if len(found) != 1:
+        local_path = model_directory / bases[0]
+        candidates.add(local_path.resolve() if local_path.is_dir() else bases[0])
+    if len(candidates) != 1:
         return None
-    (base,) = found
+    (base,) = candidates
     if isinstance(base, str):  # a repository of the Hub
         return base
-    return None if base in places else os.path.relpath(base, directory.resolve())
+    return None if base in directories else os.path.relpath(base, directory.resolve())

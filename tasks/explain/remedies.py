@@ -1,6 +1,6 @@
-"""Remedies: which change of the recipe to try when the gate refuses, and why. Pure functions of what was measured.
+"""Propose remedies: changes of the recipe to try after a refusal, with a reason. Pure functions of measurements.
 
-A remedy is a change of a recipe, as a profile's ``remedies`` can hold it (see ``merge_core.recipe.overrides``)::
+A remedy is a recipe change in the form that a profile's ``remedies`` accept (see ``merge_core.recipe.overrides``)::
 
     {merge_method: ties, density: 0.3}
 """
@@ -24,55 +24,55 @@ from mergegate.merge_core.parsing import flow_yaml
 from mergegate.merge_core.recipe import apply_overrides
 from mergegate.tasks.gate import GateVerdict
 
-# Task vectors that have nothing to do with each other oppose each other in half of the weights that both move.
+# Unrelated task vectors oppose each other in half of the weights that both change.
 CHANCE = 0.5
-# From here on there is something to resolve: task vectors of one kind of training share most of their signs.
+# Sign conflict above which a remedy makes sense. Task vectors from one kind of training share most of their signs.
 _HIGH_CONFLICT = 0.35
-# A merge that moved farther than the parent that moved farthest is where no parent was.
+# A merge that moved farther than any parent is in a region where no parent was.
 _TOO_FAR = 1.05
-# A cosine below this is opposition; around zero is indifference.
+# Cosine below which vectors are opposed; a value around zero means that they are unrelated.
 _OPPOSED = -0.02
-# Shares of each task vector that are worth a try; 0.2 is what TIES was published with (arXiv 2306.01708, section 4).
+# Densities to try. The TIES paper uses 0.2 (arXiv 2306.01708, section 4).
 _DENSITIES = (0.5, 0.3, 0.2, 0.1)
 _MORE_WEIGHT = 1.5
-# Keys of a recipe under which a model stands.
+# Recipe keys whose value is a model.
 _NAMES_A_MODEL = frozenset({"model", "base_model"})
-# Distances that differ by less are equal: two parents of equal weight are equally far, but for rounding.
+# Ratio up to which distances count as equal; two parents of equal weight are equally far except for rounding.
 _NEARLY = 1.01
 
 
 class Remedy(BaseModel):
-    """A change of the recipe that may help, and the reason to think so."""
+    """Recipe change that may help, and the reason to think so."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    change: dict[str, Any]  # plain data, as it would stand in a profile
-    reason: str  # a sentence with numbers
+    change: dict[str, Any]  # Plain data, in the form of a profile.
+    reason: str  # Sentence with numbers.
 
     def text(self) -> str:
-        """The change as one line of YAML."""
+        """Return the change as one line of YAML."""
         return flow_yaml(self.change)
 
     def block(self) -> str:
-        """The change as a profile has it: its key ``remedies`` with this as the only item, in YAML."""
+        """Return the change as YAML for a profile: the key ``remedies`` with this change as its only item."""
         item = yaml.safe_dump([self.change], sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000)
         return f"remedies:\n{textwrap.indent(item, '  ')}".rstrip()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What remedies are derived from.
+    """Measurements from which remedies are derived.
 
     Args:
-        recipe: As plain data, one document.
-        names: Of the models at the ends of the task vectors, in their order.
-        refs: The same models as the recipe writes them.
-        origin: Where task vectors begin: name, and the model as the recipe writes it.
-        has_base: Whether that is the recipe's base; otherwise it is its first model, a parent like the others.
+        recipe: Recipe as plain data, a single document.
+        names: Names of the models at the ends of the task vectors, in order.
+        refs: The same models in the recipe's notation.
+        origin: Start of the task vectors: name, and the model in the recipe's notation.
+        has_base: Whether the origin is the recipe's base. If not, it is its first model, a parent like the others.
         whole: Tally of the whole network.
-        verdict: Of the gate.
-        named_base: Of a recipe without base: the one that the cards of all its models name, as the recipe would write
-            it; None where they name none, or several.
+        verdict: Verdict of the gate.
+        named_base: For a recipe without base, the base that the cards of all its models name, in the recipe's notation.
+            None if they name none or several.
     """
 
     recipe: Mapping[str, Any]
@@ -85,9 +85,9 @@ class Diagnosis:
     named_base: str | None = None
 
 
-def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
-    """Remedies for a merge that did not pass, the one with the strongest reason first; none where nothing is known."""
-    if found.verdict.outcome == "pass" or found.recipe.get("merge_method") not in merge_methods():
+def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
+    """Return remedies for a merge that did not pass, the one with the strongest reason first; possibly none."""
+    if diagnosis.verdict.outcome == "pass" or diagnosis.recipe.get("merge_method") not in merge_methods():
         return ()
     return tuple(
         remedy
@@ -100,12 +100,12 @@ def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
             _take_the_base,
             _move_less_for_perplexity,
         )
-        for remedy in rule(found)
+        for remedy in rule(diagnosis)
     )
 
 
-def _move_less(found: Diagnosis) -> Iterator[Remedy]:
-    ratio, strength = relative_movement(found.whole), _strength(found)
+def _move_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    ratio, strength = relative_movement(diagnosis.whole), _strength(diagnosis)
     if ratio is None or strength is None or ratio <= _TOO_FAR:
         return
     yield Remedy(
@@ -115,76 +115,81 @@ def _move_less(found: Diagnosis) -> Iterator[Remedy]:
     )
 
 
-def _leave_one_out(found: Diagnosis) -> Iterator[Remedy]:
-    models = found.recipe.get("models")
-    if found.whole.vectors < 3 or not isinstance(models, Sequence):
+def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    models = diagnosis.recipe.get("models")
+    if diagnosis.whole.vectors < 3 or not isinstance(models, Sequence):
         return
-    for at, (name, ref) in enumerate(zip(found.names, found.refs, strict=True)):
-        others = [found.whole.cosine(at, other) for other in range(found.whole.vectors) if other != at]
-        known = [cosine for cosine in others if cosine is not None]
-        left = [entry for entry in models if isinstance(entry, Mapping) and entry.get("model") != ref]
-        if known and max(known) < _OPPOSED and len(left) == len(models) - 1:
+    for index, (name, ref) in enumerate(zip(diagnosis.names, diagnosis.refs, strict=True)):
+        other_cosines = [
+            diagnosis.whole.cosine(index, other) for other in range(diagnosis.whole.vectors) if other != index
+        ]
+        cosines = [cosine for cosine in other_cosines if cosine is not None]
+        remaining = [entry for entry in models if isinstance(entry, Mapping) and entry.get("model") != ref]
+        if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models) - 1:
             yield Remedy(
-                change={"models": left},
+                change={"models": remaining},
                 reason=f"The task vector of {name} points against those of all others "
-                f"(cosine {max(known):.2f} at best): without it they have less to fight.",
+                f"(cosine {max(cosines):.2f} at best): without it they have less to fight.",
             )
 
 
-def _resolve_conflict(found: Diagnosis) -> Iterator[Remedy]:
-    """Change from a method in which opposed task vectors cancel to those that offer themselves for it."""
-    method, conflict = _method(found), found.whole.conflict
-    if not method.traits.adds_up or not found.has_base or "models" not in found.recipe:
+def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """Propose methods that resolve conflicts, in place of a method in which opposed task vectors cancel."""
+    method, conflict = _method(diagnosis), diagnosis.whole.conflict
+    if not method.traits.adds_up or not diagnosis.has_base or "models" not in diagnosis.recipe:
         return
     if conflict is None or conflict < _HIGH_CONFLICT:
         return
-    for other in merge_methods().values():
-        offer = other.traits.conflict_remedy
-        if offer is None or other is method:
+    for alternative in merge_methods().values():
+        remedy_traits = alternative.traits.conflict_remedy
+        if remedy_traits is None or alternative is method:
             continue
-        added = {name: value for name, value in offer.additions.items() if method.parameter(name) is None}
+        additions = {name: value for name, value in remedy_traits.additions.items() if method.parameter(name) is None}
         yield Remedy(
-            change={"merge_method": other.name, **offer.settings, **added},
-            reason=f"{_conflict_words(found.whole)}; {method.name} adds them up and they cancel, "
-            f"while {other.name} {offer.because}.",
+            change={"merge_method": alternative.name, **remedy_traits.settings, **additions},
+            reason=f"{_conflict_words(diagnosis.whole)}; {method.name} adds them up and they cancel, "
+            f"while {alternative.name} {remedy_traits.because}.",
         )
 
 
-def _keep_less(found: Diagnosis) -> Iterator[Remedy]:
-    conflict = found.whole.conflict
-    if not _method(found).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
+def _keep_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    conflict = diagnosis.whole.conflict
+    if not _method(diagnosis).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
         return
-    now = max(_numbers(found.recipe, "density"), default=1.0)
-    lower = next((density for density in _DENSITIES if density < now - 0.05), None)
+    current = max(_numbers(diagnosis.recipe, "density"), default=1.0)
+    lower = next((density for density in _DENSITIES if density < current - 0.05), None)
     if lower is not None:
         yield Remedy(
             change={"density": lower},
-            reason=f"{_conflict_words(found.whole)}; with density {lower:g} instead of {now:g} fewer of them meet.",
+            reason=f"{_conflict_words(diagnosis.whole)}; with density {lower:g} instead of {current:g} "
+            "fewer of them meet.",
         )
 
 
-def _weigh_more(found: Diagnosis) -> Iterator[Remedy]:
-    """More weight for the parent whose skill was lost, where the merge went farther from it than from the others."""
-    models, whole = found.recipe.get("models"), found.whole
-    distances = {name: whole.merge_distance(at) for at, name in enumerate(found.names)}
-    refs = dict(zip(found.names, found.refs, strict=True))
-    if not found.has_base:
-        name, refs[name] = found.origin
+def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """Propose more weight for the parent whose skill was lost, if the merge is farther from it than from the others."""
+    models, whole = diagnosis.recipe.get("models"), diagnosis.whole
+    distances = {name: whole.merge_distance(index) for index, name in enumerate(diagnosis.names)}
+    refs = dict(zip(diagnosis.names, diagnosis.refs, strict=True))
+    if not diagnosis.has_base:
+        name, refs[name] = diagnosis.origin
         distances[name] = whole.merge_length
-    lost = [guard for guard in found.verdict.guards if guard.outcome == "fail" and guard.reference in distances]
+    lost = [guard for guard in diagnosis.verdict.guards if guard.outcome == "fail" and guard.reference in distances]
     if not lost or not isinstance(models, Sequence) or len(distances) < 2:
         return
     worst = max(lost, key=lambda guard: guard.drop - guard.max_drop)
-    own = distances[worst.reference]
-    if own is None or any(distance is None or distance > _NEARLY * own for distance in distances.values()):
+    own_distance = distances[worst.reference]
+    if own_distance is None or any(
+        distance is None or distance > _NEARLY * own_distance for distance in distances.values()
+    ):
         return
     entries = [dict(entry) if isinstance(entry, Mapping) else {} for entry in models]
     weights = [_weight(entry) for entry in entries]
     for entry, weight in zip(entries, weights, strict=True):
         if entry.get("model") == refs[worst.reference] and weight is not None:
-            # At least as much as any other has.
-            more = max(_MORE_WEIGHT * weight, *(other for other in weights if other is not None))
-            entry["parameters"] = {**entry["parameters"], "weight": round(more, 3)}
+            # At least the largest weight of any other model.
+            increased = max(_MORE_WEIGHT * weight, *(other for other in weights if other is not None))
+            entry["parameters"] = {**entry["parameters"], "weight": round(increased, 3)}
             yield Remedy(
                 change={"models": entries},
                 reason=f"{worst.task} lost {worst.drop:.1f} points against {worst.reference}, and no parent is farther "
@@ -192,29 +197,35 @@ def _weigh_more(found: Diagnosis) -> Iterator[Remedy]:
             )
 
 
-def _take_the_base(found: Diagnosis) -> Iterator[Remedy]:
-    """From an average to changes of the base that all models were made from, which need not be shared out."""
-    lost = [guard for guard in found.verdict.guards if guard.outcome == "fail"]
-    if not lost or found.has_base or found.named_base is None or not _method(found).traits.adds_up:
+def _take_the_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """Propose changes of the common base in place of an average, because such changes need not share one weight."""
+    lost = [guard for guard in diagnosis.verdict.guards if guard.outcome == "fail"]
+    if not lost or diagnosis.has_base or diagnosis.named_base is None or not _method(diagnosis).traits.adds_up:
         return
-    if "models" not in found.recipe:
+    if "models" not in diagnosis.recipe:
         return
     worst = max(lost, key=lambda guard: guard.drop - guard.max_drop)
-    for other in merge_methods().values():
-        offer = other.traits.conflict_remedy
-        if offer is None or other.parameter("weight") is None:
+    for alternative in merge_methods().values():
+        remedy_traits = alternative.traits.conflict_remedy
+        if remedy_traits is None or alternative.parameter("weight") is None:
             continue
-        # The shares of an average are no strengths of changes: each is taken whole, and the method sorts them out.
-        change = {"merge_method": other.name, "base_model": found.named_base, **offer.settings, **offer.additions}
+        # Shares of an average are not strengths of changes, so take each change fully and let the method resolve them.
+        change = {
+            "merge_method": alternative.name,
+            "base_model": diagnosis.named_base,
+            **remedy_traits.settings,
+            **remedy_traits.additions,
+        }
         yield Remedy(
             change={**change, "weight": 1.0},
             reason=f"{worst.task} lost {worst.drop:.1f} points where the models share one average; their cards name "
-            f"{found.named_base} as what they were made from, and {other.name} over it {offer.because}.",
+            f"{diagnosis.named_base} as what they were made from, "
+            f"and {alternative.name} over it {remedy_traits.because}.",
         )
 
 
-def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
-    drift, strength, ratio = found.verdict.drift, _strength(found), relative_movement(found.whole)
+def _move_less_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    drift, strength, ratio = diagnosis.verdict.drift, _strength(diagnosis), relative_movement(diagnosis.whole)
     if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
         return
     yield Remedy(
@@ -230,83 +241,83 @@ def drop_tried_remedies(
     tried: Iterable[Mapping[str, Any]],
     contents: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Remedy, ...]:
-    """Those remedies that make another merge of ``recipe`` than any that was tried.
+    """Return the remedies whose merge of ``recipe`` differs from every recipe that was tried.
 
-    Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
+    If a method normalizes weights, recipes with proportional weights are the same merge: .9 and .9 equal .5 and .5.
 
     Args:
-        tried: Recipes as plain data, the failed one among them; with ``contents`` as ``normalize_recipe`` says them.
-        contents: What the models of ``recipe`` hold, by how it writes them.
+        tried: Recipes as plain data, including the failed one. With ``contents``, in the form of ``normalize_recipe``.
+        contents: Content digests of the models of ``recipe``, by their name in the recipe.
     """
-    failed = [_meaning(one) for one in tried]
+    tried_recipes = [_canonical_recipe(recipe_tried) for recipe_tried in tried]
     return tuple(
         remedy
         for remedy in remedies
-        if _meaning(normalize_recipe(apply_overrides(recipe, remedy.change, "the proposed remedy"), contents))
-        not in failed
+        if _canonical_recipe(normalize_recipe(apply_overrides(recipe, remedy.change, "the proposed remedy"), contents))
+        not in tried_recipes
     )
 
 
 def normalize_recipe(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
-    """A recipe as plain data whose models are called by what they hold, so that recipes of two directories compare."""
+    """Return a recipe as plain data that names models by content, so that recipes of two directories are comparable."""
 
-    def renamed(value: Any) -> Any:
+    def rename(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {
-                key: contents.get(inner, inner) if key in _NAMES_A_MODEL and isinstance(inner, str) else renamed(inner)
+                key: contents.get(inner, inner) if key in _NAMES_A_MODEL and isinstance(inner, str) else rename(inner)
                 for key, inner in value.items()
             }
-        return [renamed(inner) for inner in value] if isinstance(value, list) else value
+        return [rename(inner) for inner in value] if isinstance(value, list) else value
 
-    named: dict[str, Any] = renamed(recipe)
-    return named
+    normalized: dict[str, Any] = rename(recipe)
+    return normalized
 
 
-def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain data, with the weights of its models as shares where its method makes them that."""
-    meant = {name: copy.deepcopy(value) for name, value in recipe.items() if value not in ({}, None)}
-    method = merge_methods().get(str(meant.get("merge_method")))
+def _canonical_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe as plain data, with model weights as shares if its method normalizes them."""
+    canonical = {name: copy.deepcopy(value) for name, value in recipe.items() if value not in ({}, None)}
+    method = merge_methods().get(str(canonical.get("merge_method")))
     switch = (method.parameter("normalize") or method.parameter("normalize_weights")) if method else None
-    models = meant.get("models")
+    models = canonical.get("models")
     if switch is None or not isinstance(models, list):
-        return meant
+        return canonical
     weights = [_weight(entry) if isinstance(entry, Mapping) else None for entry in models]
-    known = [weight for weight in weights if weight is not None]
-    normalises = (meant.get("parameters") or {}).get(switch.name, switch.default)
-    total = math.fsum(known)
-    if normalises is True and len(known) == len(models) and total:
-        for entry, weight in zip(models, known, strict=True):
+    numbers = [weight for weight in weights if weight is not None]
+    is_normalized = (canonical.get("parameters") or {}).get(switch.name, switch.default)
+    total = math.fsum(numbers)
+    if is_normalized is True and len(numbers) == len(models) and total:
+        for entry, weight in zip(models, numbers, strict=True):
             entry["parameters"] = {**entry["parameters"], "weight": round(weight / total, 6)}
-    return meant
+    return canonical
 
 
 def relative_movement(whole: Tally) -> float | None:
-    """How far the merge moved from the origin, over how far the parent moved that moved farthest."""
+    """Return how far the merge moved from the origin, divided by the distance of the parent that moved farthest."""
     farthest = max(whole.norm(vector) for vector in range(whole.vectors))
     return whole.gram[-1][-1] ** 0.5 / farthest if whole.has_merge and farthest else None
 
 
-def _method(found: Diagnosis) -> Method:
-    return merge_methods()[found.recipe["merge_method"]]
+def _method(diagnosis: Diagnosis) -> Method:
+    return merge_methods()[diagnosis.recipe["merge_method"]]
 
 
-def _strength(found: Diagnosis) -> float | None:
-    """The factor of the merged task vector; None where the method has none, or it is not one number."""
-    if _method(found).parameter("lambda") is None:
+def _strength(diagnosis: Diagnosis) -> float | None:
+    """Return the factor of the merged task vector; None if the method has none, or it is not a single number."""
+    if _method(diagnosis).parameter("lambda") is None:
         return None
-    value = (found.recipe.get("parameters") or {}).get("lambda", 1.0)
+    value = (diagnosis.recipe.get("parameters") or {}).get("lambda", 1.0)
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def _weight(entry: Mapping[str, Any]) -> float | None:
-    """The weight of one model of a recipe; None where it is not one number of its own."""
+    """Return the weight of one model of a recipe; None if it is not a single number of its own."""
     parameters = entry.get("parameters")
     weight = parameters.get("weight") if isinstance(parameters, Mapping) else None
     return float(weight) if isinstance(weight, (int, float)) else None
 
 
 def _two_digits(value: float) -> float:
-    """``value`` as a person would write it, however small."""
+    """Round ``value`` to two significant digits, however small it is."""
     return float(f"{value:.2g}")
 
 
@@ -316,7 +327,7 @@ def _conflict_words(whole: Tally) -> str:
 
 
 def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:
-    """Every number that a recipe gives to parameter ``key``, in whatever form: scalars, gradients, filters."""
+    """Yield every number that a recipe assigns to parameter ``key``, in any form: scalars, gradients, filters."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(inner, key, inside or name == key)

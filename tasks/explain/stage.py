@@ -1,6 +1,6 @@
-"""Explaining a merge: how its parents' weights interfere; and where it did not pass, what was lost and what to try.
+"""Explain a merge: how its parents' weights interfere and, after a refusal, the lost documents and remedies to try.
 
-Two cached stages read weights and documents again; the rest is composed of what is known::
+Two cached stages read weights and documents again. Everything else is derived from existing results::
 
     explanation = explain_merge(pinned, merged, recipe, verdict.value, scores, evidence.tasks)
     explanation.remedies[0].change                                                     # {"lambda": 0.7}
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 TABLE, FLIPS = "interference.parquet", "flips.jsonl"
 _EXAMPLES = 5
-_SHOWN = 600  # characters of a prompt or a target in a report; the artifact has all of them
+_SHOWN = 600  # Characters of a prompt or a target in a report; the artifact has the full text.
 
 
 class Weights(StageValue):
-    """How task vectors interfere. ``interference.parquet`` has a row for each layer and kind of tensor."""
+    """Interference of task vectors. ``interference.parquet`` has one row for each layer and kind of tensor."""
 
     interference: Interference
 
@@ -56,35 +56,35 @@ def _how_far(ratio: float) -> str:
 
 
 class Flip(BaseModel):
-    """A document on which the merge is worse than its reference. Scores are in [0, 1] for accuracies."""
+    """Document on which the merge is worse than its reference. Scores are in [0, 1] for accuracies."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    task: str  # of a group: the task below it
+    task: str  # For a group, the task below it.
     doc_id: int
     reference: float
     merge: float
-    prompt: str | None  # shortened, without few-shot examples; None where the text is no longer to be had
+    prompt: str | None  # Shortened, without few-shot examples; None if the text is no longer available.
     target: str | None
-    reference_answer: str = ""  # shortened; empty where it was not kept, or is no text
+    reference_answer: str = ""  # Shortened; empty if it was not stored or is not text.
     merge_answer: str = ""
 
 
 class Flips(StageValue):
-    """What the merge lost and won on one task. ``flips.jsonl`` has every lost document, unshortened."""
+    """Documents that the merge lost and won on one task. ``flips.jsonl`` has every lost document in full."""
 
     task: str
     metric: str
     lost: int
     won: int
-    examples: tuple[Flip, ...]  # at most five, the largest losses first
+    examples: tuple[Flip, ...]  # At most five, the largest losses first.
 
     def summary(self) -> str:
         return f"{self.task}: {self.lost} documents lost, {self.won} won"
 
 
 class LostDocuments(BaseModel):
-    """Flips against one reference, under the name that it has in this run."""
+    """Flips against one reference, under the reference's name in this run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,14 +93,14 @@ class LostDocuments(BaseModel):
 
 
 class Explanation(BaseModel):
-    """What became of the parents in a merge, as far as weights and documents tell."""
+    """Explanation of a merge from its weights and documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    origin: str  # where task vectors begin
-    origin_is_base: bool  # otherwise it is the first model of a recipe without base
-    vectors: tuple[str, ...]  # the models at their ends
-    interference: Interference | None  # None where weights cannot be compared
+    origin: str  # Start of the task vectors.
+    origin_is_base: bool  # If False, the origin is the first model of a recipe without base.
+    vectors: tuple[str, ...]  # Models at the ends of the task vectors.
+    interference: Interference | None  # None if weights are not comparable.
     lost: tuple[LostDocuments, ...] = ()
     remedies: tuple[Remedy, ...] = ()
 
@@ -110,16 +110,16 @@ def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) 
     """Measure, layer by layer, how the task vectors of ``parents`` agree and how far the merge moved.
 
     Raises:
-        InvalidInput: when a checkpoint cannot be read, or has nothing in common with the others.
+        InvalidInput: If a checkpoint is unreadable or has no tensors in common with the others.
     """
-    found = measure_interference(
+    interference = measure_interference(
         open_checkpoint(origin.directory),
         [open_checkpoint(parent.directory) for parent in parents],
         open_checkpoint(merge.directory),
         on_progress=lambda done, total: advance(done, total, "B"),
     )
-    _write_table(out / TABLE, found)
-    return Weights(interference=found)
+    _write_table(out / TABLE, interference)
+    return Weights(interference=interference)
 
 
 @stage("flips", version=2)
@@ -133,51 +133,56 @@ def flips(
     """Find the documents of ``task`` that the merge lost to its reference, with their text.
 
     Args:
-        metric: By task below the group, where they differ.
-        reference: The parts of its scores on this task.
-        merge: The same parts.
+        metric: Metric, or metric by task below the group if they differ.
+        reference: Parts of the reference's scores on this task.
+        merge: Parts of the merge's scores on this task.
 
     Raises:
-        InvalidInput: when the task's data can no longer be loaded.
+        InvalidInput: If the task's data can no longer be loaded.
     """
     sides = [
         TaskScores(f"{task.name}: scores of {side}", task.name, parts)
         for side, parts in (("the reference", reference), ("the merge", merge))
     ]
     metrics = sides[0].metrics(metric)
-    theirs, ours = ({(row.task, row.doc_id): row for row in side.judged(metrics)} for side in sides)
+    reference_rows, merge_rows = ({(row.task, row.doc_id): row for row in side.judged(metrics)} for side in sides)
     sign = 1.0 if metrics.higher_is_better else -1.0
-    drops = {at: sign * (theirs[at].outcome - ours[at].outcome) for at in sorted(theirs.keys() & ours.keys())}
-    lost = sorted((at for at, drop in drops.items() if drop > 0), key=lambda at: (-drops[at], at))
-    wanted: dict[str, list[int]] = {}
+    drops = {
+        document: sign * (reference_rows[document].outcome - merge_rows[document].outcome)
+        for document in sorted(reference_rows.keys() & merge_rows.keys())
+    }
+    lost = sorted(
+        (document for document, drop in drops.items() if drop > 0), key=lambda document: (-drops[document], document)
+    )
+    lost_by_task: dict[str, list[int]] = {}
     for leaf, doc_id in lost:
-        wanted.setdefault(leaf, []).append(doc_id)
-    texts = document_texts(task, wanted) if lost else {}
-    found = []
+        lost_by_task.setdefault(leaf, []).append(doc_id)
+    texts = document_texts(task, lost_by_task) if lost else {}
+    flip_list = []
     for leaf, doc_id in lost:
         text = texts.get((leaf, doc_id))
-        if text is not None and text.doc_hash != theirs[leaf, doc_id].doc_hash:
-            text = None  # The data changed since: it is not what was asked.
-        found.append(
+        if text is not None and text.doc_hash != reference_rows[leaf, doc_id].doc_hash:
+            text = None  # The data changed since, so this is not the evaluated document.
+        flip_list.append(
             Flip(
                 task=leaf,
                 doc_id=doc_id,
-                reference=theirs[leaf, doc_id].outcome,
-                merge=ours[leaf, doc_id].outcome,
+                reference=reference_rows[leaf, doc_id].outcome,
+                merge=merge_rows[leaf, doc_id].outcome,
                 prompt=text.prompt if text else None,
                 target=text.target if text else None,
-                reference_answer=theirs[leaf, doc_id].answer,
-                merge_answer=ours[leaf, doc_id].answer,
+                reference_answer=reference_rows[leaf, doc_id].answer,
+                merge_answer=merge_rows[leaf, doc_id].answer,
             )
         )
-    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in found]
+    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in flip_list]
     (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return Flips(
         task=task.name,
         metric=metrics.label,
         lost=len(lost),
         won=sum(drop < 0 for drop in drops.values()),
-        examples=tuple(_shortened(flip) for flip in found[:_EXAMPLES]),
+        examples=tuple(_shorten(flip) for flip in flip_list[:_EXAMPLES]),
     )
 
 
@@ -189,17 +194,16 @@ def explain_merge(
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     tasks: Sequence[EvalTask],
 ) -> Explanation:
-    """Everything that explains a verdict. Never stops a run: what cannot be found out is left out, with a line in the
-    log.
+    """Return everything that explains a verdict. This never stops a run; missing parts are left out and logged.
 
     Args:
         merged: The merge as a model.
-        recipe: The same recipe as plain data, for remedies; None where it has several documents.
-        scores: By model, the merge under its own name among them; any number of parts a task.
-        tasks: Those that were scored.
+        recipe: The same recipe as plain data, for remedies. None if it has several documents.
+        scores: Scores by model, with the merge under its own name; any number of parts per task.
+        tasks: Tasks that were scored.
     """
     origin, parents = origin_of(pinned.parents)
-    interference = _measured(origin, parents, merged)
+    interference = _measure_interference(origin, parents, merged)
     remedies: tuple[Remedy, ...] = ()
     if interference is not None and recipe is not None:
         remedies = suggest_remedies(
@@ -211,7 +215,7 @@ def explain_merge(
                 has_base=origin.is_base,
                 whole=interference.whole,
                 verdict=verdict,
-                named_base=None if origin.is_base else _base_of(pinned),
+                named_base=None if origin.is_base else _find_named_base(pinned),
             )
         )
     return Explanation(
@@ -225,19 +229,23 @@ def explain_merge(
 
 
 def origin_of(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]]:
-    """Where task vectors begin, and the models at their ends: the base and all others; without a base, the first and
-    all others."""
+    """Return the model where task vectors begin, and the models at their ends.
+
+    The origin is the base or, without a base, the first model. The ends are all other models.
+    """
     origin = next((parent for parent in parents if parent.is_base), parents[0])
     return origin, tuple(parent for parent in parents if parent is not origin)
 
 
-def _base_of(pinned: PinnedRecipe) -> str | None:
-    """The base that the models of a recipe without one were made from, as far as their cards tell."""
+def _find_named_base(pinned: PinnedRecipe) -> str | None:
+    """Return the base that the models of a recipe without base were made from, if their cards agree on one."""
     directory = pinned.recipe.directory
     return named_base((parent.directory for parent in pinned.parents), directory) if directory else None
 
 
-def _measured(origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], merged: Model) -> Interference | None:
+def _measure_interference(
+    origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], merged: Model
+) -> Interference | None:
     if not parents:
         return None
     try:
@@ -256,50 +264,52 @@ def _lost_documents(
     tasks: Sequence[EvalTask],
 ) -> tuple[LostDocuments, ...]:
     by_name = {task.name: task for task in tasks}
-    found = []
+    lost_documents = []
     for guard in guards:
         if guard.outcome == "pass" or guard.lost == 0 or guard.task not in by_name:
             continue
         try:
-            theirs, ours = (_scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged))
+            reference_scores, merge_scores = (
+                _scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged)
+            )
             metric = guard.leaf_metrics or guard.metric
-            value = flips(by_name[guard.task], metric, theirs.parts, ours.parts).value
+            value = flips(by_name[guard.task], metric, reference_scores.parts, merge_scores.parts).value
         except ChangedInput:
             raise
         except MergegateError as error:
             log.warning("lost documents of %s are not shown: %s", guard.task, error)
             continue
-        found.append(LostDocuments(reference=guard.reference, flips=value))
-    return tuple(found)
+        lost_documents.append(LostDocuments(reference=guard.reference, flips=value))
+    return tuple(lost_documents)
 
 
 def _scores_under(guard: GuardVerdict, model: str, parts: Sequence[Artifact[Scores]]) -> TaskScores:
-    """The scores that a guard compared."""
-    joined = by_task(model, parts).get(guard.task)
-    if joined is None:
+    """Return the scores that a guard compared."""
+    task_scores = by_task(model, parts).get(guard.task)
+    if task_scores is None:
         raise InvalidInput(f"task {guard.task}", found=f"no scores of {model}")
-    return joined
+    return task_scores
 
 
-def _shortened(flip: Flip) -> Flip:
-    texts = {name: _clipped(getattr(flip, name)) for name in ("prompt", "target", "reference_answer", "merge_answer")}
+def _shorten(flip: Flip) -> Flip:
+    texts = {name: _clip(getattr(flip, name)) for name in ("prompt", "target", "reference_answer", "merge_answer")}
     return flip.model_copy(update=texts)
 
 
-def _clipped(text: str | None) -> str | None:
-    """At most ``_SHOWN`` characters: of a long prompt, the end is the question."""
+def _clip(text: str | None) -> str | None:
+    """Return at most ``_SHOWN`` characters: mostly the end of a long prompt, which contains the question."""
     if text is None or len(text) <= _SHOWN:
         return text
     head = _SHOWN // 3
     return f"{text[:head]} … {text[head + 3 - _SHOWN :]}"
 
 
-def _write_table(path: Path, found: Interference) -> None:
+def _write_table(path: Path, interference: Interference) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = []
-    for spot in found.spots:
+    for spot in interference.spots:
         tally = spot.tally
         row: dict[str, Any] = {
             "stack": spot.stack,
@@ -312,8 +322,8 @@ def _write_table(path: Path, found: Interference) -> None:
         for vector in range(tally.vectors):
             row[f"length_{vector}"] = tally.length(vector)
             row[f"merge_distance_{vector}"] = tally.merge_distance(vector)
-        for one, other in tally.pairs:
-            row[f"cosine_{one}_{other}"] = tally.cosine(one, other)
-            row[f"conflict_{one}_{other}"] = tally.pair_conflict(one, other)
+        for first, second in tally.pairs:
+            row[f"cosine_{first}_{second}"] = tally.cosine(first, second)
+            row[f"conflict_{first}_{second}"] = tally.pair_conflict(first, second)
         rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")

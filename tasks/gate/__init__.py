@@ -1,4 +1,4 @@
-"""The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
+"""Decide from paired evidence whether a merge passes: guards, perplexity drift, statistics and interim looks."""
 
 from mergegate.tasks.gate.alpha_spending import (
     anchor_confidence,

@@ -1,14 +1,15 @@
-"""The ratchet: an anchor is asked night after night on the same documents, so each no makes the next yes harder.
+"""Spend the allowed error of comparisons with an anchor over all merges that it has refused.
 
-Many nights may each lose a little against yesterday's release; against an anchor that stays what it is, all of them
-together may not lose more than one. But who is refused and comes back with another merge until one passes has chosen it
-by these very documents: asked at 95 % each time, a hundred nights of losing half a point end 5 to 17 points below. So
-what has been refused is remembered, and the allowed error is spent over it::
+Each of many runs may lose a little against yesterday's release. The anchor is a release that does not change, and all
+runs together may not lose more against it than one run may. Every run compares with the anchor on the same documents,
+so a team that retries with other merges until one passes has selected that merge by these documents. At 95 % each time,
+a hundred runs that lose half a point each end 5 to 17 points below the anchor. mergegate therefore records refusals and
+makes each one tighten the next comparison::
 
     alpha / ((refusals + 1) * (refusals + 2))         1/2, 1/6, 1/12, … of alpha; all of them sum to alpha
 
-The nights that pass cost nothing. What is kept is one file for each anchor, with the digests of the merges that it
-refused; without it (another machine, a new home) counting starts again.
+Runs that pass cost nothing. Each anchor has one file with the digests of the merges that it refused. Without this file
+(another machine, a new home directory) counting starts again.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from mergegate.tasks.stage import home
 
 
 def anchor_confidence(confidence: float, refusals: int) -> float:
-    """One-sided, of a comparison with an anchor that has refused so many merges before."""
+    """Return the one-sided confidence of a comparison with an anchor that has refused this many merges."""
     return 1 - (1 - confidence) / ((refusals + 1) * (refusals + 2))
 
 
 def is_refused_by_anchor(verdict: GateVerdict) -> bool:
-    """Whether anything that was compared with the anchor did not pass."""
+    """Return whether any comparison with the anchor did not pass."""
     suites = [suite.outcome for suite in verdict.suites if suite.reference == ANCHOR]
     guards = [guard.outcome for guard in verdict.guards if guard.reference == ANCHOR]
     return any(outcome != "pass" for outcome in (*suites, *guards))
 
 
 def count_refusals(anchor: str, but: str = "") -> int:
-    """How many merges the anchor with that digest has refused.
+    """Return the number of merges that the anchor with this digest has refused.
 
     Args:
-        but: Digest of a merge that does not count: it is asked about again.
+        but: Digest of a merge that does not count, because it is being judged again.
     """
     return len(_refused(_record(anchor)) - {but})
 
 
 def record_refusal(anchor: str, merge: str) -> None:
-    """Remember that the anchor refused a merge, both by digest; once, however often it is asked."""
+    """Record that the anchor refused a merge, both given by digest. Recording the same merge again changes nothing."""
     record = _record(anchor)
     state_directory(record.parent, private=True)
     with locked(record.parent):
@@ -59,22 +60,22 @@ def _record(anchor: str) -> Path:
 
 
 def anchor_faults() -> list[Damaged]:
-    """Records of anchors that cannot be read; counting would start again with them."""
-    found = (read_state(record, _digests) for record in sorted((home() / "anchors").glob("*.json")))
-    return [damage for damage in found if isinstance(damage, Damaged)]
+    """Return the unreadable anchor records; with them, counting would start again."""
+    states = (read_state(record, _digests) for record in sorted((home() / "anchors").glob("*.json")))
+    return [damage for damage in states if isinstance(damage, Damaged)]
 
 
 def _refused(record: Path) -> set[str]:
-    """What stands in the record; nothing where it is not there, or is none: then it is set aside, and begun anew."""
-    found = read_state(record, _digests)
-    if isinstance(found, Damaged):
-        set_aside_damaged(record, found.why)
+    """Return the recorded digests. A damaged record is set aside and counting starts from an empty set."""
+    digests = read_state(record, _digests)
+    if isinstance(digests, Damaged):
+        set_aside_damaged(record, digests.why)
         return set()
-    return found or set()
+    return digests or set()
 
 
 def _digests(content: bytes) -> set[str]:
-    known = json.loads(content)
-    if not isinstance(known, list) or not all(isinstance(one, str) for one in known):
+    digests = json.loads(content)
+    if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
         raise ValueError("no list of digests")
-    return set(known)
+    return set(digests)

@@ -1,9 +1,12 @@
-"""On how many documents a merge that is as good as its reference will differ from it: as merges of the last nights did,
-else as other models of the family do that are about as good, else as the profile guesses.
+"""Estimate on how many documents a merge that is as good as its reference will differ from it.
 
-Models of different skills differ on far more documents than such a merge will: what one of them simply does better is
-no difference that an equal merge has. So of a pair only that counts which is lost here and won there, and only of a
-pair of which neither has less than half the other's score; the least of several pairs, because a merge lies between.
+The estimate comes from the first source that has data: merges of recent runs, other models of the family that are about
+as good, or the guess in the profile.
+
+Models of different skills differ on far more documents than such a merge will, because part of that comes from one
+being better, which an equal merge is not. A pair of models therefore counts only documents that are lost in one
+direction and won in the other, and only if neither model has less than half the score of the other. The smallest value
+of several pairs wins, because a merge is between its parents.
 """
 
 from __future__ import annotations
@@ -19,18 +22,19 @@ from mergegate.tasks.evaluation import SCORES_FILE, DocumentScore, Scores, choos
 from mergegate.tasks.gate.guards import BEST_PARENT, Guard
 from mergegate.tasks.store import Artifact
 
-FEWEST = 20  # documents from which a share of them is told
-_NIGHTS = 5  # that count, the last ones
-_COMPARABLE = 0.5  # of the better score
+FEWEST = 20  # Smallest number of documents from which a share is estimated.
+_NIGHTS = 5  # Number of most recent runs that count.
+_COMPARABLE = 0.5  # Smallest comparable score, as a share of the better score.
 
 Judged = Mapping[tuple[str, ...], float]
 
 
 class PastGuardOutcome(NamedTuple):
-    """A guard of an earlier night that its merge did not fail.
+    """Guard of an earlier run that its merge did not fail.
 
     Args:
-        documents: That merge and reference were compared on, and how many they differed on.
+        documents: Number of documents on which merge and reference were compared.
+        differing: Number of those documents on which they differed.
     """
 
     task: str
@@ -40,18 +44,20 @@ class PastGuardOutcome(NamedTuple):
 
 
 class Discordance(BaseModel):
-    """Share of the documents of a task on which a merge and its reference are expected to disagree; of graded scores,
-    the mean squared difference, which is the same thing where scores are 0 or 1."""
+    """Expected share of the documents of a task on which a merge and its reference disagree.
+
+    For graded scores it is the mean squared difference, which is the same number if scores are 0 or 1.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    share: float  # in (0, 1]
-    documents: int = 0  # that it was counted on; 0: it is a guess
-    models: tuple[str, ...] = ()  # the pair that it was counted on
-    nights: int = 0  # whose merges it was counted on
+    share: float  # In (0, 1].
+    documents: int = 0  # Number of documents that were counted; 0 means that the share is a guess.
+    models: tuple[str, ...] = ()  # Pair of models that was compared.
+    nights: int = 0  # Number of runs whose merges were counted.
 
     def __str__(self) -> str:
-        """``7 % of answers differ (as of math and base on 400 documents, but for what one does better)``."""
+        """Return ``7 % of answers differ (as of math and base on 400 documents, but for what one does better)``."""
         if not self.documents:
             return f"{100 * self.share:g} % of answers differ (a guess)"
         share = f"{100 * self.share:.1f}".removesuffix(".0")
@@ -66,58 +72,69 @@ class Discordance(BaseModel):
 
 
 def find_past_discordance(guard: Guard, nights: Sequence[PastGuardOutcome]) -> Discordance | None:
-    """As the merges of the last nights differed from the same reference on the same task; None where there are none.
+    """Return how much recent merges differed from the same reference on the same task, or None without such merges.
 
-    One document more, of which half differ, is added to what was seen: from none of 100 it does not follow that none
-    ever will.
+    The estimate adds one document that counts as half different. No difference in 100 documents does not prove that
+    there will never be one.
 
     Args:
-        nights: Of the profile, in their order.
+        nights: Outcomes of earlier runs of the profile, oldest first.
     """
-    found = [one for one in nights if one.task == guard.task and guard.guarded_by in (one.reference, BEST_PARENT)]
-    last = found[-_NIGHTS:]
-    documents = sum(one.documents for one in last)
+    matching = [
+        outcome
+        for outcome in nights
+        if outcome.task == guard.task and guard.guarded_by in (outcome.reference, BEST_PARENT)
+    ]
+    recent = matching[-_NIGHTS:]
+    documents = sum(outcome.documents for outcome in recent)
     if documents < FEWEST:
         return None
-    share = (sum(one.differing for one in last) + 0.5) / (documents + 1)
-    return Discordance(share=share, documents=documents, nights=len(last))
+    share = (sum(outcome.differing for outcome in recent) + 0.5) / (documents + 1)
+    return Discordance(share=share, documents=documents, nights=len(recent))
 
 
 def known_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Scores]]], guess: float) -> Discordance:
-    """As the guard's reference differs from the other model that is nearest to it, on documents that both share.
+    """Return how much the guard's reference differs from the model nearest to it, on documents that both share.
 
     Args:
-        scores: By model, all that is known of its scores on that task.
-        guess: Where no other model that is about as good has scores of ``FEWEST`` documents.
+        scores: All stored scores on the guard's task, by model.
+        guess: Share to assume if no other model that is about as good has scores of ``FEWEST`` documents.
     """
-    known = {name: judged for name, parts in scores.items() if (judged := _judged(guard, parts))}
-    if not known:
+    by_model = {name: judged for name, parts in scores.items() if (judged := _judged(guard, parts))}
+    if not by_model:
         return Discordance(share=guess)
-    # Of the best parent, and of a release that is not here, the best of those that are known stands for the reference.
-    reference = guard.guarded_by if guard.guarded_by in known else max(known, key=lambda name: _mean(known[name]))
-    own = known.pop(reference)
-    pairs = {name: (len(own.keys() & other.keys()), _exchanged(own, other)) for name, other in known.items()}
-    told = {name: (n, share) for name, (n, share) in pairs.items() if share is not None}
-    if not told:
+    # For the best parent, or a release without scores here, the best model that has scores serves as the reference.
+    reference = (
+        guard.guarded_by if guard.guarded_by in by_model else max(by_model, key=lambda name: _mean(by_model[name]))
+    )
+    reference_scores = by_model.pop(reference)
+    pairs = {
+        name: (len(reference_scores.keys() & scored.keys()), _exchanged(reference_scores, scored))
+        for name, scored in by_model.items()
+    }
+    comparable = {name: (n, share) for name, (n, share) in pairs.items() if share is not None}
+    if not comparable:
         return Discordance(share=guess)
-    nearest = min(told, key=lambda name: told[name][1])
-    documents, share = told[nearest]
+    nearest = min(comparable, key=lambda name: comparable[name][1])
+    documents, share = comparable[nearest]
     return Discordance(share=share, documents=documents, models=(reference, nearest))
 
 
-def _exchanged(one: Judged, other: Judged) -> float | None:
-    """Share of the documents that are lost in one direction and won in the other; None where the two do not compare.
-    As in :func:`find_past_discordance`, with one document more."""
-    common = one.keys() & other.keys()
-    if len(common) < FEWEST:
+def _exchanged(left: Judged, right: Judged) -> float | None:
+    """Return the share of documents that are lost in one direction and won in the other, or None if not comparable.
+
+    Adds one document, as ``find_past_discordance`` does.
+    """
+    shared = left.keys() & right.keys()
+    if len(shared) < FEWEST:
         return None
-    differences = [one[at] - other[at] for at in common]
-    lower, higher = sorted(math.fsum(each[at] for at in common) for each in (one, other))
+    differences = [left[document] - right[document] for document in shared]
+    lower, higher = sorted(math.fsum(scored[document] for document in shared) for scored in (left, right))
     if lower < _COMPARABLE * higher:
         return None
     won = math.fsum(change**2 for change in differences if change > 0)
     lost = math.fsum(change**2 for change in differences if change < 0)
-    return (2 * min(won, lost) + 0.5) / (len(common) + 1)
+    return (2 * min(won, lost) + 0.5) / (len(shared) + 1)
 
 
 def _mean(judged: Judged) -> float:
@@ -125,7 +142,7 @@ def _mean(judged: Judged) -> float:
 
 
 def _judged(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, ...], float]:
-    """Score in [0, 1] of each document as it was asked, under the metric of the guard; empty where there is none."""
+    """Return the score in [0, 1] of each document under the guard's metric; empty if there is none."""
     rows: dict[tuple[str, int, str], DocumentScore] = {}
     for part in parts:
         for row in read_document_scores(part.directory / SCORES_FILE):
@@ -135,7 +152,7 @@ def _judged(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, 
     low, high = guard.score_range
     try:
         chosen = choose_metrics(rows.values(), guard.metric, guard.task).chosen(rows.values())
-    except InvalidInput:  # the gate will say so; here it is only nothing to learn from
+    except InvalidInput:  # The gate reports this error; the estimate only goes without these scores.
         return {}
     return {
         (row.task, str(row.doc_id), row.doc_hash, row.prompt_hash): (row.outcome - low) / (high - low) for row in chosen

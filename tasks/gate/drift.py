@@ -1,7 +1,7 @@
-"""Perplexity drift: the merge against the parent that predicts the held-out text best. Pure decisions.
+"""Judge perplexity drift: the merge against the parent that predicts the held-out text best. Pure functions.
 
-The rule is that of a regression guard with the ratio of perplexities in place of the drop, where threshold and margin
-are one limit. All documents are read at once: they take seconds.
+The rule is that of a regression guard, with the ratio of perplexities in place of the drop and a single limit as both
+threshold and margin. All documents are scored in one step, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from mergegate.tasks.gate.statistics import likelihood_ratio
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
 from mergegate.tasks.stage import Outcome, verdict_word
 
-BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
+BROKEN_RATIO = 2.0  # Ratio of perplexities above which a merge counts as broken; no usable merge is worse.
 
 
 class DriftVerdict(BaseModel):
-    """Perplexity of the merge over the better parent's on the same documents."""
+    """Perplexity of the merge relative to the better parent on the same documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reference: str  # the better parent
+    reference: str  # Name of the better parent.
     documents: int
-    unit: Literal["token", "byte"]  # bytes when tokenizers differ
-    ratio: float | None  # None when the merge's likelihood is not finite
+    unit: Literal["token", "byte"]  # Bytes if tokenizers differ.
+    ratio: float | None  # None if the merge's likelihood is not finite.
     low: float | None
     high: float | None
-    max_ratio: float  # 1.05
-    warn_ratio: float  # 1.02
+    max_ratio: float  # For example 1.05.
+    warn_ratio: float  # For example 1.02.
     outcome: Outcome
-    broken: bool  # not finite, or worse than twice: the costly tasks are not worth running
+    broken: bool  # Not finite or more than twice as high, so the costly tasks are not worth running.
     warning: bool
     reason: str
 
     @property
     def word(self) -> str:
-        """What was shown, in one of four words."""
+        """Result in one of four words."""
         return verdict_word(self.outcome, shown_worse=self.low is not None and self.low > 1)
 
 
 class ModelLikelihoods(NamedTuple):
-    """What the drift check knows of one model."""
+    """Likelihoods of one model for the drift check."""
 
     value: Likelihoods
     documents: tuple[DocumentLikelihood, ...]
@@ -54,15 +54,16 @@ class ModelLikelihoods(NamedTuple):
 def judge_drift(
     parents: Mapping[str, ModelLikelihoods], merge: ModelLikelihoods, limits: DriftLimits, confidence: float
 ) -> DriftVerdict:
-    """The verdict on perplexity: the merge against the parent that predicts the held-out text best.
+    """Compare the merge with the parent that predicts the held-out text best, and return the drift verdict.
 
     Raises:
-        InvalidInput: when no parent has a finite likelihood, or the models did not read the same documents alike.
+        InvalidInput: If no parent has a finite likelihood, or the models did not score the same documents in the same
+            way.
     """
     finite = {name: parent for name, parent in parents.items() if parent.value.bits_per_byte is not None}
     if not finite:
         raise InvalidInput("perplexity", found="no parent whose likelihood is finite", expected="working parents")
-    # Bits per byte compare whatever the tokenizers are: all have read the same text.
+    # Bits per byte are comparable across tokenizers, because every model has scored the same text.
     reference = min(finite, key=lambda name: (finite[name].value.bits_per_byte, name))
     parent = finite[reference]
     _check_same_reading(reference, parent, merge)
@@ -95,19 +96,19 @@ def judge_drift(
 
 
 def _check_same_reading(reference: str, parent: ModelLikelihoods, merge: ModelLikelihoods) -> None:
-    where = f"perplexity: merge against {reference}"
+    location = f"perplexity: merge against {reference}"
     if parent.value.window != merge.value.window:
         raise InvalidInput(
-            where,
+            location,
             found=f"windows of {parent.value.window} and {merge.value.window} tokens",
             expected="one length for all models",
             remedy=f"perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
         )
-    read = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
-    if read[0] != read[1]:
-        raise InvalidInput(where, found="other documents on each side", expected="the same documents")
-    if len(read[0]) < 2:
-        raise InvalidInput(where, found="1 document", expected="2 or more, better 500", remedy="add held-out text")
+    documents = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
+    if documents[0] != documents[1]:
+        raise InvalidInput(location, found="other documents on each side", expected="the same documents")
+    if len(documents[0]) < 2:
+        raise InvalidInput(location, found="1 document", expected="2 or more, better 500", remedy="add held-out text")
 
 
 def _drift_sentence(

@@ -1,28 +1,29 @@
-"""A bound for graded scores that holds at every number of documents and at all looks at once. Pure functions.
+"""Bound the mean of graded scores at every sample size and at all interim looks together. Pure functions.
 
-Student's interval of a mean counts on a sample that looks like its population. Graded scores are not kind enough: where
-3 % of the documents lose everything and the others gain a little, a sample without such a document looks better *and*
-surer than the truth, and a merge at its margin is published in one case of five. What is known for certain is the range
-of a score. So the bound is a bet (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1): to refute that the mean
-difference is ``m`` or more, a player starts with 1 and stakes on documents coming out below ``m``, one after another::
+Student's interval of a mean assumes that the sample looks like its population. Graded scores violate this: if 3 % of
+the documents lose everything and the others gain a little, a sample without such a document looks better *and* more
+certain than the truth, and a merge at its margin is published in one case out of five. The only certain fact is the
+range of a score. The bound is therefore a betting bound (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1). To
+refute that the mean difference is ``m`` or more, a player starts with 1 and bets that each document in turn comes out
+below ``m``::
 
     W_t = W_(t-1) * (1 + bet_t * (m - D_t)),      D_t in [-1, 1],    0 <= bet_t < 1 / (1 - m)
 
-``bet_t`` may depend on everything before ``t``. While the mean is ``m`` or more, ``W`` cannot be expected to grow, and
-the chance that it ever reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939). The bound is the smallest mean at and
-above which every mean is refuted, of a grid that is fixed before any document is seen.
+``bet_t`` may depend on everything before ``t``. While the mean is ``m`` or more, the expected value of ``W`` does not
+grow, and the chance that it ever reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939). The bound is the smallest
+mean at and above which every mean is refuted, on a grid that is fixed before any document is scored.
 
-The bet decides how wide the bound is, never whether it holds. Ours pays off when a test with normal scores would reject
-at one of the planned looks (``tasks.gate.sequential``). Were scores a Brownian motion, the value of that promise would
-be ``V(t, S_t)``: the chance that the path ``S`` still crosses a bound. Who owns ``alpha * W = V`` now and stakes the
-slope ``d log V / dS`` per standard deviation ends at ``1 / alpha`` exactly on the paths that cross: the bet is read
-from the wealth, so it mends what earlier bets have missed (the idea of STaR-Bets, Voráček & Orabona 2025, arXiv
-2505.22422, which takes ``sqrt(2 ln(1 / p) / documents left)`` for the slope). At a single look the slope is
-``phi(z) / (p * sqrt(documents left))`` with ``p = alpha * W`` and ``z`` its normal quantile. So the bound comes near
-the normal one, spends its error as the looks do, and one process serves them all: no look is corrected for a second
-time.
+The bet decides how wide the bound is, never whether it holds. Our bet pays off when a test with normal scores would
+reject at one of the planned looks (``tasks.gate.sequential``). If scores were a Brownian motion, the value of this
+promise would be ``V(t, S_t)``, the chance that the path ``S`` still crosses a bound. A player who owns ``alpha * W =
+V`` now and bets the slope ``d log V / dS`` per standard deviation ends at ``1 / alpha`` exactly on the paths that
+cross. The bet is computed from the current wealth, so it corrects what earlier bets have missed. The idea comes from
+STaR-Bets (Voráček & Orabona 2025, arXiv 2505.22422), which uses ``sqrt(2 ln(1 / p) / documents left)`` as the slope. At
+a single look the slope is ``phi(z) / (p * sqrt(documents left))`` with ``p = alpha * W`` and ``z`` its normal quantile.
+As a result, the bound comes close to the normal one, spends its error as the looks do, and one process serves all of
+them, so no look needs a second correction.
 
-Documents must come in the order in which they were scored, which is random and has nothing to do with their scores.
+Documents must arrive in the order in which they were scored, which is random and independent of their scores.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ from numpy.typing import NDArray
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import Difference, documents_needed, normal_quantile
 
-_BEYOND = 1.1  # the target is this many times 1 / alpha: a copy in steps stops a little short of what it aims at
-_MOST = 0.95  # of the largest bet: no single document may take everything
-_PRIOR_VARIANCE = 0.25  # of a difference before any was seen, counted as one document
+_BEYOND = 1.1  # The target is this multiple of 1 / alpha, because discrete steps fall a little short.
+_MOST = 0.95  # Share of the largest possible bet, so that no single document can take everything.
+_PRIOR_VARIANCE = 0.25  # Variance of a difference before any document is scored; counts as one document.
 _LARGEST_BET = 1e3
 
-_LOG_P = np.linspace(math.log(1e-7), math.log(1 - 1e-4), 121)  # of alpha * W, where slopes are tabulated
+_LOG_P = np.linspace(math.log(1e-7), math.log(1 - 1e-4), 121)  # Values of log(alpha * W) at which slopes are tabulated.
 
 
 def graded_difference(
     differences: Sequence[float] | NDArray[np.float64], confidence: float, schedule: Sequence[int] = ()
 ) -> Difference:
-    """Mean of the differences of scores in [0, 1], with bounds that hold at all looks together.
+    """Return the mean difference of scores in [0, 1], with bounds that hold at all looks together.
 
     Args:
-        differences: Reference minus merge for each document, in [-1, 1], in the order in which they were scored; at
-            least 1. Those of an earlier look come first.
-        confidence: One-sided, each way, over all looks together.
-        schedule: Documents after each planned look; empty: these are all there will be.
+        differences: Reference minus merge for each document, in [-1, 1], in the order in which they were scored,
+            starting with the earliest look. At least 1.
+        confidence: One-sided confidence in each direction, over all looks together.
+        schedule: Number of documents after each planned look. Empty means a single look at these documents.
 
     Raises:
-        ValueError: for a difference outside [-1, 1], or more of them than were planned.
+        ValueError: If a difference is outside [-1, 1], or if there are more differences than planned.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
@@ -77,24 +78,26 @@ def graded_difference(
 def refuted(
     differences: NDArray[np.float64], means: NDArray[np.float64] | float, confidence: float, schedule: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Whether it is refuted that the mean difference is ``means`` or more; for one sample and many means, or many
-    samples at once.
+    """Return whether the data refute a mean difference of ``means`` or more.
+
+    The function takes one sample with many hypotheses, or many samples with one hypothesis each.
 
     Args:
-        differences: In the order in which they were scored: ``[n]`` for one sample, ``[samples, n]`` for many.
-        means: Hypotheses in (-1, 1): ``[means]`` for one sample; one for all, or ``[samples]``, for many.
-        schedule: Documents after each planned look; ``n`` may be less than the last.
+        differences: Differences in the order in which they were scored: ``[n]`` for one sample, ``[samples, n]`` for
+            many.
+        means: Hypotheses in (-1, 1): ``[means]`` for one sample; a scalar or ``[samples]`` for many.
+        schedule: Number of documents after each planned look. ``n`` may be less than the last entry.
 
     Returns:
-        ``[means]`` or ``[samples]``.
+        Array of shape ``[means]`` or ``[samples]``.
     """
     alpha = 1 - confidence
     slopes = _slopes(schedule, confidence)
     columns = np.ascontiguousarray(np.atleast_2d(differences).T)  # [n, samples or 1]
     hypotheses = np.broadcast_to(np.asarray(means, dtype=np.float64), np.broadcast_shapes(np.shape(means), (1,)))
     shape = np.broadcast_shapes(hypotheses.shape, columns.shape[1:])
-    found = np.zeros(shape, dtype=bool)
-    going = np.arange(shape[0])  # which are still open: nobody bets on after the target
+    is_refuted = np.zeros(shape, dtype=bool)
+    open_indices = np.arange(shape[0])  # Open hypotheses; betting stops when the target is reached.
     log_wealth = np.full(shape, math.log(alpha / _BEYOND))
     hypotheses = np.broadcast_to(hypotheses, shape)
     largest = _MOST / (1 - hypotheses)
@@ -102,49 +105,53 @@ def refuted(
     spread = _spreads(columns)
     target = -math.log(_BEYOND)
     for t in range(len(columns)):
-        column, sigma = (columns[t][going], spread[t][going]) if per_sample else (columns[t], spread[t])
+        column, sigma = (columns[t][open_indices], spread[t][open_indices]) if per_sample else (columns[t], spread[t])
         bet = np.minimum(np.interp(log_wealth, _LOG_P, slopes[t]) / sigma, largest)
         log_wealth = log_wealth + np.log1p(bet * (hypotheses - column))
         won = log_wealth >= target
         if won.any():
-            found[going[won]] = True
+            is_refuted[open_indices[won]] = True
             open_ = ~won
-            going, log_wealth = going[open_], log_wealth[open_]
+            open_indices, log_wealth = open_indices[open_], log_wealth[open_]
             hypotheses, largest = hypotheses[open_], largest[open_]
-            if not len(going):
+            if not len(open_indices):
                 break
-    return found
+    return is_refuted
 
 
 def graded_documents_needed(variance: float, distance: float, confidence: float) -> int:
-    """``documents_needed`` for ``graded_difference``: however little scores vary, a document that loses everything
-    might not have been met.
+    """Return the number of documents that ``graded_difference`` needs to refute a difference at ``distance``.
+
+    The count has a minimum even if scores hardly vary, because a document that loses everything may not have been
+    sampled yet.
 
     Args:
-        variance: Of one document's difference.
-        distance: Between the mean and what is to be refuted, above 0.
+        variance: Variance of the difference of one document.
+        distance: Distance between the mean and the value to refute, above 0.
     """
     distance = min(distance, 0.999)
-    # With the largest bet on each; below a fifth of a point the variance decides anyway.
+    # Assume the largest bet on each document. Below a fifth of a point the variance decides anyway.
     least = math.ceil(-math.log(1 - confidence) / math.log1p(_MOST * distance / (1 - distance)))
     if distance >= 0.002:
-        found = range(least, 2 * least + 100)
-        shown = bisect_left(found, True, key=lambda n: graded_difference(np.zeros(n), confidence).high <= distance)
-        least = found[0] + shown
+        candidates = range(least, 2 * least + 100)
+        position = bisect_left(
+            candidates, True, key=lambda n: graded_difference(np.zeros(n), confidence).high <= distance
+        )
+        least = candidates[0] + position
     return max(least, documents_needed(variance, distance, confidence))
 
 
-@lru_cache(maxsize=256)  # a verdict asks for the same bounds several times
+@lru_cache(maxsize=256)  # One verdict computes the same bounds several times.
 def _bounds(values: bytes, confidence: float, schedule: tuple[int, ...]) -> tuple[float, float]:
-    """Lower and upper bound; ``values`` are float64."""
+    """Return the lower and upper bound; ``values`` holds float64."""
     differences = np.frombuffer(values)
     return -_upper_bound(-differences, confidence, schedule), _upper_bound(differences, confidence, schedule)
 
 
 def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple[int, ...]) -> float:
-    """The smallest mean of the grid, not below the sample's, at and above which all are refuted."""
-    # Fixed by the plan alone: the true mean lies above some point of the grid, and is missed only where that is
-    # refuted. A hair below round numbers, so that a margin of 3 points is met by a bound of 3 points.
+    """Return the smallest grid mean, not below the sample mean, at and above which every mean is refuted."""
+    # Only the plan determines the grid. The true mean is above some point of the grid, and the bound misses it only if
+    # that point is refuted. Points are slightly below round numbers, so that a bound of 3 points meets a margin of 3.
     steps = 10_000 if schedule[-1] >= 500 else 1_000
     grid = np.arange(-steps, steps) / steps - 1e-9
     above = grid[(grid > values.mean()) & (grid > -1)]
@@ -156,7 +163,7 @@ def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple
 
 
 def _spreads(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Standard deviation of a difference as it seems before each document; ``[n, samples]`` like ``columns``."""
+    """Return the estimated standard deviation of a difference before each document, shaped like ``columns``."""
     n = len(columns)
     seen = np.arange(n)[:, None]
     before = np.zeros((2, *columns.shape))
@@ -167,13 +174,13 @@ def _spreads(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     return spreads
 
 
-@lru_cache(maxsize=4)  # 14 MB for 14,042 documents
+@lru_cache(maxsize=4)  # 14 MB for 14,042 documents.
 def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]:
-    """The bet on each document per standard deviation, by the logarithm of ``alpha * W`` at ``_LOG_P``; ``[n, p]``.
+    """Return the bet on each document per standard deviation, by log(``alpha * W``) at ``_LOG_P``, as ``[n, p]``.
 
-    The value ``V`` of the promise is carried back from the last look to the first, each time as
-    ``P(cross now) + E[value after it; not crossed]`` for a Brownian motion with a variance of 1 a document. Before the
-    last look it is the first term alone, and the slope has a formula.
+    The value ``V`` of the promise is propagated backward from the last look to the first, each time as
+    ``P(cross now) + E[value afterward; not crossed]`` for a Brownian motion with variance 1 per document. Before the
+    last look only the first term exists, and the slope has a closed form.
     """
     from scipy.special import ndtri
 
@@ -182,7 +189,7 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
     for look, first in reversed(list(zip(plan_looks(schedule, confidence), (0, *schedule), strict=False))):
         bound = normal_quantile(look.confidence) * math.sqrt(look.documents)
         span = look.documents - first
-        left = np.arange(span, 0, -1, dtype=np.float64)  # documents to the look, before each one
+        left = np.arange(span, 0, -1, dtype=np.float64)  # Documents left until the look, before each document.
         if after is None:
             z = ndtri(np.exp(_LOG_P))
             steepness = np.exp(-0.5 * z**2 - _LOG_P)[None, :] / math.sqrt(2 * math.pi)
@@ -201,35 +208,36 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
 
 
 class _Value(NamedTuple):
-    """The value of the promise by the sum so far; both rise."""
+    """Value of the promise as a function of the current sum; both arrays increase."""
 
     sums: NDArray[np.float64]
     value: NDArray[np.float64]
 
 
 def _steepness(promise: _Value) -> NDArray[np.float64]:
-    """``d log V / dS`` at ``_LOG_P``."""
+    """Return ``d log V / dS`` at ``_LOG_P``."""
     height = np.log(promise.value)
     slopes: NDArray[np.float64] = np.interp(_LOG_P, height, np.gradient(height, promise.sums))
     return slopes
 
 
-def _between(at: NDArray[np.float64], knots: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rows between the rows of a table, linearly; ``[at, columns]``."""
+def _between(
+    positions: NDArray[np.float64], knots: NDArray[np.float64], rows: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Interpolate linearly between the rows of a table; the result is ``[at, columns]``."""
     if len(knots) == 1:
-        return np.repeat(rows, len(at), axis=0)
-    lower = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
-    share = ((at - knots[lower]) / (knots[lower + 1] - knots[lower]))[:, None]
+        return np.repeat(rows, len(positions), axis=0)
+    lower = np.clip(np.searchsorted(knots, positions, side="right") - 1, 0, len(knots) - 2)
+    share = ((positions - knots[lower]) / (knots[lower + 1] - knots[lower]))[:, None]
     mixed: NDArray[np.float64] = (1 - share) * rows[lower] + share * rows[lower + 1]
     return mixed
 
 
 def _value(left: float, bound: float, documents: int, after: _Value | None) -> _Value:
-    """The chance to cross ``bound`` after ``left`` more documents, or a later bound, by the sum so far.
+    """Return the chance to cross ``bound`` after ``left`` more documents, or a later bound, by the current sum.
 
     Args:
-        documents: At the look; what sums may be goes with its square root.
-        after: The value behind this look; None for the last.
+        documents: Number of documents at the look. The range of sums scales with its square root.
     """
     from scipy.special import ndtr
 
@@ -244,5 +252,5 @@ def _value(left: float, bound: float, documents: int, after: _Value | None) -> _
         density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) * weights * (end[:, None] + 8.0) / 2
         later = np.exp(np.interp(sums[:, None] + root * z, after.sums, np.log(after.value)))
         value = value + (density * later).sum(axis=1)
-    kept = (value > 1e-14) & (value < 1) & (np.diff(value, prepend=0.0) > 0)
-    return _Value(sums[kept], value[kept])
+    usable = (value > 1e-14) & (value < 1) & (np.diff(value, prepend=0.0) > 0)
+    return _Value(sums[usable], value[usable])

@@ -1,4 +1,4 @@
-"""What a profile says about judging: one guard a task, what they come to together, and how sure a verdict must be."""
+"""Profile settings of the gate: one guard per task, the rule that combines them, and the required confidence."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from mergegate.tasks.evaluation import MeanOver, PromptSettings
 
-MARGIN_ABOVE_MAX_DROP = 1.0  # points
-CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md
+MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
+CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
 
-# Whom a verdict speaks for. The same subjects: a group is strata of fixed weights, and each question stands for others
-# of its subject. New subjects: the subjects of a group are a sample, and what one of them loses is one observation.
+# Population that a verdict generalizes to. New questions: a group has strata of fixed weights, and each question
+# represents others of its subject. New subjects: the subjects of a group are a sample, and the loss of one subject is
+# one observation.
 Population = Literal["new questions", "new subjects"]
 
-# What ``guarded_by`` may say besides the name of a parent; see ``tasks.gate.references``.
+# Values of ``guarded_by`` other than the name of a parent; see ``tasks.gate.references``.
 BEST_PARENT = "best parent"
 CHAMPION = "champion"
 ANCHOR = "anchor"
 RELEASES = (CHAMPION, ANCHOR)
 
-# Which parents 'best parent' and perplexity choose from, where a profile names none.
+# Parents that 'best parent' and the perplexity check choose from if a profile names none.
 FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 
 
 class Guard(PromptSettings):
-    """One regression guard: on ``task`` the merge must not be worse than ``guarded_by`` by more than ``max_drop``."""
+    """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
     name: str | None = Field(
@@ -77,14 +78,14 @@ class Guard(PromptSettings):
 
     @field_validator("score_range")
     @classmethod
-    def _is_a_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
+    def _check_score_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
         low, high = score_range
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"[{low:g}, {high:g}] is no range: the least score first, then a greater one")
         return score_range
 
     @model_validator(mode="after")
-    def _margin_is_wider(self) -> Self:
+    def _check_margins(self) -> Self:
         if self.margin is not None and self.margin < self.max_drop:
             raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
         if self.limit is not None and self.limit < self.upper_limit:
@@ -92,15 +93,15 @@ class Guard(PromptSettings):
         return self
 
     def content_key(self) -> object:
-        # How a task is asked is in the key of its scores, and what was seen to before has no part in a verdict.
-        apart = {*PromptSettings.model_fields, "name", "mean_over"}
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in apart}
+        # Prompt settings are part of the key of the scores, and the rest of these fields does not affect a verdict.
+        excluded = {*PromptSettings.model_fields, "name", "mean_over"}
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in excluded}
 
     @property
     def clustered_by(self) -> str | None:
-        """What the independent units are: 'task', a field of the document; None where each document is one.
+        """Independent unit: 'task', a field of the document, or None if each document is independent.
 
-        New subjects are new leaves of a group, unless a field says what the subject of a document is.
+        New subjects are new leaves of a group, unless a field declares the subject of a document.
         """
         return self.cluster_by or ("task" if self.population == "new subjects" else None)
 
@@ -111,12 +112,12 @@ class Guard(PromptSettings):
 
     @property
     def catastrophe(self) -> float:
-        """The drop in points that must be ruled out for this task alone where a suite is judged as a whole."""
+        """Drop in points that must be ruled out for this task alone if the suite is judged as a whole."""
         return self.limit if self.limit is not None else max(CATASTROPHE, self.upper_limit)
 
 
 class GateRule(BaseModel):
-    """How sure a verdict must be, and what follows where it cannot be."""
+    """Required confidence of a verdict, and the consequence if the evidence does not reach it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,15 +153,15 @@ class GateRule(BaseModel):
     )
 
     def for_attempt(self, number: int, of: int) -> GateRule:
-        """The rule of one of several attempts that are made in turn until one passes.
+        """Return the rule for one of several attempts, which run in turn until one passes.
 
-        Each could pass by chance, so they share the error that the run may make: half of it is the first one's, who is
-        mostly the only one; the others have equal parts of the other half. By Bonferroni's inequality a run publishes
-        a merge at its margin no more often than one attempt would.
+        Any attempt could pass by chance, so they share the error that the run may make. The first attempt, which is
+        usually the only one, gets half of it, and the others share the other half equally. By Bonferroni's inequality a
+        run publishes a merge at its margin no more often than a single attempt would.
 
         Args:
-            number: From 1.
-            of: Attempts that the run may make.
+            number: Number of the attempt, from 1.
+            of: Number of attempts that the run may make.
         """
         share = 1.0 if of == 1 else 0.5 if number == 1 else 0.5 / (of - 1)
         return self.model_copy(update={"confidence": 1 - (1 - self.confidence) * share})

@@ -1,9 +1,12 @@
-"""What a guard is compared with: a parent by name, the best parent on its task, the champion (the release of today), or
-an anchor (a release that stays what it is, however many nights have followed).
+"""Choose the model that a guard compares the merge with.
 
-``best parent`` is chosen on the same documents that judge the merge, which flatters it: of several equally good parents
-the luckiest is taken (winner's curse). That makes passing no easier, since no parent scored above the chosen one. An
-alarm it would make too easy; so there the guard counts as one question per parent (see ``tasks.gate.regression``).
+A guard names a parent, the best parent on its task, the champion (the release that is published today) or an anchor (a
+release that does not change, however many runs follow).
+
+``best parent`` is chosen on the same documents that judge the merge. This choice flatters the reference, because the
+luckiest of several equally good parents is taken (winner's curse). It does not make passing easier, since no parent
+scored above the chosen one. It would make an alarm too easy, so there the guard counts as one question per parent (see
+``tasks.gate.regression``).
 """
 
 from __future__ import annotations
@@ -15,28 +18,29 @@ from mergegate.tasks.gate.guards import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPI
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
-    """See that every guard is compared with something that there is, or may be there when it is judged.
+    """Raise InvalidInput unless the reference of every guard exists, or may exist when the guard is judged.
 
     Args:
-        names: Of the parents.
+        names: Names of the parents.
 
     Raises:
-        InvalidInput: naming the first that is not, with a suggestion; or a parent whose name already means something.
+        InvalidInput: For the first reference that does not exist, with a suggestion, or for a parent whose name is
+            reserved.
     """
     parents = sorted(names)
     for position, guard in enumerate(guards):
-        where = f"evaluate.tasks[{position}].guarded_by"
+        location = f"evaluate.tasks[{position}].guarded_by"
         if guard.guarded_by in (BEST_PARENT, *RELEASES):
             if guard.guarded_by in parents:
                 raise InvalidInput(
-                    where,
+                    location,
                     found=f"{guard.guarded_by!r}, which is also the name of a parent",
                     expected="one meaning",
                     remedy="rename the parent's directory",
                 )
         elif guard.guarded_by not in parents:
             raise InvalidInput(
-                where,
+                location,
                 found=f"{guard.guarded_by!r}, which is no model of this merge",
                 expected=f"the name of a parent, {BEST_PARENT!r} or {CHAMPION!r}",
                 remedy=suggest(guard.guarded_by, [*parents, BEST_PARENT, CHAMPION]),
@@ -46,17 +50,17 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
 def comparable_parents(
     reference: str | Sequence[str], parents: Sequence[str], merged: Collection[str], where: str
 ) -> tuple[str, ...]:
-    """The parents that the best one is chosen from, in their order.
+    """Return the parents that 'best parent' chooses from, in their original order.
 
     Args:
         reference: 'fine-tunes', 'all', one name or several.
-        parents: All of them.
-        merged: Those whose weights are merged: a base that task vectors are only measured from is none, and no merge
-            has to be better at everything than the text that it was fine-tuned on made it.
-        where: The setting, for messages.
+        parents: Names of all parents.
+        merged: Names of parents whose weights are merged. A base that task vectors are only measured from is not one of
+            them, because a merge does not have to be better at everything than the base model.
+        where: Setting that messages name.
 
     Raises:
-        InvalidInput: for a name that no parent has.
+        InvalidInput: For a name that is not the name of a parent.
     """
     if reference == ALL_PARENTS:
         return tuple(parents)
@@ -75,45 +79,47 @@ def comparable_parents(
 
 
 def needs_champion(guards: Iterable[Guard]) -> bool:
-    """Whether any guard asks for the release that is published today."""
+    """Return whether any guard compares with the release that is published today."""
     return any(guard.guarded_by == CHAMPION for guard in guards)
 
 
 def distinct_guards(guards: Iterable[Guard]) -> tuple[Guard, ...]:
-    """Each guard once, in its order; one with a metric by task cannot be a key."""
-    found: list[Guard] = []
+    """Return each guard once, in order. Guards with a metric per task are not hashable, so this compares pairs."""
+    distinct: list[Guard] = []
     for guard in guards:
-        if guard not in found:
-            found.append(guard)
-    return tuple(found)
+        if guard not in distinct:
+            distinct.append(guard)
+    return tuple(distinct)
 
 
 def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...]:
-    """The guards, and of each that compares with the champion another one that compares with the anchor, if there is
-    one: tonight may lose a little against yesterday, but all nights together not more than one may."""
-    held = tuple(guards)
+    """Return the guards, plus a copy against the anchor of each guard against the champion, if there is an anchor.
+
+    One run may lose a little against yesterday's release, but all runs together may not lose more than one run may.
+    """
+    originals = tuple(guards)
     if anchor is None:
-        return held
-    against = (one.model_copy(update={"guarded_by": ANCHOR}) for one in held if one.guarded_by == CHAMPION)
-    return distinct_guards((*held, *against))
+        return originals
+    anchored = (guard.model_copy(update={"guarded_by": ANCHOR}) for guard in originals if guard.guarded_by == CHAMPION)
+    return distinct_guards((*originals, *anchored))
 
 
 def reference_models(
     guard: Guard, models: Iterable[str], merged: str, parents: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Models that the guard may be compared with: one, or several parents. Empty for a release that there is not.
+    """Return the models that the guard may compare with: one, several parents, or none if the release does not exist.
 
     Args:
-        models: All that have been evaluated, the merge and perhaps releases among them.
-        parents: That the best one is chosen from; None: all.
+        models: All evaluated models, including the merge and possibly releases.
+        parents: Parents that 'best parent' chooses from. None means all.
     """
-    known = tuple(models)
+    names = tuple(models)
     if guard.guarded_by == BEST_PARENT:
-        return tuple(name for name in known if name not in (merged, *RELEASES) and (parents is None or name in parents))
-    return (guard.guarded_by,) if guard.guarded_by in known else ()
+        return tuple(name for name in names if name not in (merged, *RELEASES) and (parents is None or name in parents))
+    return (guard.guarded_by,) if guard.guarded_by in names else ()
 
 
 def best_model(scores: Mapping[str, Sequence[float]], higher_is_better: bool) -> str:
-    """The model with the best mean; of equals the first in the order given."""
+    """Return the model with the best mean; ties go to the first in the mapping."""
     sign = 1.0 if higher_is_better else -1.0
     return max(scores, key=lambda name: sign * sum(scores[name]) / len(scores[name]))

@@ -1,24 +1,27 @@
-"""A regression guard: what was measured on its task, and the verdict that follows. Pure decisions.
+"""Measure a regression guard on its task and decide its verdict. Pure functions.
 
-A guard has three outcomes, because evidence can be too thin to say (T: ``max_drop``, M: ``margin``, both in points)::
+A guard has three outcomes, because the evidence can be too thin to decide (T: ``max_drop``, M: ``margin``, both in
+points)::
 
     fail          drop > T and the interval excludes zero        over the threshold, and not noise
-    pass          drop <= T and its upper bound <= M             shown to be at most so much worse
-    inconclusive  anything else                                  more documents would tell
+    pass          drop <= T and its upper bound <= M             shown to be at most M worse
+    inconclusive  anything else                                  more documents would decide
 
-That is ``rule: each``. Where the suite is judged as a whole (``tasks.gate.suite``), a task alone must only not have
-fallen far, by L: ``limit``::
+This is ``rule: each``. If the suite is judged as a whole (``tasks.gate.suite``), a single task must only not have
+fallen by more than L, its ``limit``::
 
-    fail          lower bound > T                                shown to have lost more than it may
+    fail          lower bound > T                                shown to have lost more than allowed
     pass          upper bound <= L                               shown not to have fallen far
     inconclusive  anything else
 
-The bounds are those of the look at which it is asked (``tasks.gate.sequential``). While more documents can be had,
-failing takes a drop over the margin, not only over the threshold: what lies between may come out either way.
+The bounds are those of the interim look at which the guard is judged (``tasks.gate.sequential``). While more documents
+are available, a guard fails only if its drop exceeds the margin, not just the threshold, because a drop between the two
+may still turn out either way.
 
-To pass, each guard is asked on its own: all must pass, and a bad merge has to get by every one of them. To fail, one of
-them suffices, and among many guards one sees a drop by chance; so that side is corrected for their number by Holm's
-step-down (1979, Scand. J. Stat. 6:65), where a guard compared with the best of K parents counts as K questions.
+To pass, each guard is tested on its own: all must pass, and a bad merge has to get past every one of them. To fail, one
+guard suffices, and among many guards one shows a drop by chance. This side is therefore corrected for their number by
+Holm's step-down procedure (1979, Scand. J. Stat. 6:65), where a guard compared with the best of K parents counts as K
+questions.
 """
 
 from __future__ import annotations
@@ -49,45 +52,47 @@ from mergegate.tasks.stage import Outcome, verdict_word
 
 
 class GuardVerdict(BaseModel):
-    """One regression guard: the merge against its reference on one task. Differences are in points (0 to 100),
-    positive when the merge is worse."""
+    """Regression guard with its outcome: the merge against its reference on one task.
+
+    Differences are in points (0 to 100) and positive if the merge is worse.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    metric: str  # of a group whose tasks have several: each once, 'acc,none + exact_match,none'
-    reference: str  # name of the model it is compared with
-    reference_score: float  # in [0, 1]
+    metric: str  # For a group with several metrics, each once: 'acc,none + exact_match,none'.
+    reference: str  # Name of the reference model.
+    reference_score: float  # In [0, 1].
     merge_score: float
-    n: int  # paired documents
-    lost: int  # documents the reference gets right and the merge wrong (graded: on which the merge is worse)
-    won: int  # the reverse
-    drop: float  # points
-    low: float  # interval of the drop, points: all looks together have ``confidence``, one-sided each way
+    n: int  # Number of paired documents.
+    lost: int  # Documents that the reference gets right and the merge wrong (graded: the merge scores lower).
+    won: int  # Documents that the merge gets right and the reference wrong.
+    drop: float  # Points.
+    low: float  # Interval of the drop in points; over all looks ``confidence`` holds, one-sided in each direction.
     high: float
-    confidence: float  # 0.95
-    max_drop: float  # points
-    margin: float  # points: the upper bound must stay within it to pass
+    confidence: float  # For example 0.95.
+    max_drop: float  # Points.
+    margin: float  # Largest upper bound that passes, in points.
     outcome: Outcome
-    reason: str  # a sentence: task, drop, interval, threshold
-    documents_needed: int | None = None  # that would decide it, if the drop is as seen; None where it is decided
-    detectable_drop: float | None = None  # points: the smallest true drop so many documents show, 4 times in 5
-    look: InterimLook | None = None  # at which it was judged
-    documents_left: int = 0  # that further looks can still add
-    alarm_confidence: float | None = None  # at which it is asked whether there is a drop, one question among several
-    candidates: int = 1  # parents of which the reference is the best
-    selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
-    clusters: int | None = None  # independent groups of documents; None where each document stands for itself
-    documents_asked: int | None = None  # of which ``n`` were scored: all of them, or the guard is not judged
-    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # by task below the group, where they differ
-    data: TaskData | None = None  # what was asked; None for results that lm-eval wrote
-    chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
-    weight: float = 1.0  # of the task in the mean over all
-    limit: float | None = None  # points that its suite allows this task alone; None where it is judged on its own
+    reason: str  # Sentence with task, drop, interval and threshold.
+    documents_needed: int | None = None  # Documents that would decide, if the drop is as observed; None if decided.
+    detectable_drop: float | None = None  # Smallest true drop that these documents show 4 times in 5, in points.
+    look: InterimLook | None = None  # Look at which the guard was judged.
+    documents_left: int = 0  # Documents that further looks can still add.
+    alarm_confidence: float | None = None  # Confidence of the test for any drop, one question among several.
+    candidates: int = 1  # Number of parents among which the reference is the best.
+    selection_bias: float = 0.0  # Largest part of the drop, in points, that choosing the best of them causes.
+    clusters: int | None = None  # Number of independent groups of documents; None if each document is independent.
+    documents_asked: int | None = None  # Evaluated documents; a guard is judged only if all of them were scored.
+    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # Metric by task below the group, where they differ.
+    data: TaskData | None = None  # Evaluated data; None for results that lm-eval wrote.
+    chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
+    weight: float = 1.0  # Weight of the task in the mean over all tasks.
+    limit: float | None = None  # Points that the suite allows this task alone; None if it is judged on its own.
 
     @property
     def word(self) -> str:
-        """What was shown of this task by its own margin, in one of four words, whatever the suite allows it."""
+        """Result for this task by its own margin, in one of four words, regardless of the limit that the suite sets."""
         if self.limit is None or self.outcome == "fail":
             return verdict_word(self.outcome, shown_worse=self.low > 0)
         alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
@@ -99,38 +104,38 @@ Points = float | NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GuardEvidence:
-    """What is known of one guard before anything is decided. Scores are in [0, 1], higher is better."""
+    """Evidence on one guard before any decision. Scores are in [0, 1], and higher is better."""
 
     guard: Guard
     metric: str
     reference: str
     reference_score: float
     merge_score: float
-    differences: tuple[float, ...]  # reference minus merge, signed so that positive is worse
+    differences: tuple[float, ...]  # Reference minus merge, with the sign chosen so that positive is worse.
     binary: bool
-    documents: int  # of the task that were evaluated
-    schedule: tuple[int, ...]  # documents after each planned look
-    clusters: tuple[str, ...] | None = None  # of each difference
+    documents: int  # Number of evaluated documents of the task.
+    schedule: tuple[int, ...]  # Number of documents after each planned look.
+    clusters: tuple[str, ...] | None = None  # Cluster of each difference.
     candidates: int = 1
-    selection_bias: float = 0.0  # in [0, 1]
-    leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # by task below a group, where they differ
-    data: TaskData | None = None  # what was asked
+    selection_bias: float = 0.0  # In [0, 1].
+    leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # Metric by task below a group, where they differ.
+    data: TaskData | None = None  # Evaluated data.
 
     def look(self, confidence: float) -> InterimLook:
-        """The look that has been reached, where all looks together have ``confidence``.
+        """Return the look that has been reached, if all looks together have ``confidence``.
 
         Raises:
-            InvalidInput: when no look was planned after so many documents.
+            InvalidInput: If no look was planned after this number of documents.
         """
         return look_at(self.documents, self.schedule, confidence, f"task {self.guard.task}")
 
     def interval(self, confidence: float, level: float | None = None) -> Difference:
-        """Interval of the mean difference at the look that has been reached, one-sided each way.
+        """Return the interval of the mean difference at the current look, one-sided in each direction.
 
         Args:
-            confidence: Of all looks together. Bounds of graded scores hold at all of them as they are; those of right
-                or wrong, and of clusters, are taken at the confidence of the look.
-            level: That confidence, where the look is not this task's own but its suite's.
+            confidence: Confidence over all looks together. Bounds of graded scores hold at all looks without
+                adjustment. Bounds of binary scores and of clusters are computed at the confidence of the look.
+            level: Confidence of the look, if it is the suite's look and not this task's own.
         """
         level = self.look(confidence).confidence if level is None else level
         if not self.binary:
@@ -157,20 +162,20 @@ def measure_guard(
     leaf_metrics: Mapping[str, str] | None = None,
     data: TaskData | None = None,
 ) -> GuardEvidence:
-    """Evidence on one guard from paired scores within ``guard.score_range``, in the order in which they were scored.
+    """Return the evidence on one guard from paired scores within ``guard.score_range``, in scoring order.
 
     Args:
-        reference: The model that was chosen; absent: as the guard says.
-        documents: Of the task, evaluated so far; absent: those that are paired.
-        schedule: Documents after each planned look; empty: this look is the only one.
-        candidates: Parents of which the reference is the best.
-        selection_bias: What that adds to the drop, at most; in [0, 1].
-        leaf_metrics: By task below a group, where they are judged by different ones.
-        data: What was asked, where it is known.
+        reference: Name of the chosen model. Default: the guard's ``guarded_by``.
+        documents: Number of documents of the task evaluated so far. Default: the number of paired documents.
+        schedule: Number of documents after each planned look. Empty means that this look is the only one.
+        candidates: Number of parents among which the reference is the best.
+        selection_bias: Largest amount that this choice adds to the drop, in [0, 1].
+        leaf_metrics: Metric by task below a group, if they differ.
+        data: Evaluated data, if known.
 
     Raises:
-        InvalidInput: when there are too few documents or clusters to say anything, not all that were evaluated have a
-            score, documents are not known to be in clusters, or a score is not a number within the guard's range.
+        InvalidInput: If there are too few documents or clusters, an evaluated document has no score, the cluster of a
+            document is unknown, or a score is not a number within the guard's range.
     """
     sign = 1.0 if higher_is_better else -1.0
     n = len(paired.documents)
@@ -207,28 +212,28 @@ def measure_guard(
 def decide_guard(
     drop: float, low: float, high: float, max_drop: float, margin: float, *, last_look: bool = True
 ) -> Outcome:
-    """The rule at the top of this file, on a drop with its interval; all in points."""
+    """Apply the rule in the module docstring to a drop with its interval; all values in points."""
     if is_worse(drop, low, max_drop if last_look else margin):
         return "fail"
     return "pass" if is_within(drop, high, max_drop, margin) else "inconclusive"
 
 
 def is_worse(drop: Points, low: Points, limit: float) -> Any:
-    """Over the limit, and not noise; of one drop or of many."""
+    """Return whether a drop, or each of many, exceeds the limit and is not noise."""
     return (drop > limit) & (low > 0)
 
 
 def is_within(drop: Points, high: Points, max_drop: float, margin: float) -> Any:
-    """Shown to be at most so much worse; of one drop or of many."""
+    """Return whether a drop, or each of many, is shown to be at most ``margin``."""
     return (drop <= max_drop) & (high <= margin)
 
 
 def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outcome:
-    """Whether a task of a suite has fallen far; all in points.
+    """Decide whether a task of a suite has fallen far; all values in points.
 
     Args:
-        low: Lower bound among as many questions as are asked.
-        high: Upper bound of this task alone: a merge that has fallen far in one task has to get by that one.
+        low: Lower bound, corrected for the number of questions.
+        high: Upper bound of this task alone, because a merge that has fallen far in one task has to get past that task.
     """
     if low > max_drop:
         return "fail"
@@ -238,84 +243,86 @@ def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outco
 def judge_guard(
     guard: Guard, metric: str, paired: PairedScores, higher_is_better: bool, confidence: float
 ) -> GuardVerdict:
-    """The verdict of a guard that is the only one, on paired scores in [0, 1] that are all there will be.
+    """Return the verdict of a single guard on paired scores in [0, 1] to which no more will be added.
 
     Raises:
-        InvalidInput: as ``measure_guard``.
+        InvalidInput: As ``measure_guard``.
     """
     return judge_guards([measure_guard(guard, metric, paired, higher_is_better)], confidence)[0]
 
 
 def judge_guards(
-    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, unasked: int = 0
+    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, pending: int = 0
 ) -> tuple[GuardVerdict, ...]:
-    """The verdicts of all guards of a merge, each at the look that its task has reached.
+    """Return the verdicts of all guards of a merge, each at the look that its task has reached.
 
     Args:
-        confidence: One-sided, of each passing guard over all of its looks; and that no alarm at all is false.
-        as_suite: Each must only not have fallen far, instead of being within its own margin.
-        unasked: Further guards of the merge of which nothing is known yet.
+        confidence: One-sided confidence of each passing guard over all of its looks, and the confidence that no alarm
+            is false.
+        as_suite: Whether each task must only not have fallen far, instead of being within its own margin.
+        pending: Number of further guards of the merge that have no evidence yet.
 
     Raises:
-        InvalidInput: when a task has been evaluated to where no look was planned.
+        InvalidInput: If a task has been evaluated to a point where no look was planned.
     """
-    alarms = alarm_confidences(measured, confidence, unasked)
-    asked = sum(one.candidates for one in measured)
+    alarms = alarm_confidences(measured, confidence, pending)
+    questions = sum(evidence.candidates for evidence in measured)
     return tuple(
-        _judged(one, confidence, alarm, asked, as_suite=as_suite) for one, alarm in zip(measured, alarms, strict=True)
+        _judge(evidence, confidence, alarm, questions, as_suite=as_suite)
+        for evidence, alarm in zip(measured, alarms, strict=True)
     )
 
 
-def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, unasked: int = 0) -> list[float]:
-    """At which confidence, over all its looks, each guard is asked whether there is a drop at all.
+def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, pending: int = 0) -> list[float]:
+    """Return the confidence, over all looks, at which each guard is tested for any drop.
 
-    Holm's step-down in the form of Bretz et al. 2009 (Stat. Med. 28:586): the allowed error is shared by the guards
-    that have not yet shown a drop, so each one that has leaves its share to the others. Each look spends the share of
-    its guard as ``tasks.gate.sequential`` says (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). Guards of which
-    nothing is known yet (``unasked``) keep their shares: what is shown without them is shown whatever they say.
+    This is Holm's step-down procedure in the form of Bretz et al. 2009 (Stat. Med. 28:586): the guards still without a
+    drop share the allowed error, so each guard with a drop leaves its share to the others. Each look spends its guard's
+    share as described in ``tasks.gate.sequential`` (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). Guards without
+    evidence (``pending``) keep their shares, so a result that holds without them holds for any result of theirs.
     """
     confidences = [confidence] * len(measured)
     waiting = list(range(len(measured)))
     while waiting:
         for i in waiting:
-            questions = (len(waiting) + unasked) * measured[i].candidates
+            questions = (len(waiting) + pending) * measured[i].candidates
             confidences[i] = confidence if questions == 1 else 1 - (1 - confidence) / questions
-        shown = [i for i in waiting if _low(measured[i], confidences[i]) > 0]
-        waiting = [i for i in waiting if i not in shown]
-        if not shown:
+        dropped = [i for i in waiting if _low(measured[i], confidences[i]) > 0]
+        waiting = [i for i in waiting if i not in dropped]
+        if not dropped:
             break
     return confidences
 
 
-def _low(one: GuardEvidence, confidence: float) -> float:
-    return one.interval(confidence).low
+def _low(evidence: GuardEvidence, confidence: float) -> float:
+    return evidence.interval(confidence).low
 
 
-def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, as_suite: bool) -> GuardVerdict:
-    guard, n = one.guard, len(one.differences)
-    look, alarm_look = one.look(confidence), one.look(alarm)
-    estimate = one.interval(confidence)
+def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: int, *, as_suite: bool) -> GuardVerdict:
+    guard, n = evidence.guard, len(evidence.differences)
+    look, alarm_look = evidence.look(confidence), evidence.look(alarm)
+    estimate = evidence.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
     last_look = look.number == look.of
-    sure_low = 100 * _low(one, alarm)
+    sure_low = 100 * _low(evidence, alarm)
     if as_suite:
         outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
     else:
         outcome = decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=last_look)
     needed = chance_left = None
     if outcome == "inconclusive":
-        chance_left = _chance_left(one, estimate, confidence, alarm, as_suite=as_suite)
+        chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
         alarming = drop > guard.max_drop and not as_suite
-        needed = _needed(one, estimate, alarm if alarming else confidence, as_suite=as_suite)
+        needed = _documents_to_decide(evidence, estimate, alarm if alarming else confidence, as_suite=as_suite)
     verdict = GuardVerdict(
         task=guard.task,
-        metric=one.metric,
-        reference=one.reference,
-        reference_score=one.reference_score,
-        merge_score=one.merge_score,
+        metric=evidence.metric,
+        reference=evidence.reference,
+        reference_score=evidence.reference_score,
+        merge_score=evidence.merge_score,
         n=n,
-        lost=sum(d > 0 for d in one.differences),
-        won=sum(d < 0 for d in one.differences),
+        lost=sum(d > 0 for d in evidence.differences),
+        won=sum(d < 0 for d in evidence.differences),
         drop=drop,
         low=low,
         high=high,
@@ -327,46 +334,50 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, 
         documents_needed=needed,
         detectable_drop=100 * detectable_difference(estimate.variance, n, alarm_look.confidence),
         look=look,
-        documents_left=one.schedule[-1] - one.documents,
+        documents_left=evidence.schedule[-1] - evidence.documents,
         alarm_confidence=alarm,
-        candidates=one.candidates,
-        selection_bias=100 * one.selection_bias,
-        clusters=len(set(one.clusters)) if one.clusters is not None else None,
+        candidates=evidence.candidates,
+        selection_bias=100 * evidence.selection_bias,
+        clusters=len(set(evidence.clusters)) if evidence.clusters is not None else None,
         chance_left=chance_left,
         weight=guard.weight,
         limit=guard.catastrophe if as_suite else None,
-        documents_asked=one.documents,
-        leaf_metrics=dict(one.leaf_metrics),
-        data=one.data,
+        documents_asked=evidence.documents,
+        leaf_metrics=dict(evidence.leaf_metrics),
+        data=evidence.data,
     )
-    return verdict.model_copy(update={"reason": _sentence(verdict, asked)})
+    return verdict.model_copy(update={"reason": _sentence(verdict, questions)})
 
 
-def _needed(one: GuardEvidence, estimate: Difference, confidence: float, *, as_suite: bool) -> int | None:
-    """Documents that would decide with power 0.8 if the drop is as seen: those of a planned look, or more than all."""
-    drop, guard = estimate.mean, one.guard
+def _documents_to_decide(
+    evidence: GuardEvidence, estimate: Difference, confidence: float, *, as_suite: bool
+) -> int | None:
+    """Return the documents that decide with power 0.8 if the drop is as observed: at a planned look, or beyond all."""
+    drop, guard = estimate.mean, evidence.guard
     threshold, margin = guard.max_drop / 100, (guard.catastrophe if as_suite else guard.upper_limit) / 100
-    # Above the threshold it takes showing that there is a drop at all; below it, and for a task of a suite, that it is
-    # within what is allowed.
+    # Above the threshold, the evidence must show any drop at all. Below it, and for a task of a suite, it must
+    # show that the drop is within the allowed amount.
     distance = drop if drop > threshold and not as_suite else margin - drop
     if distance <= 0:
         return None
-    for look in plan_looks(one.schedule, confidence):
+    for look in plan_looks(evidence.schedule, confidence):
         can_decide = as_suite or look.number == look.of or not threshold < drop <= margin
         enough = documents_needed(estimate.variance, distance, look.confidence) <= look.documents
-        if look.documents > one.documents and can_decide and enough:
+        if look.documents > evidence.documents and can_decide and enough:
             return look.documents
-    return max(one.schedule[-1] + 1, documents_needed(estimate.variance, distance, confidence))
+    return max(evidence.schedule[-1] + 1, documents_needed(estimate.variance, distance, confidence))
 
 
 def _chance_left(
-    one: GuardEvidence, estimate: Difference, confidence: float, alarm: float, *, as_suite: bool
+    evidence: GuardEvidence, estimate: Difference, confidence: float, alarm: float, *, as_suite: bool
 ) -> float | None:
-    if one.documents >= one.schedule[-1]:
+    if evidence.documents >= evidence.schedule[-1]:
         return None
-    share, guard = one.documents / one.schedule[-1], one.guard
-    error = math.sqrt(estimate.variance / len(one.differences))
-    sure, alarmed = (normal_quantile(plan_looks(one.schedule, level)[-1].confidence) for level in (confidence, alarm))
+    share, guard = evidence.documents / evidence.schedule[-1], evidence.guard
+    error = math.sqrt(estimate.variance / len(evidence.differences))
+    sure, alarmed = (
+        normal_quantile(plan_looks(evidence.schedule, level)[-1].confidence) for level in (confidence, alarm)
+    )
     last_error, limit = error * math.sqrt(share), guard.max_drop / 100
     if as_suite:
         pass_below, fail_above = guard.catastrophe / 100 - sure * last_error, limit + alarmed * last_error
@@ -377,9 +388,9 @@ def _chance_left(
 
 
 def _mapped(guard: Guard, metric: str, paired: PairedScores, scores: Sequence[float], model: str) -> tuple[float, ...]:
-    """Scores of one model on the scale from 0 to 1, on which ``max_drop`` counts hundredths."""
+    """Return the scores of one model on a scale from 0 to 1, on which ``max_drop`` counts hundredths."""
     low, high = guard.score_range
-    rounding = 1e-9 * (high - low)  # 0.1 + 0.2 is more than 0.3
+    rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
     for (task, doc_id), score in zip(paired.documents, scores, strict=True):
         if not low - rounding <= score <= high + rounding:
             raise InvalidInput(
@@ -401,12 +412,12 @@ def _clusters(guard: Guard, paired: PairedScores) -> tuple[str, ...] | None:
     return clusters
 
 
-def _sentence(verdict: GuardVerdict, asked: int) -> str:
-    """What was found, in the words of a person: ``gsm8k: 4.1 points below math [2.3, 5.9], limit 3.0``."""
+def _sentence(verdict: GuardVerdict, questions: int) -> str:
+    """Return the result as a sentence: ``gsm8k: 4.1 points below math [2.3, 5.9], limit 3.0``."""
     drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.limit or verdict.max_drop
-    # 3.04 is over a limit of 3, and must be seen to be.
+    # A drop of 3.04 exceeds a limit of 3, so show enough digits to make this visible.
     digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
-    if drop < 0:  # said the other way round, interval and all
+    if drop < 0:  # Report the gain as positive, including its interval.
         difference, low, high = f"{-drop:.{digits}f} points above", -high, -low
     else:
         difference = f"{drop:.{digits}f} points below" if drop > 0 else "level with"
@@ -426,5 +437,5 @@ def _sentence(verdict: GuardVerdict, asked: int) -> str:
         return f"{sentence}, after {seen} documents" if verdict.documents_left else sentence
     sentence += f": undecided after {seen} documents"
     if verdict.limit is None and verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
-        sentence += f", where one of {asked} comparisons may be off by chance"
+        sentence += f", where one of {questions} comparisons may be off by chance"
     return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")

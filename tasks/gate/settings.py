@@ -1,4 +1,4 @@
-"""What a profile says under ``evaluate``: tasks, how they are scored, how they are judged; and those tasks, pinned."""
+"""Define the ``evaluate`` section of a profile, and pin the tasks that it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
 class EvaluateSettings(Scoring, GateRule):
-    """What is evaluated and how it is judged, in a profile under ``evaluate``."""
+    """Tasks, prompts, scoring and gate rule of a profile, under ``evaluate``."""
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
     data: LocalPath | None = Field(
@@ -32,12 +32,12 @@ class EvaluateSettings(Scoring, GateRule):
     )
 
     @model_validator(mode="after")
-    def _allows_code_of_what_is_evaluated(self) -> Self:
+    def _check_allow_code(self) -> Self:
         require_evaluated(self.allow_code, [guard.task for guard in self.tasks])
         return self
 
     @model_validator(mode="after")
-    def _anchors_what_is_compared_with_the_champion(self) -> Self:
+    def _check_anchor(self) -> Self:
         guards = {guard.guarded_by for guard in self.tasks}
         if self.anchor is not None and not {CHAMPION, ANCHOR} & guards:
             raise ValueError("anchor is for guards against the champion, and there is none")
@@ -46,7 +46,7 @@ class EvaluateSettings(Scoring, GateRule):
         return self
 
     @model_validator(mode="after")
-    def _turns_are_of_a_chat_here(self) -> Self:
+    def _check_multiturn(self) -> Self:
         for guard in self.tasks:
             if guard.fewshot_as_multiturn is not None and not resolve_prompt_settings(guard.own, self).is_chat:
                 raise ValueError(f"{guard.task}: fewshot_as_multiturn is for a chat template, and there is none")
@@ -54,17 +54,17 @@ class EvaluateSettings(Scoring, GateRule):
 
     @property
     def asked_alone(self) -> dict[str, str]:
-        """What is said of how a task is asked that is not said of all, in a line, by the task."""
+        """One-line description of each task's own prompt settings, by task; tasks without any are left out."""
         return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
 
     @property
     def scoring(self) -> Scoring:
-        """The part that decides scores."""
+        """Settings that determine scores."""
         return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
 
     @property
     def gate_rule(self) -> GateRule:
-        """The part that judges them."""
+        """Settings that determine the verdict."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
 
 
@@ -75,39 +75,39 @@ def pin_tasks(
     data: Path | None = None,
     code_of: Collection[str] = (),
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
-    """All tasks of the guards, each once, and the guards in terms of the names of those tasks.
+    """Pin the tasks of all guards, and return the guards under the names of those tasks with each task once.
 
     Args:
-        data: Directory with datasets, relative to ``root``; None: the Hub.
+        data: Directory with datasets, relative to ``root``. None means the Hub.
         code_of: Tasks whose generated code may be run.
 
     Raises:
-        InvalidInput: as ``pin_sound_tasks``; when two definitions call themselves by one name, two guards of a task ask
-            it in different ways under one name, or disagree on which of its documents belong together.
+        InvalidInput: As ``pin_sound_tasks``; if two definitions share a name; or if two guards of a task prompt
+            differently under one name, or disagree on which of its documents form a cluster.
     """
-    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_of)
-    asked = [_as_asked(written[guard.task], guard) for guard in guards]
+    pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_of)
+    guard_tasks = [_apply_guard(pinned[guard.task], guard) for guard in guards]
     tasks: dict[str, EvalTask] = {}
-    for guard, task in zip(guards, asked, strict=True):
-        known = tasks.setdefault(task.name, task)
-        if known.digest != task.digest:
+    for guard, task in zip(guards, guard_tasks, strict=True):
+        first = tasks.setdefault(task.name, task)
+        if first.digest != task.digest:
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}",
                 found=f"calls itself {task.name!r}, as does another task of this profile",
                 expected="a name of its own under 'task'",
             )
-        if known.asked != task.asked:
-            ways = (each.asked.described() if each.asked else "as the profile says of all" for each in (known, task))
+        if first.asked != task.asked:
+            ways = (each.asked.described() if each.asked else "as the profile says of all" for each in (first, task))
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}",
                 found=f"asked in two ways as {task.name!r}: {' and '.join(ways)}",
                 expected="one way of asking under each name",
                 remedy=f"name: {task.name}-2 in one of them",
             )
-    for guard, asked_task in zip(guards, asked, strict=True):
-        if guard.cluster_by in (None, "task"):  # known of every document anyway
+    for guard, guard_task in zip(guards, guard_tasks, strict=True):
+        if guard.cluster_by in (None, "task"):  # The task of a document is always available.
             continue
-        task = tasks[asked_task.name]
+        task = tasks[guard_task.name]
         if task.cluster_field not in (None, guard.cluster_by):
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}: cluster_by",
@@ -116,13 +116,14 @@ def pin_tasks(
             )
         tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
     renamed = tuple(
-        guard.model_copy(update={"task": task.name, "name": None}) for guard, task in zip(guards, asked, strict=True)
+        guard.model_copy(update={"task": task.name, "name": None})
+        for guard, task in zip(guards, guard_tasks, strict=True)
     )
     return renamed, tuple(tasks.values())
 
 
-def _as_asked(task: EvalTask, guard: Guard) -> EvalTask:
-    """``task`` under the name that a guard gives it, asked as the guard says."""
+def _apply_guard(task: EvalTask, guard: Guard) -> EvalTask:
+    """Return ``task`` under the guard's name and with the guard's prompt settings."""
     if guard.name not in (None, task.name):
         task = task.model_copy(update={"name": guard.name, "known_as": task.name})
     return task.model_copy(update={"asked": guard.own}) if guard.own else task

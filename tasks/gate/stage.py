@@ -1,10 +1,11 @@
-"""The gate: from paired evidence to a verdict. Pure decisions; the stage around them only reads and stores.
+"""Decide from paired evidence whether a merge passes. Pure functions; the stage around them only reads and stores.
 
-Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
-(``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
-While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
-evaluated, up to the next look, and asks again (``flows.attempt``). Within a look ``cannot_pass`` tells after each
-task whether those to come could still change anything; where they cannot, they are not run.
+The gate judges perplexity first (``tasks.gate.drift``), then one guard for each promise of the profile
+(``tasks.gate.regression``) and, unless each guard is judged on its own, their mean (``tasks.gate.suite``). All must
+pass. While anything is undecided and documents are left, ``undecided_tasks`` names the tasks. The flow then has more of
+their documents evaluated, up to the next look, and calls the gate again (``flows.attempt``). Within a look,
+``cannot_pass`` reports after each task whether the remaining tasks might still change the result. If not, they are not
+run.
 """
 
 from __future__ import annotations
@@ -40,37 +41,38 @@ OnInconclusive = Literal["block", "warn", "pass"]
 
 
 class SkippedGuard(BaseModel):
-    """A guard whose task was not asked, because another had decided."""
+    """Guard whose task was not evaluated, because another guard had already decided."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    reference: str  # what it would have been compared with, as the guard says
-    limit: float  # points, of this task alone
-    decided_by: str  # the task whose guard failed
-    documents: int  # that might have been asked of it; 0 where nobody counted
+    reference: str  # Reference in the guard's words.
+    limit: float  # Limit of this task alone, in points.
+    decided_by: str  # Task whose guard failed.
+    documents: int  # Number of documents that might have been evaluated; 0 if unknown.
 
     @property
     def word(self) -> str:
+        """Statement that the guard was not run, with the task that decided."""
         return f"not run: decided by {self.decided_by}"
 
 
 class GateVerdict(StageValue):
-    """The decision about one merge, with all that led to it."""
+    """Decision about one merge, with all its evidence."""
 
-    outcome: Outcome  # worst of all
-    publishable: bool  # what the outcome and ``on_inconclusive`` make of it
+    outcome: Outcome  # Most severe of all outcomes.
+    publishable: bool  # Consequence of the outcome and ``on_inconclusive``.
     guards: tuple[GuardVerdict, ...]
     drift: DriftVerdict | None
-    overall_drop: float | None  # mean over tasks, points
+    overall_drop: float | None  # Mean over tasks, in points.
     overall_low: float | None
     overall_high: float | None
     on_inconclusive: OnInconclusive
-    reasons: tuple[str, ...]  # why not, worst first; empty when it passes
-    notes: tuple[str, ...] = ()  # what was not judged, and why that is well
-    suites: tuple[SuiteVerdict, ...] = ()  # the mean over all tasks, where it is judged: first against all references
-    # but the anchor, then against that
-    not_run: tuple[SkippedGuard, ...] = ()  # guards whose tasks were not asked, since what was asked decides
+    reasons: tuple[str, ...]  # Reasons against publication, most severe first; empty if the merge passes.
+    notes: tuple[str, ...] = ()  # Guards that were not judged, with the reason why that is acceptable.
+    # Mean over all tasks, if it is judged: first against all references but the anchor, then against the anchor.
+    suites: tuple[SuiteVerdict, ...] = ()
+    not_run: tuple[SkippedGuard, ...] = ()  # Guards whose tasks were not evaluated, because other guards decided.
 
     def summary(self) -> str:
         if not self.publishable:
@@ -87,7 +89,7 @@ class GateVerdict(StageValue):
         return not self.publishable
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
+        """Return this decision as a ``Verdict``, the shape that all stages share."""
         return Verdict(
             name="gate",
             outcome=self.outcome,
@@ -98,7 +100,7 @@ class GateVerdict(StageValue):
         )
 
     def joined_by(self, joint: JointVerdict) -> GateVerdict:
-        """This verdict with what all judgements of the merge come to together."""
+        """Return this decision with the joint outcome of all verdicts on the merge."""
         return self.model_copy(update=joint._asdict())
 
 
@@ -116,50 +118,54 @@ def gate(
     anchor_confidence: float | None = None,
     waiting: tuple[str, ...] = (),
 ) -> GateVerdict:
-    """Judge one merge on perplexity and, unless that shows it broken, by its guards.
+    """Judge one merge on perplexity and, unless perplexity shows it broken, by its guards.
 
     Args:
-        guards: Their ``task`` is what lm-eval calls it (see ``pin_tasks``).
-        scores: By model, the merge among them; may be empty when perplexity shows the merge broken. A task may come in
-            several parts, which are judged together.
-        likelihoods: By model, the merge among them; may be empty where ``limits`` is None.
+        guards: Guards whose ``task`` is lm-eval's name (see ``pin_tasks``).
+        scores: Scores by model, including the merge; may be empty if perplexity shows the merge broken. A task may come
+            in several parts, which are judged together.
+        likelihoods: Likelihoods by model, including the merge; may be empty if ``limits`` is None.
         merged: Name of the merge in both.
-        schedule: By task, documents after each look that was planned; a task without one is looked at once.
-        first_release: There is no champion yet, so guards compared with it have nothing to say.
-        parents: That 'best parent' chooses from; None: all but the merge and releases.
-        anchor_confidence: Of comparisons with the anchor, where it is another than the rule's.
-        waiting: Tasks that were not asked, or not as far as this look goes, because one that was is lost for good (see
-            ``cannot_pass``). Then there is no mean over all tasks to judge.
+        schedule: Number of documents after each planned look, by task. A task without a schedule has a single look.
+        first_release: Whether there is no champion yet, so that guards against it are skipped.
+        parents: Parents that 'best parent' chooses from. None means all models except the merge and releases.
+        anchor_confidence: Confidence of comparisons with the anchor, if it differs from the rule's.
+        waiting: Tasks that were not evaluated, or not up to this look, because a task that was evaluated already rules
+            out publication (see ``cannot_pass``). Then there is no mean over all tasks to judge.
 
     Raises:
-        InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
+        InvalidInput: For a guard whose model, task or metric does not exist, or evidence that is not comparable.
     """
     drifted = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drifted is not None and drifted.broken:
         return gate_verdict((), drifted, rule.on_inconclusive)
     check_guards(guards, set(scores) - {merged, CHAMPION, ANCHOR})
-    known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
+    scores_by_task = {
+        (model, task): task_scores
+        for model, parts in scores.items()
+        for task, task_scores in by_task(model, parts).items()
+    }
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
-    unasked = [guard for guard in judged if guard.task in waiting and (merged, guard.task) not in known]
+    pending = [guard for guard in judged if guard.task in waiting and (merged, guard.task) not in scores_by_task]
     measured = []
     for guard in judged:
-        if guard not in unasked:
+        if guard not in pending:
             models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
-            measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
+            measured.append(_measure(guard, scores_by_task, models, merged, plan.get(guard.task, ())))
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
     is_suite = _is_suite(judged, rule)
     suites: list[SuiteVerdict] = []
     verdicts: list[GuardVerdict] = []
     for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
-        if some := [one for one in measured if (one.guard.guarded_by == ANCHOR) == is_anchor]:
-            suites += [judge_suite(some, confidence)] if is_suite and not waiting else []
-            others = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in unasked)
-            verdicts += judge_guards(some, confidence, as_suite=is_suite, unasked=others)
-    lost = next((one.task for one in verdicts if one.outcome == "fail"), "")
-    if waiting and not lost:
+        if group := [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]:
+            suites += [judge_suite(group, confidence)] if is_suite and not waiting else []
+            pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in pending)
+            verdicts += judge_guards(group, confidence, as_suite=is_suite, pending=pending_count)
+    failed_task = next((verdict.task for verdict in verdicts if verdict.outcome == "fail"), "")
+    if waiting and not failed_task:
         raise ValueError(f"{', '.join(waiting)} not asked although nothing is decided")
-    not_run = tuple(_not_run(guard, lost, plan, is_suite=is_suite) for guard in unasked)
+    not_run = tuple(_not_run(guard, failed_task, plan, is_suite=is_suite) for guard in pending)
     return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites, not_run)
 
 
@@ -174,32 +180,36 @@ def cannot_pass(
     parents: tuple[str, ...] | None = None,
     anchor_confidence: float | None = None,
 ) -> bool:
-    """Whether a guard on ``task`` has failed whatever all others come to, so that the merge is not published.
+    """Return whether a guard on ``task`` has failed regardless of the other guards, which rules out publication.
 
-    It is asked as one among as many as there are, before anybody knows which others will show a drop; when ``gate``
-    asks again with them, it is asked no more strictly. So what ends here would have ended as well at the end of the
-    look, and in whatever order tasks are asked.
+    The guard is tested as one among all guards, before it is known which others will show a drop. When ``gate`` tests
+    it again with them, the test is not stricter. A merge that ends here would therefore have ended at the end of the
+    look, regardless of the order of tasks.
 
     Args:
-        scores: By model, on this task at least. Other arguments as of ``gate``.
+        scores: Scores by model, on this task at least. The other arguments are those of ``gate``.
     """
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
-    known = {(model, task): each[task] for model, parts in scores.items() if task in (each := by_task(model, parts))}
+    scores_by_task = {
+        (model, task): task_scores[task]
+        for model, parts in scores.items()
+        if task in (task_scores := by_task(model, parts))
+    }
     for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
-        some = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
+        group = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
         measured = [
-            _measured(
+            _measure(
                 guard,
-                known,
+                scores_by_task,
                 reference_models(guard, scores, merged, parents) or (guard.guarded_by,),
                 merged,
                 (schedule or {}).get(task, ()),
             )
-            for guard in some
+            for guard in group
             if guard.task == task
         ]
         verdicts = judge_guards(
-            measured, confidence, as_suite=_is_suite(judged, rule), unasked=len(some) - len(measured)
+            measured, confidence, as_suite=_is_suite(judged, rule), pending=len(group) - len(measured)
         )
         if any(verdict.outcome == "fail" for verdict in verdicts):
             return True
@@ -209,24 +219,30 @@ def cannot_pass(
 def perplexity_drift(
     likelihoods: Mapping[str, Artifact[Likelihoods]], limits: DriftLimits, confidence: float, merged: str = "merge"
 ) -> DriftVerdict:
-    """The drift verdict on stored likelihoods, for whoever must know it before the costly tasks are run.
+    """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run.
 
     Raises:
-        InvalidInput: as ``judge_drift``.
+        InvalidInput: As ``judge_drift``.
     """
-    read = {name: ModelLikelihoods(a.value, read_documents(a.directory)) for name, a in likelihoods.items()}
-    merge = read.pop(merged)
-    return judge_drift(read, merge, limits, confidence)
+    models = {
+        name: ModelLikelihoods(artifact.value, read_documents(artifact.directory))
+        for name, artifact in likelihoods.items()
+    }
+    merge = models.pop(merged)
+    return judge_drift(models, merge, limits, confidence)
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Tasks of which more documents would serve: a guard is undecided, some are left that may decide it, and nothing
-    has failed yet. Of a suite that is all of them: they are extended together."""
+    """Return the tasks for which more documents would help.
+
+    A guard of such a task is undecided, documents that may decide it are left, and nothing has failed yet. The tasks of
+    a suite are extended together, so all of them are returned.
+    """
     if verdict.outcome == "fail":
-        return ()  # whatever they said, it would not be published
+        return ()  # More documents cannot make this merge publishable.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
     if any(chance is not None and chance < FUTILE for chance in chances):
-        return ()  # what is left of tonight's documents would not decide it
+        return ()  # The remaining documents of this run would not decide it.
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
     if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)
@@ -241,14 +257,14 @@ def gate_verdict(
     suites: Sequence[SuiteVerdict] = (),
     not_run: tuple[SkippedGuard, ...] = (),
 ) -> GateVerdict:
-    """The decision about a merge: the worst of all its guards, and what follows from it."""
-    # A task that has fallen says more than the mean that it drags down.
+    """Return the decision about a merge: the most severe outcome of all its guards, and the consequence."""
+    # A task that has fallen is more informative than the mean that it drags down, so guards come first.
     parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
-    bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
+    bad.sort(key=lambda part: -severity(part[0]))  # Stable: drift first, then the order of the profile.
     drop, low, high = (suites[0].drop, suites[0].low, suites[0].high) if suites else _overall(guards)
     return GateVerdict(
         outcome=outcome,
@@ -267,7 +283,7 @@ def gate_verdict(
 
 
 def _is_suite(judged: Sequence[Guard], rule: GateRule) -> bool:
-    """Whether the mean over all tasks is judged: one task alone is its own suite."""
+    """Return whether the mean over all tasks is judged; a single task is its own suite."""
     return rule.rule == "suite" and len({guard.task for guard in judged}) > 1
 
 
@@ -281,23 +297,23 @@ def _not_run(guard: Guard, decided_by: str, plan: Mapping[str, tuple[int, ...]],
     )
 
 
-def _measured(
+def _measure(
     guard: Guard,
-    known: Mapping[tuple[str, str], TaskScores],
+    scores_by_task: Mapping[tuple[str, str], TaskScores],
     models: Sequence[str],
     merged: str,
     schedule: Sequence[int],
 ) -> GuardEvidence:
-    where = f"{guard.task}: {merged} against {guard.guarded_by}"
-    sides = {name: _scores_on(guard.task, name, known, where) for name in models}
-    ours = _scores_on(guard.task, merged, known, where)
+    location = f"{guard.task}: {merged} against {guard.guarded_by}"
+    sides = {name: _scores_on(guard.task, name, scores_by_task, location) for name in models}
+    ours = _scores_on(guard.task, merged, scores_by_task, location)
     for theirs in sides.values():
         if theirs.lm_eval_version != ours.lm_eval_version:
             versions = f"{theirs.lm_eval_version} and {ours.lm_eval_version}"
-            raise InvalidInput(where, found=f"scores of lm-eval {versions}", expected="one version on both sides")
+            raise InvalidInput(location, found=f"scores of lm-eval {versions}", expected="one version on both sides")
         if theirs.data and ours.data and theirs.data.digest != ours.data.digest:
             raise InvalidInput(
-                where,
+                location,
                 found="scores on different data",
                 expected="the same documents, examples and templates on both sides",
                 remedy="the task's dataset was exchanged: evaluate both again",
@@ -305,9 +321,9 @@ def _measured(
     metrics = next(iter(sides.values())).metrics(guard.metric)
     judged = ours.judged(metrics)
     paired = {
-        name: pair_documents(theirs.judged(metrics), judged, metrics.label, where) for name, theirs in sides.items()
+        name: pair_documents(theirs.judged(metrics), judged, metrics.label, location) for name, theirs in sides.items()
     }
-    chosen = best_model({name: each.reference for name, each in paired.items()}, metrics.higher_is_better)
+    chosen = best_model({name: pair.reference for name, pair in paired.items()}, metrics.higher_is_better)
     return measure_guard(
         guard,
         metrics.label,
@@ -319,19 +335,23 @@ def _measured(
         data=ours.data,
         schedule=schedule,
         candidates=len(paired),
-        selection_bias=selection_bias([each.reference for each in paired.values()]),
+        selection_bias=selection_bias([pair.reference for pair in paired.values()]),
     )
 
 
-def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], TaskScores], where: str) -> TaskScores:
-    if (model, task) in known:
-        return known[model, task]
-    raise InvalidInput(where, found=f"no scores of {model}", expected="both models evaluated on this task")
+def _scores_on(
+    task: str, model: str, scores_by_task: Mapping[tuple[str, str], TaskScores], location: str
+) -> TaskScores:
+    if (model, task) in scores_by_task:
+        return scores_by_task[model, task]
+    raise InvalidInput(location, found=f"no scores of {model}", expected="both models evaluated on this task")
 
 
 def _overall(guards: Sequence[GuardVerdict]) -> tuple[float | None, float | None, float | None]:
-    """Mean drop over tasks with its interval, points. A distance at an early look is taken at the higher confidence of
-    that look, which makes the interval wider than it need be, never narrower."""
+    """Return the mean drop over tasks with its interval, in points.
+
+    A distance at an early look is taken at the higher confidence of that look, which can only widen the interval.
+    """
     if not guards:
         return None, None, None
-    return mean_drop([TaskDrop(one.task, one.weight, one.drop, one.low, one.high) for one in guards])
+    return mean_drop([TaskDrop(guard.task, guard.weight, guard.drop, guard.low, guard.high) for guard in guards])

@@ -1,11 +1,12 @@
-"""The statistics of the gate: intervals of paired differences, and how much evidence a decision takes. Pure functions.
+"""Compute intervals of paired differences and the evidence that a decision needs. Pure functions.
 
-All intervals are one-sided each way: ``low`` and ``high`` each err with probability ``1 - confidence``, so the pair
-covers with ``2 * confidence - 1``. A gate asks one-sided questions ("is it worse?", "is it at most so much worse?").
+All intervals are one-sided in each direction: ``low`` and ``high`` each err with probability ``1 - confidence``, so the
+pair covers with ``2 * confidence - 1``. A gate asks one-sided questions ("is it worse?", "is it at most this much
+worse?").
 
 Sources: Bonett & Price 2012 (J. Educ. Behav. Stat. 37:479) and Tango 1998 (Stat. Med. 17:891) for paired proportions;
-Miller 2024 (arXiv 2411.00640) for pairing in evaluations; Connor 1987 (Biometrics 43:207) for sample sizes. Graded
-scores are in ``tasks.gate.bounded``, documents that belong together in ``tasks.gate.clusters``.
+Miller 2024 (arXiv 2411.00640) for pairing in evaluations; Connor 1987 (Biometrics 43:207) for sample sizes. For graded
+scores see ``tasks.gate.graded_scores``; for clustered documents see ``tasks.gate.clusters``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-POWER = 0.80  # at which sample sizes and detectable drops are stated
+POWER = 0.80  # Power at which sample sizes and detectable drops are stated.
 
 
 class Difference(NamedTuple):
-    """A mean paired difference with its interval, in the unit of the scores."""
+    """Mean paired difference with its interval, in the unit of the scores."""
 
     mean: float
     low: float
     high: float
-    variance: float  # of one document's difference
+    variance: float  # Variance of the difference of one document.
 
 
 class Ratio(NamedTuple):
-    """A ratio with its interval."""
+    """Ratio with its interval."""
 
     ratio: float
     low: float
@@ -40,25 +41,25 @@ class Ratio(NamedTuple):
 
 
 def normal_quantile(confidence: float) -> float:
-    """One-sided normal quantile: 1.645 at 0.95."""
+    """Return the one-sided normal quantile: 1.645 at 0.95."""
     return NormalDist().inv_cdf(confidence)
 
 
 def student_quantile(confidence: float, degrees: int) -> float:
-    """One-sided quantile of Student's t."""
+    """Return the one-sided quantile of Student's t."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, confidence))
 
 
-@lru_cache(maxsize=4096)  # a verdict asks for the same bounds several times
+@lru_cache(maxsize=4096)  # One verdict computes the same bounds several times.
 def binary_difference(lost: int, won: int, n: int, confidence: float) -> Difference:
-    """Difference of two paired proportions; see ``binary_bounds``.
+    """Return the difference of two paired proportions; see ``binary_bounds``.
 
     Args:
-        lost: Documents that count +1: right by the reference, wrong by the merge.
+        lost: Documents that count +1: the reference is right and the merge is wrong.
         won: Documents that count -1.
-        n: All documents, at least 1.
+        n: Number of all documents, at least 1.
     """
     counts = np.asarray(lost, dtype=np.float64), np.asarray(won, dtype=np.float64)
     low, high = binary_bounds(*counts, n, confidence)
@@ -69,12 +70,13 @@ def binary_difference(lost: int, won: int, n: int, confidence: float) -> Differe
 def binary_bounds(
     lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bounds of the difference of paired proportions, for many samples of ``n`` documents at once.
+    """Return bounds of the difference of paired proportions, vectorized over many samples of ``n`` documents.
 
-    The wider, on each side, of two intervals that fail in different places. The adjusted Wald interval of Bonett and
-    Price (one document more that changes each way) is never of zero width, but follows the spread of the sample: where
-    few documents change, those samples that look best also look surest, and at the 95 % bound up to 7 % lie beyond. The
-    score interval of Tango takes the spread that each value in question would have, and errs to the safe side there.
+    Each bound is the wider of two intervals that fail in different places. The adjusted Wald interval of Bonett and
+    Price (one extra document that changes in each direction) never has zero width, but it follows the spread of the
+    sample. If few documents change, the samples that look best also look most certain, and up to 7 % of them are beyond
+    the 95 % bound. Tango's score interval uses the spread that each hypothetical value would have, and errs on the safe
+    side there.
 
     Args:
         lost, won: Counts, of equal shape.
@@ -92,14 +94,14 @@ def binary_bounds(
 def _adjusted(
     lost: NDArray[np.float64], won: NDArray[np.float64], n: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bonett and Price's mean and variance of one document's difference."""
+    """Return Bonett and Price's mean and variance of the difference of one document."""
     p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
     centre = p_lost - p_won
     return centre, p_lost + p_won - centre**2
 
 
 def _score_bound(lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float) -> NDArray[np.float64]:
-    """Tango's upper bound: the difference at which the score test just rejects, by bisection."""
+    """Return Tango's upper bound, found by bisection: the difference at which the score test just rejects."""
     quantile = normal_quantile(confidence)
     low, high = (lost - won) / n, np.ones_like(lost)
     for _ in range(50):
@@ -112,34 +114,35 @@ def _score_bound(lost: NDArray[np.float64], won: NDArray[np.float64], n: int, co
 def score_statistic(
     lost: NDArray[np.float64], won: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
 ) -> NDArray[np.float64]:
-    """Tango's score statistic of the hypothesis that the true difference is ``difference``, in (-1, 1).
+    """Return Tango's score statistic of the hypothesis that the true difference is ``difference``, in (-1, 1).
 
-    Standard normal under it; ``(lost - won) / sqrt(lost + won)``, which is McNemar's, for no difference.
+    It is standard normal under the hypothesis. For a difference of zero it is McNemar's statistic,
+    ``(lost - won) / sqrt(lost + won)``.
     """
     b = -lost - won + (2 * n - lost + won) * difference
     c = -won * difference * (1 - difference)
-    p_won = (np.sqrt(np.maximum(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # most likely under the hypothesis
+    p_won = (np.sqrt(np.maximum(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # Most likely value under the hypothesis.
     spread = n * (2 * p_won + difference * (1 - difference))
-    # Nothing changed and nothing should have: no evidence either way.
+    # If nothing changed and no change was expected, there is no evidence either way.
     return (lost - won - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
 
 
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:
-    """By how much the best of several models looks better than it is, if all are equally good (winner's curse).
+    """Return how much the best of several equally good models appears better than it is (winner's curse).
 
-    The expected maximum of ``K`` equally good means over the same ``n`` documents: the standard error of half of the
-    squared difference of two of them, times the expected maximum of ``K`` standard normals (0.56 for two, 0.85 for
-    three). Exact for two; for more it takes all pairs as equally correlated. The more the models truly differ, the
-    less of it there is.
+    This is the expected maximum of ``K`` equally good means over the same ``n`` documents: the standard error of half
+    of the squared difference of two of them, times the expected maximum of ``K`` standard normals (0.56 for two, 0.85
+    for three). It is exact for two models; for more it treats all pairs as equally correlated. The bias shrinks as the
+    models truly differ.
 
     Args:
-        scores: By model, the score of each document; ``[K][n]``.
+        scores: Score of each document, by model; ``[K][n]``.
     """
     table = np.asarray(scores, dtype=np.float64)
     models, n = table.shape
     if models < 2 or n < 2:
         return 0.0
-    # Half the variance of a difference, averaged over pairs: variance less covariance.
+    # Half the variance of a difference, averaged over pairs, which is variance minus covariance.
     covariance = np.cov(table)
     own = float(np.trace(covariance)) / models
     shared = (float(covariance.sum()) - float(np.trace(covariance))) / (models * (models - 1))
@@ -147,7 +150,7 @@ def selection_bias(scores: Sequence[Sequence[float]]) -> float:
 
 
 def expected_maximum(count: int) -> float:
-    """Mean of the largest of ``count`` independent standard normals: ``integral of 1 - F^K - (1 - F)^K`` over x > 0."""
+    """Return the mean of the largest of ``count`` standard normals: ``integral of 1 - F^K - (1 - F)^K`` over x > 0."""
     from scipy.special import ndtr
 
     x = np.linspace(0.0, 9.0, 2001)
@@ -156,14 +159,15 @@ def expected_maximum(count: int) -> float:
 
 
 def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confidence: float) -> Ratio:
-    """Ratio of two perplexities on the same documents, with a delta-method interval over documents.
+    """Return the ratio of two perplexities on the same documents, with a delta-method interval over documents.
 
-    The ratio is ``exp(sum(differences) / sum(weights))``. Documents are the independent units: the tokens inside one
-    are not, so the error is that of a ratio estimator over documents.
+    The ratio is ``exp(sum(differences) / sum(weights))``. Documents are the independent units and the tokens inside a
+    document are not, so the error is that of a ratio estimator over documents.
 
     Args:
-        differences: Log-likelihood by the reference minus that by the merge for each document, nats; at least 2.
-        weights: Tokens (or bytes) of each document.
+        differences: Log-likelihood under the reference minus that under the merge for each document, in nats. At least
+            2.
+        weights: Number of tokens (or bytes) of each document.
     """
     d, w = np.asarray(differences, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     n, total = len(d), float(w.sum())
@@ -174,14 +178,14 @@ def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confi
 
 
 def documents_needed(variance: float, distance: float, confidence: float, power: float = POWER) -> int:
-    """Paired documents that show with ``power`` that a difference of ``distance`` is not zero.
+    """Return the number of paired documents that show with ``power`` that a difference of ``distance`` is not zero.
 
-    ``((z_a sqrt(v + d^2) + z_b sqrt(v)) / d)^2`` with the variance ``v`` under the alternative; for binary scores
-    ``v + d^2`` is the share of documents on which the two models disagree.
+    The formula is ``((z_a sqrt(v + d^2) + z_b sqrt(v)) / d)^2`` with the variance ``v`` under the alternative. For
+    binary scores ``v + d^2`` is the share of documents on which the two models disagree.
 
     Args:
-        variance: Of one document's difference.
-        distance: Not zero, in the same unit.
+        variance: Variance of the difference of one document.
+        distance: Nonzero difference to show, in the same unit.
     """
     spread = normal_quantile(confidence) * math.sqrt(variance + distance**2) + normal_quantile(power) * math.sqrt(
         variance
@@ -190,9 +194,9 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
 
 
 def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:
-    """Smallest true difference that ``n`` paired documents would have shown with ``power``."""
+    """Return the smallest true difference that ``n`` paired documents would have shown with ``power``."""
     return (normal_quantile(confidence) + normal_quantile(power)) * math.sqrt(variance / n)
 
 
 def _exp(x: float) -> float:
-    return math.exp(max(-700.0, min(700.0, x)))  # far beyond any limit, and still a number that JSON can hold
+    return math.exp(max(-700.0, min(700.0, x)))  # Far beyond any limit, but still a number that JSON can represent.

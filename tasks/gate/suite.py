@@ -1,4 +1,4 @@
-"""A suite judged as a suite: the mean drop over its tasks is shown to be small, and no task alone has fallen far.
+"""Judge a suite as a whole: the mean drop over its tasks is shown to be small, and no single task has fallen far.
 
 ::
 
@@ -6,14 +6,14 @@
     pass          mean drop <= T, its upper bound <= M, and the upper bound of every task within its limit
     inconclusive  anything else
 
-``T`` and ``M`` are the weighted means of the tasks' own ``max_drop`` and ``margin``: what each may lose alone, they may
-lose together. Judged one by one, each task must show by itself what its documents hardly suffice for, and an equal
-merge must be lucky as many times as there are tasks; their mean has the documents of all.
+``T`` and ``M`` are the weighted means of the tasks' own ``max_drop`` and ``margin``: together the tasks may lose what
+each may lose alone. If tasks are judged one by one, each needs to show on its own what its documents hardly suffice
+for, and an equal merge must be lucky once per task. The mean has the documents of all tasks.
 
-The interval of the mean is put together from those of the tasks (Zou & Donner 2008, Stat. Med. 27:1693: a method of
-variance estimates recovery), so that what a task needs (Tango's interval, clusters, graded scores) is kept. Tasks have
-different documents, so their distances from estimate to bound add in quadrature; guards of one task share documents,
-so theirs add plainly.
+The interval of the mean is combined from those of the tasks (Zou & Donner 2008, Stat. Med. 27:1693: a method of
+variance estimates recovery). This preserves the special interval of each task (Tango's interval, clusters, graded
+scores). Tasks have different documents, so their distances from estimate to bound add in quadrature. Guards of one task
+share documents, so their distances add linearly.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from mergegate.tasks.stage import Outcome, verdict_word
 
 
 class PooledDrop(BaseModel):
-    """What a task has probably lost, told by its own documents and by the other tasks'."""
+    """Likely drop of a task, estimated from its own documents and from the other tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    drop: float  # points
-    pooled: float  # points: drawn to the mean of the suite the more, the noisier the task is
+    drop: float  # Points.
+    pooled: float  # Points. Noisier tasks are pulled more strongly toward the mean of the suite.
 
 
 class SuiteVerdict(BaseModel):
-    """All guarded tasks together. Differences are in points (0 to 100), positive when the merge is worse."""
+    """All guarded tasks together. Differences are in points (0 to 100) and positive if the merge is worse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: int
-    reference: str  # name of the model that all are compared with; 'their references' where there are several
+    reference: str  # Name of the model that all are compared with, or 'their references' if there are several.
     documents: int
-    drop: float  # weighted mean over tasks
-    low: float  # interval: all looks together have ``confidence``, one-sided each way
+    drop: float  # Weighted mean over tasks.
+    low: float  # Interval; over all looks ``confidence`` holds, one-sided in each direction.
     high: float
     confidence: float
-    max_drop: float  # weighted mean of the tasks'
+    max_drop: float  # Weighted mean over tasks.
     margin: float
-    outcome: Outcome  # of the mean alone
+    outcome: Outcome  # Outcome of the mean alone.
     reason: str
-    detectable_drop: float  # the smallest true mean drop that these documents show, 4 times in 5
-    documents_needed: int | None = None  # that would decide it, if the drop is as seen; None where it is decided
-    chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
+    detectable_drop: float  # Smallest true mean drop that these documents show 4 times in 5.
+    documents_needed: int | None = None  # Documents that would decide, if the drop is as observed; None if decided.
+    chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     look: InterimLook | None = None
     pooled: tuple[PooledDrop, ...] = ()
 
     @property
     def word(self) -> str:
-        """What was shown, in one of four words."""
+        """Result in one of four words."""
         return verdict_word(self.outcome, shown_worse=self.low > 0)
 
 
 class TaskDrop(NamedTuple):
-    """A drop with its interval, as one of those that a mean is taken over; in any unit, of one sample or of many."""
+    """Drop with its interval, as a term of a mean; in any unit, of one sample or of many."""
 
     task: str
     weight: float
@@ -83,28 +83,33 @@ class TaskDrop(NamedTuple):
 
 
 def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:
-    """The verdict on the mean drop over all tasks.
+    """Return the verdict on the mean drop over all tasks.
 
     Args:
-        measured: The guards, at least one; several of one task count as that task's mean.
-        confidence: One-sided, over all looks together.
+        measured: Evidence of the guards, at least one. Several guards of one task count as that task's mean.
+        confidence: One-sided confidence over all looks together.
 
     Raises:
-        InvalidInput: when tasks have been evaluated to where no look was planned.
+        InvalidInput: If tasks have been evaluated to a point where no look was planned.
     """
     look = suite_look(measured, confidence)
-    estimates = [100 * np.asarray(one.interval(confidence, look.confidence)[:3]) for one in measured]
-    together = mean_drop([_of(one, *estimate) for one, estimate in zip(measured, estimates, strict=True)])
-    drop, low, high = map(float, together)
+    estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in measured]
+    mean_interval = mean_drop(
+        [_task_drop(evidence, *estimate) for evidence, estimate in zip(measured, estimates, strict=True)]
+    )
+    drop, low, high = map(float, mean_interval)
     error = mean_drop(
-        [_of(one, 0.0, -one_error, one_error) for one, one_error in _standard_errors(measured, confidence)]
+        [
+            _task_drop(evidence, 0.0, -task_error, task_error)
+            for evidence, task_error in _standard_errors(measured, confidence)
+        ]
     )[2]
     max_drop = _weighted(measured, lambda guard: guard.max_drop)
     margin = _weighted(measured, lambda guard: guard.upper_limit)
     outcome = decide_guard(drop, low, high, max_drop, margin, last_look=look.number == look.of)
-    references = {one.reference for one in measured}
+    references = {evidence.reference for evidence in measured}
     verdict = SuiteVerdict(
-        tasks=len({one.guard.task for one in measured}),
+        tasks=len({evidence.guard.task for evidence in measured}),
         reference=references.pop() if len(references) == 1 else "their references",
         documents=look.documents,
         drop=drop,
@@ -121,56 +126,60 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
     )
     if outcome == "inconclusive":
         chance = _chance_left(measured, verdict, error)
-        verdict = verdict.model_copy(update={"documents_needed": _needed(verdict, error), "chance_left": chance})
+        verdict = verdict.model_copy(
+            update={"documents_needed": _documents_to_decide(verdict, error), "chance_left": chance}
+        )
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
 def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> InterimLook:
-    """The look that the suite has reached: its tasks are extended together, each as long as it has documents.
+    """Return the look that the suite has reached. Its tasks are extended together while they have documents.
 
     Raises:
-        InvalidInput: when the tasks have been evaluated to different looks.
+        InvalidInput: If the tasks have been evaluated to different looks.
     """
-    seen = {one.guard.task: one.documents for one in measured}
-    planned = _steps({one.guard.task: one.schedule for one in measured})
+    seen = {evidence.guard.task: evidence.documents for evidence in measured}
+    planned = _steps({evidence.guard.task: evidence.schedule for evidence in measured})
     levels = look_levels(suite_information(measured), confidence)
-    for number, (one, level) in enumerate(zip(planned, levels, strict=True), start=1):
-        if one == seen:
+    for number, (step, level) in enumerate(zip(planned, levels, strict=True), start=1):
+        if step == seen:
             return InterimLook(number=number, of=len(planned), documents=sum(seen.values()), confidence=level)
     raise InvalidInput(
         "evaluate.tasks",
         found="tasks scored to different looks: " + ", ".join(f"{task} {n:,}" for task, n in seen.items()),
-        expected="all tasks of a suite at the same look: " + " or ".join(_planned(one) for one in planned),
+        expected="all tasks of a suite at the same look: " + " or ".join(_planned(step) for step in planned),
         remedy="evaluate up to the next look, or rule: each",
     )
 
 
 def suite_information(measured: Sequence[GuardEvidence]) -> tuple[float, ...]:
-    """``information_shares`` of the suite's looks."""
-    weights = task_weights([_of(one, 0.0, 0.0, 0.0) for one in measured])
-    return information_shares(weights, {one.guard.task: one.schedule for one in measured})
+    """Return ``information_shares`` of the suite's looks."""
+    weights = task_weights([_task_drop(evidence, 0.0, 0.0, 0.0) for evidence in measured])
+    return information_shares(weights, {evidence.guard.task: evidence.schedule for evidence in measured})
 
 
 def information_shares(weights: Mapping[str, float], schedules: Mapping[str, Sequence[int]]) -> tuple[float, ...]:
-    """Share of the information in the mean that each look has, rising to 1: the inverse squared error, as far as it is
-    known beforehand, from the numbers of documents and the weights.
+    """Return the share of the information in the mean that each look has, increasing to 1.
+
+    Information is the inverse squared error, as far as the numbers of documents and the weights determine it in
+    advance.
 
     Args:
-        weights: Of each task in the mean.
-        schedules: Of each task, documents after each look.
+        weights: Weight of each task in the mean.
+        schedules: Number of documents after each look, by task.
     """
-    known = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(schedules)]
-    return tuple(one / known[-1] for one in known)
+    information = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(schedules)]
+    return tuple(amount / information[-1] for amount in information)
 
 
 def _steps(schedules: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Documents of each task after each look of the suite."""
+    """Return the number of documents of each task after each look of the suite."""
     steps = range(max(map(len, schedules.values())))
     return [{task: ends[min(step, len(ends) - 1)] for task, ends in schedules.items()} for step in steps]
 
 
 def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
-    """Weighted mean over tasks, and its interval from theirs; a task with several guards counts once, as their mean."""
+    """Return the weighted mean over tasks and its interval; several guards of a task count once, as their mean."""
     weights = task_weights(parts)
     by_task: dict[str, list[TaskDrop]] = defaultdict(list)
     for part in parts:
@@ -187,7 +196,7 @@ def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
 
 
 def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
-    """Weight of each task in the mean; they sum to 1. Of several guards of a task the largest counts."""
+    """Return the weight of each task in the mean, with sum 1. If a task has several guards, the largest counts."""
     weights: dict[str, float] = {}
     for part in parts:
         weights[part.task] = max(part.weight, weights.get(part.task, 0.0))
@@ -196,13 +205,13 @@ def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
 
 
 def pooled_drops(measured: Sequence[GuardEvidence], confidence: float = 0.95) -> tuple[PooledDrop, ...]:
-    """Each guard's drop, drawn to the common mean by as much as noise explains of the spread between them.
+    """Return each guard's drop, shrunk toward the common mean as far as noise explains the spread between guards.
 
-    ``mean + t2 / (t2 + v) * (drop - mean)`` with the squared error ``v`` of each and the variance ``t2`` between them
-    (DerSimonian & Laird 1986, Control. Clin. Trials 7:177). Which task is alarming is better told by this than by the
-    largest of many noisy numbers; nothing is decided by it.
+    The formula is ``mean + t2 / (t2 + v) * (drop - mean)`` with the squared error ``v`` of each guard and the variance
+    ``t2`` between them (DerSimonian & Laird 1986, Control. Clin. Trials 7:177). This indicates an alarming task better
+    than the largest of many noisy numbers does. It decides nothing.
     """
-    drops = [100 * sum(one.differences) / len(one.differences) for one in measured]
+    drops = [100 * sum(evidence.differences) / len(evidence.differences) for evidence in measured]
     squared = [max(error**2, 1e-12) for _, error in _standard_errors(measured, confidence)]
     precision = [1 / error for error in squared]
     mean = sum(p * d for p, d in zip(precision, drops, strict=True)) / sum(precision)
@@ -210,29 +219,32 @@ def pooled_drops(measured: Sequence[GuardEvidence], confidence: float = 0.95) ->
     scale = sum(precision) - sum(p**2 for p in precision) / sum(precision)
     between = max(0.0, (spread - (len(measured) - 1)) / scale) if len(measured) > 1 else 0.0
     return tuple(
-        PooledDrop(task=one.guard.task, drop=drop, pooled=mean + between / (between + error) * (drop - mean))
-        for one, drop, error in zip(measured, drops, squared, strict=True)
+        PooledDrop(task=evidence.guard.task, drop=drop, pooled=mean + between / (between + error) * (drop - mean))
+        for evidence, drop, error in zip(measured, drops, squared, strict=True)
     )
 
 
-def _of(one: GuardEvidence, drop: Points, low: Points, high: Points) -> TaskDrop:
-    return TaskDrop(one.guard.task, one.guard.weight, drop, low, high)
+def _task_drop(evidence: GuardEvidence, drop: Points, low: Points, high: Points) -> TaskDrop:
+    return TaskDrop(evidence.guard.task, evidence.guard.weight, drop, low, high)
 
 
 def _standard_errors(measured: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
-    """Each guard with the standard error of its drop, points. It is the same at any ``confidence``; at the one that the
-    bounds were asked for they are known."""
+    """Return each guard with the standard error of its drop in points.
+
+    The error is the same at any ``confidence``. At the one used for the bounds, the interval is already cached.
+    """
     return [
-        (one, 100 * math.sqrt(one.interval(confidence, confidence).variance / len(one.differences))) for one in measured
+        (evidence, 100 * math.sqrt(evidence.interval(confidence, confidence).variance / len(evidence.differences)))
+        for evidence in measured
     ]
 
 
 def _weighted(measured: Sequence[GuardEvidence], limit: Callable[[Guard], float]) -> float:
-    return float(mean_drop([_of(one, limit(one.guard), 0.0, 0.0) for one in measured])[0])
+    return float(mean_drop([_task_drop(evidence, limit(evidence.guard), 0.0, 0.0) for evidence in measured])[0])
 
 
-def _needed(verdict: SuiteVerdict, error: float) -> int | None:
-    """Documents of the whole suite, in equal shares, that would decide with power 0.8 if the drop is as seen."""
+def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
+    """Return the documents of the suite, in equal shares, that decide with power 0.8 if the drop is as observed."""
     distance = verdict.drop if verdict.drop > verdict.max_drop else verdict.margin - verdict.drop
     if distance <= 0:
         return None
@@ -256,9 +268,9 @@ def _planned(documents: dict[str, int]) -> str:
 
 
 def _sentence(verdict: SuiteVerdict) -> str:
-    """``mean of 6 tasks: 0.4 points below [-0.3, 1.1], limit 2``."""
+    """Return ``mean of 6 tasks: 0.4 points below [-0.3, 1.1], limit 2``."""
     drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.max_drop
-    # 2.04 is over a limit of 2, and must be seen to be.
+    # A drop of 2.04 exceeds a limit of 2, so show enough digits to make this visible.
     digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
     direction = "below"
     if drop < 0:

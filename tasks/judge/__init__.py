@@ -1,14 +1,15 @@
-"""The judge: two models answer the same prompts, and a third one says whose answers are better.
+"""The judge: two models answer the same prompts, and an LLM decides whose answers are better.
 
 ::
 
     prompts = pin_prompts(settings, root, hashes)
     judged = judge_models(reference, merge, prompts, settings, runtime())
     judged.verdict.outcome, judged.verdict.reason
-    for judgement in judge_given(pairs, judging, server): ...      # answers that users were given
+    for judgment in judge_recorded_pairs(pairs, judging, server): ...      # answers that users received
 
-Optional, and off by default. Practice and limits of judging by a model: Zheng et al. 2023 (arXiv 2306.05685) and Shi et
-al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair is shown in both orders.
+The judge is optional and off by default. For practice and limits of LLM judges see Zheng et al. 2023 (arXiv
+2306.05685). Shi et al. 2024 (arXiv 2406.07791) describe the position bias, which is why every pair is shown in both
+orders.
 """
 
 from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, Order

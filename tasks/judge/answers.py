@@ -1,8 +1,7 @@
-"""Answers: what one model says to every prompt, decoded greedily in the process that holds models, as a
-cached stage.
+"""Generate one model's answers to every prompt with greedy decoding, as a cached stage in the model process.
 
-A parent answers once, ever; only the merge answers anew. The model's own generation defaults (temperatures, penalties)
-are set aside, so that both models decode alike; where it stops is still its own affair.
+A parent answers only once, ever; each new merge answers again. The model's own generation defaults (temperatures,
+penalties) are set aside, so that both models decode in the same way. Each model still stops at its own end tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class AnswerSummary(StageValue):
 
     model: Annotated[str, NotInKey]
     prompts: int
-    answers: int  # one a turn
-    cut_off: int  # answers that ended at the limit of tokens
+    answers: int  # One per turn.
+    cut_off: int  # Number of answers that ended at the token limit.
     characters: int
 
     def summary(self) -> str:
@@ -39,10 +38,10 @@ class AnswerSummary(StageValue):
 
 @dataclass(frozen=True)
 class ConversationAnswers:
-    """What a model said in one conversation."""
+    """A model's answers in one conversation."""
 
-    id: str  # of the prompt
-    answers: tuple[str, ...]  # one a turn
+    id: str  # ID of the prompt.
+    answers: tuple[str, ...]  # One per turn.
     cut_off: tuple[bool, ...]
 
 
@@ -51,7 +50,7 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     """Answer every prompt with ``model``, turn by turn, in ``answers.jsonl``.
 
     Raises:
-        InvalidInput: when the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
+        InvalidInput: If the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
     """
     answered = call_model_process(
         _answer_all,
@@ -60,40 +59,40 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
         models=[model],
         on_progress=lambda done, total: advance(done, total, "answers"),
     )
-    rows = ({"id": a.id, "answers": a.answers, "cut_off": a.cut_off} for a in answered)
+    rows = ({"id": item.id, "answers": item.answers, "cut_off": item.cut_off} for item in answered)
     (out / FILE).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return AnswerSummary(
         model=model.name,
         prompts=len(answered),
-        answers=sum(len(a.answers) for a in answered),
-        cut_off=sum(sum(a.cut_off) for a in answered),
-        characters=sum(len(text) for a in answered for text in a.answers),
+        answers=sum(len(item.answers) for item in answered),
+        cut_off=sum(sum(item.cut_off) for item in answered),
+        characters=sum(len(text) for item in answered for text in item.answers),
     )
 
 
 def read_answers(directory: Path) -> dict[str, ConversationAnswers]:
-    """The answers of an artifact of this stage, by prompt."""
+    """Return the answers of an artifact of this stage, by prompt."""
     lines = (json.loads(line) for line in (directory / FILE).read_text(encoding="utf-8").splitlines())
     rows = (ConversationAnswers(row["id"], tuple(row["answers"]), tuple(row["cut_off"])) for row in lines)
     return {row.id: row for row in rows}
 
 
 class _Question(NamedTuple):
-    """One turn of one conversation, ready to be answered."""
+    """One turn of one conversation, tokenized for generation."""
 
     row: int
     tokens: list[int]
 
 
 def _answer_all(
-    model: Model, asked: Sequence[Prompt], generation: Generation, device: str, on_progress: TellProgress
+    model: Model, prompts: Sequence[Prompt], generation: Generation, device: str, on_progress: TellProgress
 ) -> list[ConversationAnswers]:
     with load_model(model, dtype=generation.dtype, device=device) as loaded:
-        return _converse(loaded, model.name, asked, generation, on_progress)
+        return _converse(loaded, model.name, prompts, generation, on_progress)
 
 
 def _converse(
-    loaded: LoadedModel, name: str, asked: Sequence[Prompt], generation: Generation, on_progress: TellProgress
+    loaded: LoadedModel, name: str, prompts: Sequence[Prompt], generation: Generation, on_progress: TellProgress
 ) -> list[ConversationAnswers]:
     if generation.chat_template and not loaded.tokenizer.chat_template:
         raise InvalidInput(
@@ -101,51 +100,55 @@ def _converse(
             found=f"a tokenizer without one ({name})",
             remedy="chat_template: false",
         )
-    said: list[list[str]] = [[] for _ in asked]
-    cut: list[list[bool]] = [[] for _ in asked]
-    total, done = sum(len(prompt.turns) for prompt in asked), 0
-    for turn in range(max(len(prompt.turns) for prompt in asked)):
+    answers: list[list[str]] = [[] for _ in prompts]
+    cut_off: list[list[bool]] = [[] for _ in prompts]
+    total, done = sum(len(prompt.turns) for prompt in prompts), 0
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
         questions = [
-            _Question(row, _encode(loaded.tokenizer, prompt, said[row], generation.chat_template))
-            for row, prompt in enumerate(asked)
+            _Question(row, _encode(loaded.tokenizer, prompt, answers[row], generation.chat_template))
+            for row, prompt in enumerate(prompts)
             if turn < len(prompt.turns)
         ]
         for batch in _batches(questions, generation.batch_size):
-            longest = asked[batch[0].row]
+            longest = prompts[batch[0].row]
             for question, (text, is_cut) in zip(
                 batch, _generate(loaded, batch, generation.max_new_tokens, f"prompt {longest.id}"), strict=True
             ):
-                said[question.row].append(text)
-                cut[question.row].append(is_cut)
+                answers[question.row].append(text)
+                cut_off[question.row].append(is_cut)
             done += len(batch)
             on_progress(done, total)
-    return [ConversationAnswers(prompt.id, tuple(said[row]), tuple(cut[row])) for row, prompt in enumerate(asked)]
+    return [
+        ConversationAnswers(prompt.id, tuple(answers[row]), tuple(cut_off[row])) for row, prompt in enumerate(prompts)
+    ]
 
 
-def _encode(tokenizer: Any, prompt: Prompt, said: Sequence[str], chat_template: bool) -> list[int]:
-    """Tokens of the conversation up to and with the turn that is to be answered."""
-    asked = prompt.turns[: len(said) + 1]
+def _encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], chat_template: bool) -> list[int]:
+    """Return the tokens of the conversation up to and including the turn to answer."""
+    turns = prompt.turns[: len(answers) + 1]
     if not chat_template:
-        pieces = [piece for pair in zip(asked, [*said, ""], strict=True) for piece in pair if piece]
+        pieces = [piece for pair in zip(turns, [*answers, ""], strict=True) for piece in pair if piece]
         return list(tokenizer("\n\n".join(pieces)).input_ids)
     messages: list[dict[str, str]] = []
-    for position, text in enumerate(asked):
+    for position, text in enumerate(turns):
         messages.append({"role": "user", "content": text})
-        if position < len(said):
-            messages.append({"role": "assistant", "content": said[position]})
+        if position < len(answers):
+            messages.append({"role": "assistant", "content": answers[position]})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has written its own
+    return list(tokenizer(text, add_special_tokens=False).input_ids)  # The template already contains special tokens.
 
 
 def _batches(questions: Sequence[_Question], size: int) -> Iterator[list[_Question]]:
-    """Questions of like length together, longest first, so that memory runs out at once or never."""
+    """Group questions of similar length, longest first, so that memory runs out immediately or never."""
     ordered = sorted(questions, key=lambda question: len(question.tokens), reverse=True)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
 
-def _generate(loaded: LoadedModel, batch: Sequence[_Question], most: int, where: str) -> list[tuple[str, bool]]:
-    """The greedy answer to each question, and whether it was cut off at ``most`` tokens or the end of the context."""
+def _generate(
+    loaded: LoadedModel, batch: Sequence[_Question], token_limit: int, location: str
+) -> list[tuple[str, bool]]:
+    """Return the greedy answer to each question, and whether it ended at ``most`` tokens or the end of the context."""
     import torch
     import transformers
 
@@ -153,35 +156,35 @@ def _generate(loaded: LoadedModel, batch: Sequence[_Question], most: int, where:
     longest = len(batch[0].tokens)
     if longest == 0 or (loaded.context is not None and longest >= loaded.context):
         raise InvalidInput(
-            where,
+            location,
             found=f"{longest} tokens",
             expected=f"between 1 and the {loaded.context} of the model, with room for an answer",
         )
-    most = most if loaded.context is None else min(most, loaded.context - longest)
-    own: Any = network.generation_config
-    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
-    ending = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
-    padding = next((t for t in (tokenizer.pad_token_id, *ending) if t is not None), 0)
+    token_limit = token_limit if loaded.context is None else min(token_limit, loaded.context - longest)
+    default_config: Any = network.generation_config
+    ends = default_config.eos_token_id if default_config.eos_token_id is not None else tokenizer.eos_token_id
+    end_tokens = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+    padding = next((t for t in (tokenizer.pad_token_id, *end_tokens) if t is not None), 0)
     ids = torch.full((len(batch), longest), padding, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for row, question in enumerate(batch):  # on the left: an answer goes on where the question ends
+    for row, question in enumerate(batch):  # Pad on the left, because an answer continues the question.
         ids[row, longest - len(question.tokens) :] = torch.tensor(question.tokens)
         mask[row, longest - len(question.tokens) :] = 1
-    configuration: Any = transformers.GenerationConfig  # its constructor declares no types
+    configuration: Any = transformers.GenerationConfig  # Its constructor does not declare types.
     config = configuration(
-        do_sample=False, num_beams=1, max_new_tokens=most, eos_token_id=ending or None, pad_token_id=padding
+        do_sample=False, num_beams=1, max_new_tokens=token_limit, eos_token_id=end_tokens or None, pad_token_id=padding
     )
-    # What is not said in a call is taken from the model's own defaults; for this call it has none.
+    # A call takes missing settings from the model's own defaults, so replace these during the call.
     network.generation_config = config
     try:
         with torch.inference_mode():
             out = network.generate(input_ids=ids.to(network.device), attention_mask=mask.to(network.device))
     finally:
-        network.generation_config = own
-    return [_until_end(tokenizer, row[longest:].tolist(), ending) for row in out]
+        network.generation_config = default_config
+    return [_until_end(tokenizer, row[longest:].tolist(), end_tokens) for row in out]
 
 
-def _until_end(tokenizer: Any, tokens: list[int], ending: Sequence[int]) -> tuple[str, bool]:
-    end = next((position for position, token in enumerate(tokens) if token in ending), None)
+def _until_end(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> tuple[str, bool]:
+    end = next((position for position, token in enumerate(tokens) if token in end_tokens), None)
     text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
     return str(text).strip(), end is None

@@ -1,9 +1,9 @@
-"""From judgements to a verdict: how often the merge's answers win, and whether that is enough. Pure decisions.
+"""Turn judgments into a verdict: how often the merge's answers win, and whether that is enough. Pure functions.
 
-Every pair of answers is judged in both orders, and a win counts only if it survives the swap; all else is a tie. A
-prompt scores 1, 1/2 or 0 (the mean of its turns), prompts are the independent units, and their interval is that of
-graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``), on the points by
-which the win rate falls short of even. A judge that contradicts itself too often decides nothing.
+The judge sees every pair of answers in both orders. A win counts only if it survives the swap; everything else is a
+tie. A prompt scores 1, 1/2 or 0 (the mean of its turns). Prompts are the independent units, and their interval is that
+of graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``), applied to the
+points by which the win rate falls short of even. A judge that contradicts itself too often decides nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
 
 
 class Judgment(BaseModel):
-    """What the judge said about one pair of answers in one order; a line of ``judgements.jsonl``."""
+    """The judge's reply on one pair of answers in one order; a line of ``judgements.jsonl``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prompt: str  # its id
-    turn: int  # from 0
+    prompt: str  # ID of the prompt.
+    turn: int  # From 0.
     order: Order
-    winner: Winner | None  # None where the reply states no verdict
+    winner: Winner | None  # None if the reply does not state a verdict.
     dimensions: Mapping[str, Winner]
     reasoning: str
-    reply: str  # as the judge wrote it
-    judge: str  # who wrote it, as the server says
+    reply: str  # Reply in the judge's own words.
+    judge: str  # Name of the judge, as reported by the server.
 
 
 class Pair(NamedTuple):
@@ -47,58 +47,58 @@ class Pair(NamedTuple):
     prompt: str
     turn: int
     winner: Winner
-    consistent: bool | None  # None where the answers are equal and nobody was asked
+    consistent: bool | None  # None if the answers are equal and were not judged.
 
 
 class DimensionRate(BaseModel):
-    """How often the merge wins in one dimension of the rubric."""
+    """Win rate of the merge in one dimension of the rubric."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    win_rate: float  # in [0, 1]
+    win_rate: float  # In [0, 1].
 
 
 class JudgeVerdict(BaseModel):
-    """The decision about a merge's answers, with all that led to it. Rates are in [0, 1], points from 0 to 100."""
+    """Decision about a merge's answers, with all its evidence. Rates are in [0, 1], points from 0 to 100."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reference: str  # name of the model it is compared with
+    reference: str  # Name of the reference model.
     judge: str
     prompts: int
-    pairs: int  # of answers: one a turn
-    identical: int  # pairs of equal answers, which are ties that nobody was asked about
-    wins: int  # pairs, after both orders
+    pairs: int  # Pairs of answers, one per turn.
+    identical: int  # Pairs of equal answers, which count as ties without being judged.
+    wins: int  # Pairs that the merge wins, after both orders.
     ties: int
     losses: int
-    win_rate: float  # mean over prompts
-    low: float  # its interval at ``confidence``, one-sided each way
+    win_rate: float  # Mean over prompts.
+    low: float  # Interval at ``confidence``, one-sided in each direction.
     high: float
-    shortfall: float  # points below even; negative where the merge is better
+    shortfall: float  # Points below even; negative if the merge is better.
     confidence: float
-    max_shortfall: float  # points
-    margin: float  # points: the upper bound of the shortfall must stay within it to pass
-    consistency: float | None  # share of pairs judged alike in both orders; None where none was judged
+    max_shortfall: float  # Points.
+    margin: float  # Largest upper bound of the shortfall that passes, in points.
+    consistency: float | None  # Share of pairs with the same choice in both orders; None if no pair was judged.
     min_consistency: float
-    first_position: float | None  # share of decided judgements for the answer that came first; 0.5 has no bias
-    unreadable: int  # replies that state no verdict
-    length_ratio: float | None  # characters of the merge's answers over the reference's
-    reference_cut_off: int  # answers that ended at the limit of tokens
+    first_position: float | None  # Share of decided judgments in favor of the first answer; 0.5 means no bias.
+    unreadable: int  # Replies that do not state a verdict.
+    length_ratio: float | None  # Characters of the merge's answers divided by the reference's.
+    reference_cut_off: int  # Answers that ended at the token limit.
     merge_cut_off: int
     dimensions: tuple[DimensionRate, ...]
     outcome: Outcome
     on_inconclusive: OnInconclusive
-    reason: str  # a sentence: win rate, interval, limit
-    prompts_needed: int | None = None  # that would decide it, if the rate is as seen
+    reason: str  # Sentence with win rate, interval and limit.
+    prompts_needed: int | None = None  # Prompts that would decide, if the rate is as observed.
 
     @property
     def publishable(self) -> bool:
-        """What the outcome and ``on_inconclusive`` make of it."""
+        """Whether the outcome and ``on_inconclusive`` allow publication."""
         return self.outcome == "pass" or (self.outcome == "inconclusive" and self.on_inconclusive != "block")
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
+        """Return this decision as a ``Verdict``, the shape that all stages share."""
         return Verdict(
             name="judge",
             outcome=self.outcome,
@@ -110,7 +110,7 @@ class JudgeVerdict(BaseModel):
 
 
 class AnswerStatistics(NamedTuple):
-    """What the verdict says of one model's answers besides who won."""
+    """Statistics of one model's answers that the verdict reports in addition to the winners."""
 
     name: str
     characters: int
@@ -118,10 +118,10 @@ class AnswerStatistics(NamedTuple):
 
 
 def settle(judgements: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
-    """Every pair of answers after both orders.
+    """Combine judgments into pairs of answers after both orders.
 
     Args:
-        judgements: Of each pair one in either order.
+        judgements: Judgments, one for each pair and order.
         identical: ``(prompt, turn)`` of pairs that were not judged because both answers are equal.
     """
     by_pair: dict[tuple[str, int], list[Judgment]] = defaultdict(list)
@@ -142,10 +142,10 @@ def answers_verdict(
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
 ) -> JudgeVerdict:
-    """The verdict on all judgements of one merge against one reference.
+    """Return the verdict on all judgments of one merge against one reference.
 
     Raises:
-        InvalidInput: when there are too few prompts to say anything.
+        InvalidInput: If there are too few prompts for a decision.
     """
     pairs = settle(judgements, identical)
     shortfall = _shortfall(pairs, rule.confidence)
@@ -157,7 +157,7 @@ def answers_verdict(
     if outcome == "inconclusive":
         distance = drop if drop > rule.max_shortfall else rule.upper_limit - drop
         if distance > 0:
-            # Of the lead in [-1, 1], of which the shortfall is half.
+            # The lead is in [-1, 1], and the shortfall is half of it.
             needed = graded_documents_needed(4 * shortfall.variance, 2 * distance / 100, rule.confidence)
     reason = _sentence(reference.name, shortfall, rule, outcome, len({pair.prompt for pair in pairs}), needed)
     if consistency is not None and consistency < rule.min_consistency:
@@ -199,38 +199,38 @@ def answers_verdict(
     )
 
 
-def _winner(said: Sequence[Winner | None]) -> Winner:
-    """The winner of a pair: whoever wins in both orders."""
-    return said[0] if said[0] is not None and _is_consistent(said) else "tie"
+def _winner(winners: Sequence[Winner | None]) -> Winner:
+    """Return the winner of a pair, which must win in both orders."""
+    return winners[0] if winners[0] is not None and _is_consistent(winners) else "tie"
 
 
-def _is_consistent(said: Sequence[Winner | None]) -> bool:
-    return len(said) == 2 and said[0] is not None and said[0] == said[1]
+def _is_consistent(winners: Sequence[Winner | None]) -> bool:
+    return len(winners) == 2 and winners[0] is not None and winners[0] == winners[1]
 
 
 def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
-    """0.5 minus the win rate, over prompts."""
+    """Return 0.5 minus the win rate, over prompts."""
     by_prompt: dict[str, list[float]] = defaultdict(list)
     for pair in pairs:
         by_prompt[pair.prompt].append(SCORES[pair.winner])
     if len(by_prompt) < 2:
         raise InvalidInput("judge", found=f"{len(by_prompt)} prompt", expected="2 or more, better hundreds")
-    # Losses minus wins, in [-1, 1] like any paired difference of scores; half of it is the shortfall.
-    # In an order that has nothing to do with the scores: equal answers stand last, and all of them are ties.
-    mixed = sorted(by_prompt, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    lead = [1.0 - 2.0 * sum(by_prompt[prompt]) / len(by_prompt[prompt]) for prompt in mixed]
-    found = graded_difference(lead, confidence)
-    return Difference(found.mean / 2, found.low / 2, found.high / 2, found.variance / 4)
+    # Losses minus wins, in [-1, 1] like any paired difference of scores. The shortfall is half of it.
+    # The order must be independent of the scores, and equal answers come last and are all ties, so shuffle by hash.
+    shuffled = sorted(by_prompt, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    lead = [1.0 - 2.0 * sum(by_prompt[prompt]) / len(by_prompt[prompt]) for prompt in shuffled]
+    difference = graded_difference(lead, confidence)
+    return Difference(difference.mean / 2, difference.low / 2, difference.high / 2, difference.variance / 4)
 
 
 def _dimension_rates(judgements: Sequence[Judgment], identical: Sequence[tuple[str, int]]) -> tuple[DimensionRate, ...]:
-    """Win rates over pairs, with the rule of the whole: a win in both orders."""
-    said: dict[str, dict[tuple[str, int], list[Winner | None]]] = defaultdict(lambda: defaultdict(list))
+    """Return win rates over pairs, by the same rule as the verdict: a win in both orders."""
+    winners_by_dimension: dict[str, dict[tuple[str, int], list[Winner | None]]] = defaultdict(lambda: defaultdict(list))
     for judgement in judgements:
         for name, winner in judgement.dimensions.items():
-            said[name][judgement.prompt, judgement.turn].append(winner)
+            winners_by_dimension[name][judgement.prompt, judgement.turn].append(winner)
     rates = []
-    for name, by_pair in said.items():
+    for name, by_pair in winners_by_dimension.items():
         scores = [SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
         rates.append(DimensionRate(name=name, win_rate=sum(scores) / len(scores)))
     return tuple(rates)
@@ -241,11 +241,11 @@ def _sentence(
 ) -> str:
     rate, low, high = (100 * (0.5 - value) for value in (shortfall.mean, shortfall.high, shortfall.low))
     lowest = 50 - rule.max_shortfall
-    # 46.96 is below a limit of 47, and must be seen to be.
+    # A rate of 46.96 is below a limit of 47, so show enough digits to make this visible.
     digits = next((d for d in (1, 2) if (round(rate, d) < lowest) == (rate < lowest)), 3)
     interval = f"[{max(0.0, low):.{digits}f}, {min(100.0, high):.{digits}f}]"
     sentence = f"judge: win rate {rate:.{digits}f} % against {reference} {interval}, limit {lowest:g}"
     if outcome != "inconclusive":
         return sentence
-    would = f"; about {needed:,} would decide it" if needed else ""
-    return f"{sentence}: undecided after {prompts:,} prompts{would}"
+    hint = f"; about {needed:,} would decide it" if needed else ""
+    return f"{sentence}: undecided after {prompts:,} prompts{hint}"

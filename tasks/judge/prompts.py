@@ -1,7 +1,8 @@
-"""The prompts that both models answer: the user's jsonl, or MT-Bench's questions, pinned by content.
+"""Load the prompts that both models answer: the user's jsonl or MT-Bench's questions, pinned by content.
 
-A line is ``{"prompt": "…"}`` or ``{"turns": ["…", "…"]}``; optional are ``id`` (or MT-Bench's ``question_id``),
-``category`` and ``reference``: a text, or one a turn. MT-Bench keeps its reference answers in a second file.
+A line is ``{"prompt": "…"}`` or ``{"turns": ["…", "…"]}``. Optional keys are ``id`` (or MT-Bench's ``question_id``),
+``category`` and ``reference``, which is a text or a list with one text per turn. MT-Bench has its reference answers in
+a second file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mergegate.tasks.store import NotInKey
 
 
 class Prompts(BaseModel):
-    """A file of prompts pinned by content, and which of them are asked."""
+    """File of prompts pinned by content, and the sample that is used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +34,7 @@ class Prompts(BaseModel):
 
 
 class References(BaseModel):
-    """A file of reference answers pinned by content. They decide judgements, not answers."""
+    """File of reference answers pinned by content. They affect judgments, not answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +43,7 @@ class References(BaseModel):
 
 
 class JudgePrompts(NamedTuple):
-    """All that is asked."""
+    """Prompts and reference answers of one run."""
 
     prompts: Prompts
     references: References | None
@@ -50,22 +51,22 @@ class JudgePrompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation: what the user says, turn by turn."""
+    """One conversation: the user's messages, turn by turn."""
 
     id: str
     turns: tuple[str, ...]
-    references: tuple[str | None, ...]  # as many as turns
+    references: tuple[str | None, ...]  # As many as turns.
     category: str = ""
 
 
 def pin_prompts(settings: JudgeSettings, root: Path, hashes: HashMemo) -> JudgePrompts:
-    """The prompts and reference answers with their sha256; relative paths are relative to ``root``.
+    """Return the prompts and reference answers with their sha256; relative paths are relative to ``root``.
 
     Raises:
-        InvalidInput: when a file is not there or is not as it should be.
+        InvalidInput: If a file is missing or malformed.
     """
 
-    def pinned(file: Path, field: str) -> tuple[Path, str]:
+    def pin(file: Path, field: str) -> tuple[Path, str]:
         path = (root / file).absolute()
         try:
             plain_file(path, most=MAX_DATA_BYTES)
@@ -75,47 +76,47 @@ def pin_prompts(settings: JudgeSettings, root: Path, hashes: HashMemo) -> JudgeP
             ) from None
         return path, hashes.sha256(path)
 
-    path, sha256 = pinned(settings.prompts, "prompts")
+    path, sha256 = pin(settings.prompts, "prompts")
     prompts = Prompts(path=path, sha256=sha256, sample=settings.sample, seed=settings.seed)
     references = None
     if settings.references is not None:
-        path, sha256 = pinned(settings.references, "references")
+        path, sha256 = pin(settings.references, "references")
         references = References(path=path, sha256=sha256)
-    read_prompts(prompts, references)  # now, rather than after hours of merging and evaluating
+    read_prompts(prompts, references)  # Validate now rather than after hours of merging and evaluating.
     return JudgePrompts(prompts, references)
 
 
 def read_prompts(prompts: Prompts, references: References | None = None) -> tuple[Prompt, ...]:
-    """The prompts that are asked, in the order of the file.
+    """Return the selected prompts in the order of the file.
 
-    A sample is ordered by a hash, so that a smaller one is contained in a larger one.
+    Prompts are sampled in the order of a hash, so a larger sample contains every smaller one.
 
     Raises:
-        InvalidInput: when a file changed after it was pinned, or a line is not as it should be.
+        InvalidInput: If a file changed after it was pinned, or a line is malformed.
     """
-    every: dict[str, Prompt] = {}
-    for where, line in _lines(prompts.path, prompts.sha256):
-        prompt = _prompt(line, where)
-        if prompt.id in every:
-            raise InvalidInput(where, found=f"a second prompt {prompt.id}", expected="ids that are unique")
-        every[prompt.id] = prompt
+    by_id: dict[str, Prompt] = {}
+    for location, line in _lines(prompts.path, prompts.sha256):
+        prompt = _prompt(line, location)
+        if prompt.id in by_id:
+            raise InvalidInput(location, found=f"a second prompt {prompt.id}", expected="ids that are unique")
+        by_id[prompt.id] = prompt
     answers = _answers(references) if references else {}
-    chosen = sorted(every, key=lambda name: hashlib.sha256(f"{prompts.seed}/{name}".encode()).digest())
-    kept = set(chosen[: prompts.sample])
-    if len(kept) < 2:
-        raise InvalidInput(str(prompts.path), found=f"{len(kept)} prompts", expected="2 or more, better hundreds")
-    return tuple(_with_references(prompt, answers) for prompt in every.values() if prompt.id in kept)
+    ordered = sorted(by_id, key=lambda name: hashlib.sha256(f"{prompts.seed}/{name}".encode()).digest())
+    selected = set(ordered[: prompts.sample])
+    if len(selected) < 2:
+        raise InvalidInput(str(prompts.path), found=f"{len(selected)} prompts", expected="2 or more, better hundreds")
+    return tuple(_with_references(prompt, answers) for prompt in by_id.values() if prompt.id in selected)
 
 
 def _answers(references: References) -> dict[str, tuple[str, ...]]:
-    return dict(_reference(line, where) for where, line in _lines(references.path, references.sha256))
+    return dict(_reference(line, location) for location, line in _lines(references.path, references.sha256))
 
 
 def _with_references(prompt: Prompt, answers: Mapping[str, tuple[str, ...]]) -> Prompt:
-    found = answers.get(prompt.id)
-    if found is None:
+    reference = answers.get(prompt.id)
+    if reference is None:
         return prompt
-    padded: list[str | None] = [*found[: len(prompt.turns)], *[None] * (len(prompt.turns) - len(found))]
+    padded: list[str | None] = [*reference[: len(prompt.turns)], *[None] * (len(prompt.turns) - len(reference))]
     return Prompt(prompt.id, prompt.turns, tuple(padded), prompt.category)
 
 
@@ -129,30 +130,34 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield line_location(path, number), {"id": number, **parse_line(line, path, number)}
 
 
-def _prompt(line: Mapping[str, Any], where: str) -> Prompt:
+def _prompt(line: Mapping[str, Any], location: str) -> Prompt:
     if ("prompt" in line) == ("turns" in line):
         found = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
-        raise InvalidInput(where, found=found, expected="a text under prompt, or a list of texts under turns")
+        raise InvalidInput(location, found=found, expected="a text under prompt, or a list of texts under turns")
     turns = (line["prompt"],) if "prompt" in line else line["turns"]
     if not (isinstance(turns, (list, tuple)) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
         raise InvalidInput(
-            where, found=f"{turns!r:.80}", expected="a text under prompt, or a list of texts under turns"
+            location, found=f"{turns!r:.80}", expected="a text under prompt, or a list of texts under turns"
         )
-    said = line.get("reference")
-    given = said if isinstance(said, list) else [said]
-    if len(given) > len(turns) or not all(text is None or isinstance(text, str) for text in given):
-        raise InvalidInput(where, found=f"reference {said!r:.80}", expected="a text, or one for each turn")
-    references = tuple([text or None for text in given] + [None] * (len(turns) - len(given)))
+    reference = line.get("reference")
+    references_by_turn = reference if isinstance(reference, list) else [reference]
+    if len(references_by_turn) > len(turns) or not all(
+        text is None or isinstance(text, str) for text in references_by_turn
+    ):
+        raise InvalidInput(location, found=f"reference {reference!r:.80}", expected="a text, or one for each turn")
+    references = tuple([text or None for text in references_by_turn] + [None] * (len(turns) - len(references_by_turn)))
     return Prompt(_id(line), tuple(turns), references, str(line.get("category", "")))
 
 
-def _reference(line: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+def _reference(line: Mapping[str, Any], location: str) -> tuple[str, tuple[str, ...]]:
     try:
         turns = line["choices"][0]["turns"]
     except (KeyError, IndexError, TypeError):
         turns = None
     if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise InvalidInput(where, found="no answer", expected="MT-Bench's form: question_id, choices: [{turns: [...]}]")
+        raise InvalidInput(
+            location, found="no answer", expected="MT-Bench's form: question_id, choices: [{turns: [...]}]"
+        )
     return _id(line), tuple(turns)
 
 

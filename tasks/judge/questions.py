@@ -1,6 +1,6 @@
-"""Asking the judge: one question is a pair of answers in one order, and what is said of it is told as it comes.
+"""Send pairs of answers to the judge, one request per pair and order, and yield each judgment as it arrives.
 
-Who asks keeps what was said, in its own way: a stage in its artifact, the shadow in its ledger.
+Callers store the judgments in their own way: a stage in its artifact, the shadow in its ledger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
 
 
 class JudgeQuestion(NamedTuple):
-    """One thing to ask: a pair of answers in one order."""
+    """One question for the judge: a pair of answers in one order."""
 
     order: Order
     exchange: JudgedTurn
@@ -30,10 +30,10 @@ class JudgeQuestion(NamedTuple):
 
 
 def both_orders(prompt: Prompt, turn: int, reference: Sequence[str], merge: Sequence[str]) -> tuple[JudgeQuestion, ...]:
-    """What to ask about one pair of answers: each order once.
+    """Return the questions about one pair of answers, one for each order.
 
     Args:
-        reference, merge: Answers of each up to and with this turn.
+        reference, merge: Answers of each model up to and including this turn.
     """
     return tuple(
         JudgeQuestion(
@@ -46,14 +46,15 @@ def both_orders(prompt: Prompt, turn: int, reference: Sequence[str], merge: Sequ
 def ask_judge(
     questions: Sequence[JudgeQuestion], judging: JudgmentSettings, server: JudgeServer, instructions: str
 ) -> Iterator[Judgment]:
-    """What the judge says to each, in the order in which it answers. Where nobody is asked, the server need not be
-    there; who stops listening stops the asking.
+    """Yield the judgment on each question, in the order of completion.
 
-    No more is ever asked beyond what has been heard than ``server.concurrency``, however slowly somebody listens: that
-    is what is lost, and asked once more, when this process is killed.
+    Without questions, no server needs to be running. Closing the iterator stops all further requests.
+
+    At most ``server.concurrency`` questions are in flight beyond the judgments already yielded, even if the consumer is
+    slow. If the process is killed, only these are lost and repeated.
 
     Raises:
-        InvalidInput: when the server cannot be asked.
+        InvalidInput: If the server cannot be reached.
     """
     if not questions:
         return
@@ -62,16 +63,18 @@ def ask_judge(
         pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="judge")
         stack.callback(pool.shutdown, cancel_futures=True)
 
-        def begin(count: int) -> set[Future[Judgment]]:
-            return {pool.submit(_ask, connection, question, judging, instructions) for question in islice(left, count)}
+        def submit(count: int) -> set[Future[Judgment]]:
+            return {
+                pool.submit(_ask, connection, question, judging, instructions) for question in islice(pending, count)
+            }
 
-        left = iter(questions)
-        waiting = begin(server.concurrency)
+        pending = iter(questions)
+        waiting = submit(server.concurrency)
         while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for one in done:
-                yield one.result()
-                waiting |= begin(1)
+            finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in finished:
+                yield future.result()
+                waiting |= submit(1)
 
 
 def _ask(connection: ChatServer, question: JudgeQuestion, judging: JudgmentSettings, instructions: str) -> Judgment:
@@ -81,23 +84,21 @@ def _ask(connection: ChatServer, question: JudgeQuestion, judging: JudgmentSetti
         response_format(judging.dimensions),
         judging.max_tokens,
     )
-    opinion = parse(reply.text, judging.dimensions)
+    vote = parse(reply.text, judging.dimensions)
     return Judgment(
         prompt=question.exchange.prompt.id,
         turn=question.exchange.turn,
         order=question.order,
-        winner=_who(opinion.verdict, question.order) if opinion else None,
-        dimensions={name: _who(choice, question.order) for name, choice in opinion.dimensions.items()}
-        if opinion
-        else {},
-        reasoning=opinion.reasoning if opinion else "",
+        winner=_winner(vote.verdict, question.order) if vote else None,
+        dimensions={name: _winner(choice, question.order) for name, choice in vote.dimensions.items()} if vote else {},
+        reasoning=vote.reasoning if vote else "",
         reply=reply.text,
         judge=reply.model,
     )
 
 
-def _who(choice: Choice, order: Order) -> Winner:
-    """Whose answer A or B was."""
+def _winner(choice: Choice, order: Order) -> Winner:
+    """Return which model wrote the preferred answer."""
     if choice == "tie":
         return "tie"
     return "reference" if (choice == "A") == (order == "reference first") else "merge"

@@ -1,6 +1,6 @@
-"""Answers that were given already, to users: two of them to one question, judged as all others are.
+"""Judge recorded answers: two answers to one user question, compared in the same way as generated ones.
 
-The questions are whole conversations, which both sides had in common, so each pair is one turn.
+A question is a whole conversation that both sides share, so each pair is one turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mergegate.tasks.store import digest
 
 
 class RecordedAnswerPair(NamedTuple):
-    """Two answers to one question."""
+    """Two recorded answers to one question."""
 
     id: str
     question: str
@@ -31,13 +31,13 @@ def judge_recorded_pairs(
     server: JudgeServer,
     known: Collection[tuple[str, Order]] = (),
 ) -> Iterator[Judgment]:
-    """What the judge says of each pair in each order, as it says so. Of equal answers nothing is asked.
+    """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
 
     Args:
-        known: ``(id, order)`` of what it said before, which is not asked again.
+        known: ``(id, order)`` of earlier judgments, which are not requested again.
 
     Raises:
-        InvalidInput: when the server cannot be asked.
+        InvalidInput: If the server cannot be reached.
     """
     questions = [
         question
@@ -50,21 +50,25 @@ def judge_recorded_pairs(
 
 
 class PairScore(NamedTuple):
-    """One pair after both orders: 1 where the merge's answer is better, 0 where the reference's is, else 1/2; and
-    whether the judge said the same in both."""
+    """Score of one pair after both orders, and whether the judge agreed with itself.
+
+    Args:
+        score: 1 if the merge's answer is better, 0 if the reference's is better, else 1/2.
+        consistent: Whether both orders led to the same choice.
+    """
 
     score: float
     consistent: bool
 
 
 def score_pair(judgements: Sequence[Judgment]) -> PairScore:
-    """What the two judgements of one pair come to."""
+    """Combine the two judgments of one pair into its score."""
     (pair,) = settle(judgements)
     return PairScore(SCORES[pair.winner], bool(pair.consistent))
 
 
 def judge_digest(judging: JudgmentSettings) -> str:
-    """64 hex digits of everything that decides a judgement: judgements under another one are of another judge."""
+    """Return 64 hex digits of everything that determines a judgment. A different digest means a different judge."""
     return digest(
         {
             "judging": judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields)),

@@ -1,7 +1,8 @@
-"""The rubric: what the judge is shown and asked, and how its reply is read. Pure functions of text.
+"""Build the judge's prompt from the rubric and parse its reply. Pure functions of text.
 
-The reply is JSON with the reasoning first: a verdict that is written before its reasons has none. Servers that cannot
-be held to a schema reply as they like; whatever states a verdict clearly is taken, and anything else is no judgement.
+The reply is JSON with the reasoning first, because a verdict written before its reasons is not based on them. Servers
+that cannot enforce a schema may reply in any form. The parser accepts any clear verdict; anything else is not a
+judgment.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Reply with one JSON object: first "reasoning" (what each answer gets right and w
 
 
 class JudgeVote(NamedTuple):
-    """What the judge says about A and B in the order in which they were shown."""
+    """The judge's vote on A and B in the order in which they were shown."""
 
     reasoning: str
     dimensions: Mapping[str, Choice]
@@ -43,38 +44,38 @@ class JudgeVote(NamedTuple):
 
 
 class JudgedTurn(NamedTuple):
-    """One turn to be judged: the conversations so far, each with its own earlier answers."""
+    """One turn to judge: the conversations so far, each with its own earlier answers."""
 
     prompt: Prompt
     turn: int
-    a: Sequence[str]  # answers up to and with this turn
+    a: Sequence[str]  # Answers up to and including this turn.
     b: Sequence[str]
 
 
 def messages(
     exchange: JudgedTurn, dimensions: Mapping[str, str], instructions: str = INSTRUCTIONS
 ) -> list[dict[str, str]]:
-    """What the judge is shown: rubric, question, reference answer where there is one, and both answers."""
-    listed = "\n".join(f"- {name}: {question}" for name, question in dimensions.items())
+    """Return the judge's prompt: rubric, question, reference answer if there is one, and both answers."""
+    rubric = "\n".join(f"- {name}: {question}" for name, question in dimensions.items())
     names = ", ".join(f'"{name}"' for name in dimensions)
-    system = instructions.replace("{dimensions}", listed).replace("{names}", names)
+    system = instructions.replace("{dimensions}", rubric).replace("{names}", names)
     prompt, turn = exchange.prompt, exchange.turn
-    # An answer cannot end its own part early: the markers carry a hash of all that stands between them.
-    mark = hashlib.sha256(json.dumps([prompt.turns, list(exchange.a), list(exchange.b)]).encode()).hexdigest()[:12]
+    # The markers contain a hash of all enclosed text, so an answer cannot end its own part early.
+    marker = hashlib.sha256(json.dumps([prompt.turns, list(exchange.a), list(exchange.b)]).encode()).hexdigest()[:12]
     parts = []
     if turn:
-        for name, said in (("A", exchange.a), ("B", exchange.b)):
-            earlier = [line for t in range(turn) for line in (f"User: {prompt.turns[t]}", f"Assistant: {said[t]}")]
-            parts.append(_part(f"earlier conversation with {name}", "\n\n".join(earlier), mark))
-    parts.append(_part("question", prompt.turns[turn], mark))
+        for name, answers in (("A", exchange.a), ("B", exchange.b)):
+            earlier = [line for t in range(turn) for line in (f"User: {prompt.turns[t]}", f"Assistant: {answers[t]}")]
+            parts.append(_part(f"earlier conversation with {name}", "\n\n".join(earlier), marker))
+    parts.append(_part("question", prompt.turns[turn], marker))
     if (reference := prompt.references[turn]) is not None:
-        parts.append(_part("reference answer", reference, mark))
-    parts += [_part("answer A", exchange.a[turn], mark), _part("answer B", exchange.b[turn], mark)]
+        parts.append(_part("reference answer", reference, marker))
+    parts += [_part("answer A", exchange.a[turn], marker), _part("answer B", exchange.b[turn], marker)]
     return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
 def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
-    """The schema of a reply, as ``response_format`` of a chat completion; properties in the order of writing."""
+    """Return the schema of a reply, as ``response_format`` of a chat completion; properties in writing order."""
     choice = {"type": "string", "enum": list(CHOICES)}
     properties = {"reasoning": {"type": "string"}, **dict.fromkeys(dimensions, choice), "verdict": choice}
     schema = {
@@ -87,21 +88,21 @@ def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse(reply: str, dimensions: Mapping[str, str]) -> JudgeVote | None:
-    """The judge's opinion, or None where the reply states none clearly.
+    """Return the judge's vote, or None if the reply does not state one clearly.
 
-    Read are, in this order: JSON that is the whole reply; the last JSON object in it (after thoughts, or in a code
-    fence); the verdict of JSON that is not quite right; the last ``verdict: A`` or ``[[A]]`` of plain text.
+    The parser tries, in this order: JSON that is the entire reply; the last JSON object in it (after thoughts, or in a
+    code fence); the verdict of slightly malformed JSON; the last ``verdict: A`` or ``[[A]]`` of plain text.
     """
     text = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL).strip()
     for document in (_json(reply), _json(text), *reversed(_objects(text))):
         if isinstance(document, dict) and (verdict := _choice(document.get("verdict"))) is not None:
-            given = {name: _choice(document.get(name)) for name in dimensions}
-            chosen = {name: choice for name, choice in given.items() if choice is not None}
-            return JudgeVote(str(document.get("reasoning", "")), chosen, verdict)
-    # Of JSON that was cut off in its reasoning, the words are no verdict: only a closed field is.
+            parsed = {name: _choice(document.get(name)) for name in dimensions}
+            choices = {name: choice for name, choice in parsed.items() if choice is not None}
+            return JudgeVote(str(document.get("reasoning", "")), choices, verdict)
+    # In JSON that was cut off in its reasoning, words are not a verdict; only a closed field is.
     pattern = _FIELD if text.lstrip("`json \n").startswith("{") else _WORDS
-    stated = pattern.findall(text)
-    verdict = _choice("".join(stated[-1])) if stated else None
+    matches = pattern.findall(text)
+    verdict = _choice("".join(matches[-1])) if matches else None
     return JudgeVote(text, {}, verdict) if verdict is not None else None
 
 
@@ -112,29 +113,29 @@ _WORDS = re.compile(
 )
 
 
-def _part(title: str, text: str, mark: str) -> str:
-    return f"<<< {title} {mark}\n{text}\n>>> end of {title} {mark}"
+def _part(title: str, text: str, marker: str) -> str:
+    return f"<<< {title} {marker}\n{text}\n>>> end of {title} {marker}"
 
 
 def _choice(value: object) -> Choice | None:
-    said = str(value).strip().lower() if isinstance(value, str) else ""
-    return {"a": CHOICES[0], "b": CHOICES[1], "tie": CHOICES[2], "c": CHOICES[2]}.get(said)
+    normalized = str(value).strip().lower() if isinstance(value, str) else ""
+    return {"a": CHOICES[0], "b": CHOICES[1], "tie": CHOICES[2], "c": CHOICES[2]}.get(normalized)
 
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text, strict=False)  # judges write line breaks into strings
+        return json.loads(text, strict=False)  # Judges write line breaks into strings.
     except (ValueError, RecursionError):
         return None
 
 
 def _objects(text: str) -> list[object]:
-    """The JSON objects that stand in ``text``, none inside another."""
-    decoder, found, position = json.JSONDecoder(strict=False), list[object](), 0
+    """Return the JSON objects in ``text``, none nested in another."""
+    decoder, objects, position = json.JSONDecoder(strict=False), list[object](), 0
     while (position := text.find("{", position)) >= 0:
         try:
             document, position = decoder.raw_decode(text, position)
-            found.append(document)
+            objects.append(document)
         except (ValueError, RecursionError):
             position += 1
-    return found
+    return objects

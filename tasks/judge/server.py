@@ -1,7 +1,7 @@
-"""The judge's server: chat completions in OpenAI's protocol, asked patiently.
+"""Request chat completions from the judge's server in OpenAI's protocol, with retries.
 
-How it is reached and what is asked again is what all servers share (``tasks.http``); here is what a judge is
-asked, and what its answers mean. The key comes from the environment, goes into one header, and is in no message, record
+Connections and retries are those of all servers (``tasks.http``). This module adds the judge's requests and the meaning
+of its responses. The API key comes from the environment and goes into one header. It never appears in a message, record
 or artifact.
 """
 
@@ -17,26 +17,27 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retry_transient
 from mergegate.tasks.judge.settings import JudgeServer
 
-# 409, because a server of completions has nothing to be in conflict about: another request holds what this one needs.
-_ASKED_AGAIN = TRANSIENT_STATUSES | {409}
-_WHERE = "judge.url"
+# A completion server has no resource that could be in conflict, so 409 means that another request holds one
+# temporarily.
+_RETRIED_STATUSES = TRANSIENT_STATUSES | {409}
+_LOCATION = "judge.url"
 
 
 class Reply(NamedTuple):
-    """A completion: its text, and what the server says which model wrote it."""
+    """Completion: its text, and the name of the model that wrote it, as reported by the server."""
 
     text: str
     model: str
 
 
 class ChatServer:
-    """A connection to the server, for use by several threads. A context manager: it closes its connections.
+    """Connection to the judge's server that several threads may share. A context manager that closes its connections.
 
     Args:
-        sleep, now: Of ``time``; given in by whoever will not wait.
+        sleep, now: Functions of ``time``, replaceable in tests that must not wait.
 
     Raises:
-        InvalidInput: when the variable that should hold the key is not set.
+        InvalidInput: If the environment variable for the key is not set.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class ChatServer:
     ) -> None:
         self._server = server
         self._http = JsonClient(server.url, server.timeout, _key(server), connections=server.concurrency)
-        self._retrying = retry_transient(server.attempts, statuses=_ASKED_AGAIN, sleep=sleep, now=now)
-        self._schemas = True  # until the server says that it knows none
+        self._retrying = retry_transient(server.attempts, statuses=_RETRIED_STATUSES, sleep=sleep, now=now)
+        self._schemas = True  # Until the server rejects one.
 
     def __enter__(self) -> Self:
         return self
@@ -64,10 +65,10 @@ class ChatServer:
         response_format: Mapping[str, Any],
         max_tokens: int | None,
     ) -> Reply:
-        """The model's reply at temperature 0, held to ``response_format`` where the server can.
+        """Return the model's reply at temperature 0, constrained by ``response_format`` if the server supports it.
 
         Raises:
-            InvalidInput: when the server refuses the request, is not there, or goes on failing.
+            InvalidInput: If the server refuses the request, cannot be reached, or keeps failing.
         """
         body: dict[str, Any] = {"model": model, "messages": list(messages), "temperature": 0}
         if max_tokens is not None:
@@ -78,21 +79,21 @@ class ChatServer:
                 return self._read(answer, model)
         plain = self._post(body)
         if plain.ok:
-            self._schemas = False  # it is the schema that was refused, not the request
+            self._schemas = False  # The server refused the schema, not the request.
         return self._read(plain, model)
 
     def _post(self, body: Mapping[str, Any]) -> Answer:
-        """The answer to a request, tried again while that may help."""
+        """Return the response to a request, with retries as long as they may help."""
         try:
             answer: Answer = self._retrying(self._http.request, "/chat/completions", body)
             problem = f"{answer.status}: {answer.message}"
-        except Unreachable as why:
-            problem = f"no answer ({why})"
+        except Unreachable as error:
+            problem = f"no answer ({error})"
         else:
-            if answer.status not in _ASKED_AGAIN:
+            if answer.status not in _RETRIED_STATUSES:
                 return answer
         raise InvalidInput(
-            f"{_WHERE}: {self._server.url}",
+            f"{_LOCATION}: {self._server.url}",
             found=f"{problem}, after {self._server.attempts} attempts",
             expected="a server that answers",
             remedy="see that it runs; finished judgements are kept, so run again",
@@ -106,7 +107,7 @@ class ChatServer:
                 404: "see that judge.url ends where /chat/completions begins, and that judge.model is served there",
             }
             raise InvalidInput(
-                f"{_WHERE}: {self._server.url}",
+                f"{_LOCATION}: {self._server.url}",
                 found=f"{answer.status}: {answer.message}",
                 expected=f"a chat completion of {model}",
                 remedy=remedies.get(answer.status, ""),
@@ -116,7 +117,7 @@ class ChatServer:
             return Reply(text if isinstance(text, str) else "", str(answer.body.get("model", model)))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise InvalidInput(
-                f"{_WHERE}: {self._server.url}",
+                f"{_LOCATION}: {self._server.url}",
                 found=f"no chat completion: {answer.message}",
                 expected="an OpenAI-compatible server",
             ) from None

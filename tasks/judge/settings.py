@@ -1,4 +1,4 @@
-"""What a profile says about the judge, in parts: what decides answers, judgements, the verdict, and none of them."""
+"""Define the ``judge`` section of a profile: settings of answers, judgments and verdict, and of the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIMENSIONS: Mapping[str, str] = {
 
 
 class Generation(BaseModel):
-    """How the two models answer: greedily, and alike. Part of the key of the answers."""
+    """Generation settings of both models, which decode greedily. Part of the key of the answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class Generation(BaseModel):
 
 
 class JudgmentSettings(BaseModel):
-    """What decides a judgement. Part of its key, with the text of the rubric."""
+    """Settings that determine a judgment. Part of its key, together with the text of the rubric."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,14 +43,14 @@ class JudgmentSettings(BaseModel):
 
     @field_validator("dimensions")
     @classmethod
-    def _names_are_free(cls, dimensions: Mapping[str, str]) -> Mapping[str, str]:
+    def _check_dimension_names(cls, dimensions: Mapping[str, str]) -> Mapping[str, str]:
         if taken := sorted({"reasoning", "verdict"} & set(dimensions)):
             raise ValueError(f"{taken[0]} is part of every judgement, not a dimension")
         return dimensions
 
 
 class JudgeRule(BaseModel):
-    """When a win rate passes. Points are those of the win rate: 50 is even."""
+    """Rule for passing a win rate. Points are those of the win rate: 50 is even."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,7 +67,7 @@ class JudgeRule(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _margin_is_wider(self) -> Self:
+    def _check_margin(self) -> Self:
         if self.margin is not None and self.margin < self.max_shortfall:
             raise ValueError(f"margin ({self.margin:g}) must be at least max_shortfall ({self.max_shortfall:g})")
         return self
@@ -79,7 +79,7 @@ class JudgeRule(BaseModel):
 
 
 class JudgeServer(BaseModel):
-    """Where the judge is asked, and how patiently. None of it decides a judgement; no secret is ever in it."""
+    """Address of the judge's server and retry policy. They never affect a judgment and never contain a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,12 +93,12 @@ class JudgeServer(BaseModel):
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         return plain_address(url)
 
 
 class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
-    """Who answers what, who judges and when it passes, in a profile under ``judge``."""
+    """Prompts, models, judge and passing rule, in a profile under ``judge``."""
 
     prompts: LocalPath = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
     references: LocalPath | None = Field(
@@ -110,22 +110,22 @@ class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
 
     @property
     def generation(self) -> Generation:
-        """The part that decides answers."""
+        """Settings that determine answers."""
         return _part(Generation, self)
 
     @property
     def judging(self) -> JudgmentSettings:
-        """The part that decides judgements."""
+        """Settings that determine judgments."""
         return _part(JudgmentSettings, self)
 
     @property
     def rule(self) -> JudgeRule:
-        """The part that decides the verdict."""
+        """Settings that determine the verdict."""
         return _part(JudgeRule, self)
 
     @property
     def server(self) -> JudgeServer:
-        """The part that decides nothing."""
+        """Settings that do not affect any result."""
         return _part(JudgeServer, self)
 
 

@@ -1,7 +1,7 @@
-"""The stage ``judge``: every pair of answers shown to the judge in both orders, and what it said kept line by line.
+"""Run the stage ``judge``: show every pair of answers to the judge in both orders, and record each judgment as a line.
 
-A judgement costs money or minutes, so none is asked for twice: equal answers are a tie without asking, and a stage that
-broke off (a server that went away) goes on with the pairs that are left.
+A judgment costs money or minutes, so none is requested twice. Equal answers are a tie without a request, and a stage
+that was interrupted (for example because the server went away) resumes with the remaining pairs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfini
 
 
 class Judgments(StageValue):
-    """All that the judge said. The artifact holds ``pairs.jsonl`` (a line a prompt: its turns, references and both
-    models' answers) and ``judgements.jsonl`` (a ``Judgement`` a line)."""
+    """All judgments of one run.
+
+    The artifact holds ``pairs.jsonl`` (one line per prompt: its turns, references and both models' answers) and
+    ``judgements.jsonl`` (one ``Judgment`` per line).
+    """
 
     judge: str
     prompts: int
-    identical: tuple[tuple[str, int], ...]  # (prompt, turn) of equal answers, which nobody was asked about
-    wins: int  # pairs that the merge wins in both orders
+    identical: tuple[tuple[str, int], ...]  # (prompt, turn) of equal answers, which were not judged.
+    wins: int  # Pairs that the merge wins in both orders.
     ties: int
     losses: int
 
@@ -42,7 +45,7 @@ class Judgments(StageValue):
 
 
 class JudgedAnswers(NamedTuple):
-    """A verdict with the evidence that led to it."""
+    """Verdict with its evidence."""
 
     verdict: JudgeVerdict
     judgements: Artifact[Judgments]
@@ -51,20 +54,23 @@ class JudgedAnswers(NamedTuple):
 def judge_models(
     reference: Model, merge: Model, prompts: JudgePrompts, settings: JudgeSettings, runtime: Runtime
 ) -> JudgedAnswers:
-    """Have both models answer, have the answers judged, and decide. Answers and judgements are cached by content; a
-    changed threshold asks nobody anything.
+    """Generate both models' answers, have them judged, and decide.
+
+    Answers and judgments are cached by content, so a changed threshold needs no new requests.
 
     Raises:
-        InvalidInput: when a model cannot be loaded, the server cannot be asked, or the prompts cannot be read.
+        InvalidInput: If a model cannot be loaded, the server cannot be reached, or the prompts cannot be read.
     """
-    ours = answer(reference, prompts.prompts, settings.generation, runtime)
-    theirs = answer(merge, prompts.prompts, settings.generation, runtime)
+    reference_answers = answer(reference, prompts.prompts, settings.generation, runtime)
+    merge_answers = answer(merge, prompts.prompts, settings.generation, runtime)
     judging, server = settings.judging, settings.server
-    judgements = judge(ours, theirs, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS)
+    judgements = judge(
+        reference_answers, merge_answers, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS
+    )
     verdict = answers_verdict(
         settings.model,
-        AnswerStatistics(reference.name, ours.value.characters, ours.value.cut_off),
-        AnswerStatistics(merge.name, theirs.value.characters, theirs.value.cut_off),
+        AnswerStatistics(reference.name, reference_answers.value.characters, reference_answers.value.cut_off),
+        AnswerStatistics(merge.name, merge_answers.value.characters, merge_answers.value.cut_off),
         read_judgements(judgements.directory),
         judgements.value.identical,
         settings.rule,
@@ -83,25 +89,28 @@ def judge(
     server: JudgeServer,
     instructions: str,
 ) -> Judgments:
-    """Ask the judge about every pair of answers in both orders.
+    """Judge every pair of answers in both orders.
 
     Args:
-        instructions: The text of the rubric, which is part of the key because it decides judgements.
+        instructions: Text of the rubric, which is part of the key because it affects judgments.
 
     Raises:
-        InvalidInput: when the server cannot be asked.
+        InvalidInput: If the server cannot be reached.
     """
-    asked = read_prompts(prompts, references)
-    ours, theirs = (read_answers(side.directory) for side in (reference, merge))
-    _write(out / PAIRS, (_pair_line(prompt, ours[prompt.id], theirs[prompt.id]) for prompt in asked))
-    identical, questions = _questions(asked, ours, theirs)
-    said = _ask_all(out / _UNFINISHED, questions, judging, server, instructions)
-    _write(out / FILE, (said[question.key].model_dump(mode="json") for question in questions))
+    prompt_list = read_prompts(prompts, references)
+    reference_answers, merge_answers = (read_answers(side.directory) for side in (reference, merge))
+    _write(
+        out / PAIRS,
+        (_pair_line(prompt, reference_answers[prompt.id], merge_answers[prompt.id]) for prompt in prompt_list),
+    )
+    identical, questions = _questions(prompt_list, reference_answers, merge_answers)
+    judgments = _ask_all(out / _UNFINISHED, questions, judging, server, instructions)
+    _write(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
     (out / _UNFINISHED).unlink(missing_ok=True)
-    pairs = settle(said.values(), identical)
+    pairs = settle(judgments.values(), identical)
     return Judgments(
         judge=judging.model,
-        prompts=len(asked),
+        prompts=len(prompt_list),
         identical=tuple(identical),
         wins=sum(pair.winner == "merge" for pair in pairs),
         ties=sum(pair.winner == "tie" for pair in pairs),
@@ -110,24 +119,26 @@ def judge(
 
 
 def read_judgements(directory: Path) -> tuple[Judgment, ...]:
-    """The judgements of an artifact of this stage."""
+    """Return the judgments of an artifact of this stage."""
     lines = (directory / FILE).read_text(encoding="utf-8").splitlines()
     return tuple(Judgment.model_validate_json(line) for line in lines)
 
 
 def _questions(
-    asked: Sequence[Prompt], ours: Mapping[str, ConversationAnswers], theirs: Mapping[str, ConversationAnswers]
+    prompts: Sequence[Prompt],
+    reference_answers: Mapping[str, ConversationAnswers],
+    merge_answers: Mapping[str, ConversationAnswers],
 ) -> tuple[list[tuple[str, int]], list[JudgeQuestion]]:
-    """The pairs that need no judge, and what to ask about the others."""
+    """Return the pairs that need no judge, and the questions about the other pairs."""
     identical: list[tuple[str, int]] = []
     questions: list[JudgeQuestion] = []
-    for prompt in asked:
-        a, b = ours[prompt.id].answers, theirs[prompt.id].answers
+    for prompt in prompts:
+        left, right = reference_answers[prompt.id].answers, merge_answers[prompt.id].answers
         for turn in range(len(prompt.turns)):
-            if a[: turn + 1] == b[: turn + 1]:
+            if left[: turn + 1] == right[: turn + 1]:
                 identical.append((prompt.id, turn))
                 continue
-            questions += both_orders(prompt, turn, a[: turn + 1], b[: turn + 1])
+            questions += both_orders(prompt, turn, left[: turn + 1], right[: turn + 1])
     return identical, questions
 
 
@@ -138,28 +149,28 @@ def _ask_all(
     server: JudgeServer,
     instructions: str,
 ) -> dict[tuple[str, int, Order], Judgment]:
-    """Every judgement; those that an earlier attempt wrote down are taken from there."""
-    said = {(j.prompt, j.turn, j.order): j for j in _earlier(unfinished)}
-    _write(unfinished, (j.model_dump(mode="json") for j in said.values()))  # without a line that was cut off
-    left = [question for question in questions if question.key not in said]
+    """Return all judgments, reusing the ones recorded by an earlier attempt."""
+    judgments = {(j.prompt, j.turn, j.order): j for j in _read_earlier(unfinished)}
+    _write(unfinished, (j.model_dump(mode="json") for j in judgments.values()))  # Without a truncated last line.
+    remaining = [question for question in questions if question.key not in judgments]
     with unfinished.open("a", encoding="utf-8") as record:
-        for judgement in ask_judge(left, judging, server, instructions):
-            said[judgement.prompt, judgement.turn, judgement.order] = judgement
+        for judgement in ask_judge(remaining, judging, server, instructions):
+            judgments[judgement.prompt, judgement.turn, judgement.order] = judgement
             record.write(json.dumps(judgement.model_dump(mode="json"), ensure_ascii=False) + "\n")
             record.flush()
-            advance(len(said), len(questions), "judgements")
-    return said
+            advance(len(judgments), len(questions), "judgements")
+    return judgments
 
 
-def _earlier(unfinished: Path) -> Iterator[Judgment]:
+def _read_earlier(unfinished: Path) -> Iterator[Judgment]:
     if not unfinished.is_file():
         return
     for line in unfinished.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             judgement = Judgment.model_validate_json(line)
         except ValidationError:
-            continue  # the line that was being written when the run was killed
-        if judgement.winner is not None:  # a reply that could not be read is asked for once more
+            continue  # The line that was being written when the run was killed.
+        if judgement.winner is not None:  # An unreadable reply is requested once more.
             yield judgement
 
 

@@ -1,6 +1,6 @@
-"""Everything that can be wrong, found before any weight is read: compatibility, machine, licences.
+"""Check everything that can be wrong before any weight is read: compatibility, machine and licenses.
 
-And what can be known of a night before it: how much its documents can tell.
+The package also forecasts the statistical power and the duration of a run.
 """
 
 from mergegate.tasks.preflight.calibration_texts import collect_calibration_texts, overlap_findings

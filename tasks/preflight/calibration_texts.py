@@ -1,6 +1,6 @@
-"""Texts that models read for their merge: they are there, and nothing of them is asked by what judges the merge.
+"""Check calibration texts: they exist, and do not overlap with the documents that judge the merge.
 
-A merge that was fitted to the documents that it is judged by would pass for what it cannot do.
+A merge that is fitted to the documents that judge it would pass for abilities that it does not have.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mergegate.tasks.store import digest
 
 
 def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTexts | None:
-    """All that the models of ``recipe`` read; None where that is nothing.
+    """Return all texts that the models of ``recipe`` read during the merge, or None if there are none.
 
     Raises:
-        InvalidInput: for a text that is not there, or is not as the recipe says.
+        InvalidInput: If a text is missing or differs from the recipe's declaration.
     """
-    read: list[str] = []
+    contents: list[str] = []
     pinned: list[tuple[HeldOutText, int]] = []
     for document in (*recipe.steps, recipe):
         for _, text in pin_calibration_texts(document, hashes):
             pinned.append((text, document.reading.documents))
-            read += [one for _, one in read_texts(text, document.reading.documents)]
-    return CalibrationTexts(digest=digest(pinned), texts=tuple(read)) if pinned else None
+            contents += [content for _, content in read_texts(text, document.reading.documents)]
+    return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
 
 
 def overlap_findings(
@@ -37,32 +37,31 @@ def overlap_findings(
     evidence: Evidence,
     documents_of: Callable[[EvalTask, CalibrationTexts], ContaminatedDocuments],
 ) -> Iterator[Finding]:
-    """What of the evidence was read by models for the merge: a finding that blocks, for each task and for the held-out
-    text.
+    """Yield a blocking finding for each task, and for the held-out text, that overlaps with calibration texts.
 
     Args:
-        texts: What was read.
-        evidence: With its data pinned.
-        documents_of: :func:`tasks.evaluation.find_contaminated_documents`.
+        texts: Calibration texts.
+        evidence: Evidence with its data pinned.
+        documents_of: ``tasks.evaluation.find_contaminated_documents`` or a replacement.
 
     Raises:
-        InvalidInput: when data of a task cannot be loaded.
+        InvalidInput: If data of a task cannot be loaded.
     """
     if evidence.documents and evidence.windows:
         held_out = [text.strip() for _, text in read_texts(evidence.documents, evidence.windows.documents)]
-        own = {text.strip() for text in texts.texts}
-        if shared := [text for text in held_out if text in own]:
+        calibration = {text.strip() for text in texts.texts}
+        if shared := [text for text in held_out if text in calibration]:
             yield _overlap("perplexity.documents", len(shared), held_out, shared[0])
     for task in evidence.tasks:
-        found = documents_of(task, texts)
-        if found.read:
-            yield _overlap(f"task {task.name}", found.read, range(found.documents), found.first)
+        contaminated = documents_of(task, texts)
+        if contaminated.read:
+            yield _overlap(f"task {task.name}", contaminated.read, range(contaminated.documents), contaminated.first)
 
 
-def _overlap(where: str, shared: int, documents: Sequence[object], first: str) -> Finding:
+def _overlap(location: str, shared: int, documents: Sequence[object], first: str) -> Finding:
     return Finding(
         "block",
-        where,
+        location,
         found=f"{shared:,} of {len(documents):,} documents stand in texts that models read for it: {first[:60]!r}",
         expected="documents that judge the merge, and others that it is made from",
         remedy="take them out of the texts, or judge by other documents",

@@ -1,4 +1,4 @@
-"""The compatibility check: everything that can be wrong with a merge, found from headers and configurations alone."""
+"""Check compatibility: find everything that can be wrong with a merge from headers and configurations alone."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import digest
 
 _WEIGHTS = (".safetensors", ".bin")
-_MOST_BESIDE = 256 << 20
-_MOST_SAID = 10  # problems beside the first, in one message
+_MOST_COMPANION_BYTES = 256 << 20
+_MOST_LISTED = 10  # Largest number of further problems in one message.
 
 
 class HeaderDigest(BaseModel):
-    """Identity of what the check reads of one parent: of a directory names and sizes of all files and content of the
-    small ones; of a commit on the Hub what it lists."""
+    """Identity of everything that the check reads of one parent.
+
+    For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the
+    Hub, it covers the commit's file list.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,17 +55,18 @@ class HeaderDigest(BaseModel):
 
 
 class Compatibility(StageValue):
-    """All findings at once, and the size of the job: bytes, all zero where something blocks.
+    """All findings together, and the size of the job in bytes. Sizes are zero if a finding blocks.
 
-    Of an adapter that is made of others, ``tensors``, ``bytes_read`` and ``bytes_written`` are its own.
+    For an adapter that combines other adapters, ``tensors``, ``bytes_read`` and ``bytes_written`` describe the adapter
+    itself.
 
     Attributes:
-        disk: That the merged checkpoint takes, with results of steps until the end. Of an adapter: it, and the model
-            that it makes, which is written for whoever has to load it.
-        block: Of the engine's largest block, in memory; a merge holds several.
-        gpu_block: The same on a GPU.
-        largest_bytes: Weights of the largest model to be evaluated, as they are stored.
-        largest_parameters: Number of its parameters.
+        disk: Space for the merged checkpoint, including results of steps that exist until the end. For an adapter,
+            space for it and for the merged model, which is written for programs that cannot load adapters.
+        block: Size of the engine's largest block in memory; a merge holds several.
+        gpu_block: Size of the engine's largest block on a GPU.
+        largest_bytes: Size of the stored weights of the largest model to evaluate.
+        largest_parameters: Number of parameters of that model.
     """
 
     remarks: tuple[Finding, ...]
@@ -74,7 +78,7 @@ class Compatibility(StageValue):
     gpu_block: int
     largest_bytes: int
     largest_parameters: int
-    # Bytes held beside blocks, by methods that work on matrices; nothing of others.
+    # Memory in addition to blocks, for methods that work on matrices. Other methods need none.
     held: Annotated[int, Field(exclude_if=lambda held: held == 0)] = 0
 
     def blocking(self) -> tuple[Finding, ...]:
@@ -93,14 +97,14 @@ class Compatibility(StageValue):
         if not blocking:
             return None
         worst, *others = group_findings(blocking)
-        also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_SAID])
-        if len(others) > _MOST_SAID:
-            also += f"\n  also: {len(others) - _MOST_SAID} more, which 'mergegate check' shows"
+        also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_LISTED])
+        if len(others) > _MOST_LISTED:
+            also += f"\n  also: {len(others) - _MOST_LISTED} more, which 'mergegate check' shows"
         return replace(worst.first, found=worst.first.found + also).refusal()
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Return the identity of what the check reads: files' names, sizes and headers, small files, and stored heads."""
+    """Return the identity of all inputs of the check: file names, sizes and headers, small files, and stored heads."""
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
@@ -112,43 +116,44 @@ def check_compatibility(
     accepted_code: tuple[str, ...] | None = None,
     accepted_tokenizers: tuple[str, ...] = (),
 ) -> Compatibility:
-    """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
+    """Return findings about the recipe and its parents, before any weight is read or downloaded.
 
     Args:
-        accepted_code: What code the profile lets travel with the release; None: nobody has said, which only warns.
+        accepted_code: Code that the profile lets into the release. None means that the profile has no such setting, so
+            code only leads to warnings.
         accepted_tokenizers: Parts in which the profile lets tokenizers differ.
 
     Raises:
-        InvalidInput: for a parent that cannot be a checkpoint.
-        Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
+        InvalidInput: If a parent cannot be a checkpoint.
+        Refused: If a parent cannot be read. This is not stored as a finding, because the Hub may respond next time.
     """
     require_combinable(recipe, parents)
     planned, checkpoints = plan_cached(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*add_segmentation_shares(planned), *adapter_findings_of_parents(parents), *code])
-    found = _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
+    compatibility = _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
     size = None if planned.blocking else size_of_adapter(recipe, parents)
     if size is None:
-        return found
-    own = {"tensors": size.tensors, "bytes_read": size.read, "bytes_written": size.nbytes}
-    return found.model_copy(update={**own, "disk": found.disk + size.nbytes + size.scratch})
+        return compatibility
+    adapter_sizes = {"tensors": size.tensors, "bytes_read": size.read, "bytes_written": size.nbytes}
+    return compatibility.model_copy(update={**adapter_sizes, "disk": compatibility.disk + size.nbytes + size.scratch})
 
 
 def open_and_plan(
     recipe: Recipe, parents: Sequence[ResolvedCheckpoint], accepted_tokenizers: Sequence[str] = ()
 ) -> tuple[PlannedMerge, Mapping[str, Checkpoint]]:
-    """Findings and plan, assembled once; and the parents' headers by reference, each read once.
+    """Return findings and plan from a single pass, and the parents' headers by reference, each read once.
 
     Raises:
-        InvalidInput: for a parent that cannot be a checkpoint.
-        Refused: for one that cannot be looked into.
+        InvalidInput: If a parent cannot be a checkpoint.
+        Refused: If a parent cannot be read.
     """
     checkpoints = {parent.ref: open_parent(parent) for parent in parents}
     return plan_with_findings(recipe, checkpoints, accepted_tokenizers), checkpoints
 
 
 Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]
-# The last plan of this process, by what it was made of: a check that was made now, and not found, has it already.
+# The last plan of this process, by its inputs, so that a check that was not cached does not need a second plan.
 _last: dict[str, Planned] = {}
 
 
@@ -158,13 +163,15 @@ def plan_cached(
     metadata: Sequence[HeaderDigest],
     accepted_tokenizers: Sequence[str] = (),
 ) -> Planned:
-    """As :func:`open_and_plan`; what was planned last from the same headers is not read again.
+    """Return the result of ``open_and_plan``, reusing the last plan for unchanged headers.
 
     Args:
-        metadata: Of the parents, as they are now.
+        metadata: Current header digests of the parents.
     """
-    places = [(str(one.directory), str(one.adapter.directory) if one.adapter else "") for one in parents]
-    key = digest([recipe.canonical(), str(recipe.directory), places, metadata, sorted(accepted_tokenizers)])
+    directories = [
+        (str(parent.directory), str(parent.adapter.directory) if parent.adapter else "") for parent in parents
+    ]
+    key = digest([recipe.canonical(), str(recipe.directory), directories, metadata, sorted(accepted_tokenizers)])
     if key not in _last:
         planned = open_and_plan(recipe, parents, accepted_tokenizers)
         _last.clear()
@@ -190,9 +197,12 @@ def _compatibility(
     from mergegate.merge_core.engine import EngineSettings
     from mergegate.merge_core.engine.forecast import estimate_needs
 
-    # Neither disk nor blocks depend on the cores or the kind of device.
+    # Disk and blocks do not depend on the number of cores or the kind of device.
     needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
-    sizes = [(one.nbytes, sum(tensor.numel for tensor in one.tensors.values())) for one in checkpoints.values()]
+    sizes = [
+        (checkpoint.nbytes, sum(tensor.numel for tensor in checkpoint.tensors.values()))
+        for checkpoint in checkpoints.values()
+    ]
     largest = max([*sizes, (plan.bytes_written, plan.parameters)])
     return Compatibility(
         remarks=tuple(remarks),
@@ -209,9 +219,9 @@ def _compatibility(
 
 
 def _metadata_digest(parent: ResolvedCheckpoint) -> str:
-    """sha256: of a directory over names and sizes, the small files' bytes, and headers; of a commit over its list."""
-    own = _files_digest(parent)
-    return digest([own, _files_digest(parent.adapter)]) if parent.adapter else own
+    """Return a sha256: over names, sizes, small files and headers of a directory, or over the file list of a commit."""
+    files = _files_digest(parent)
+    return digest([files, _files_digest(parent.adapter)]) if parent.adapter else files
 
 
 def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
@@ -227,7 +237,7 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
         running.update(
             _header(path)
             if path.suffix in _WEIGHTS and not is_module_file(name)
-            else read_plain(path, _MOST_BESIDE, within=parent.directory)
+            else read_plain(path, _MOST_COMPANION_BYTES, within=parent.directory)
         )
     for name in list_others(parent.directory):
         running.update(f"{name}\0".encode(errors="surrogateescape"))
@@ -236,9 +246,9 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
 
 
 def _stored_heads(directory: Path) -> bytes:
-    """Return the output heads of a model whose config.json does not say that it has its own.
+    """Return the output heads of a model whose config.json does not declare untied embeddings.
 
-    This is the one question that the check answers from weights: whether a stored head is the embedding.
+    This is the only question that the check answers from weights: whether a stored head is the embedding.
     """
     try:
         if ties_embeddings(read_json(directory / "config.json")) is False:
@@ -249,9 +259,9 @@ def _stored_heads(directory: Path) -> bytes:
 
 
 def _header(path: Path) -> bytes:
-    """The bytes of a weight file that say what is in it: a safetensors header; of other formats only the start."""
+    """Return the bytes that describe a weight file's content: a safetensors header, or the start of other formats."""
     with open_plain(path) as file:
         start = file.read(8)
-        # A lying length is the checkpoint reader's to refuse; here it must only not exhaust the memory.
+        # The checkpoint reader rejects a wrong length. Here the length must only not exhaust the memory.
         length = min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size, 1 << 27)
         return start + (file.read(length) if path.suffix == ".safetensors" else b"")

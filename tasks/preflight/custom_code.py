@@ -1,9 +1,9 @@
-"""Code that would travel with a release: Python files of a parent, and references to such in its configurations.
+"""Find code that would travel with a release: Python files of a parent, and references to code in its configurations.
 
-mergegate runs none of it: ``trust_remote_code`` is off wherever a model is loaded. But whoever loads the release may
-switch it on because its files ask for that. So it is a finding, and a profile accepts it by name. It is run, in the
-confined process that holds models, only of a repository that the profile names at its commit; and of a merge to which
-such a one gives its code::
+mergegate runs none of it: it always loads models with ``trust_remote_code`` off. But users of the release may switch
+it on, because its files require it. This code is therefore a finding, which a profile accepts by name. mergegate runs
+it only in the confined model process, and only for a repository that the profile names at its commit, or for a merge
+that gets its code from such a repository::
 
     checks:
       code:
@@ -21,14 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from mergegate.merge_core import Finding, MergePlan
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 
-# Where transformers looks for classes that lie beside the weights, or in another repository.
+# Key under which transformers finds classes next to the weights or in another repository.
 _MAP = "auto_map"
 _AT_A_COMMIT = r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$"
 _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 class CodeSettings(BaseModel):
-    """What code may travel with a release."""
+    """Code that may travel with a release."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,26 +41,26 @@ class CodeSettings(BaseModel):
 
 
 def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> tuple[Finding, ...]:
-    """A finding for each file and each reference: it blocks unless it is accepted.
+    """Return one finding for each code file and each reference. A finding blocks unless its code is accepted.
 
     Args:
-        accepted: By the profile; None: there is none, and it is only said.
+        accepted: Code that the profile accepts. None means that no profile exists, so code leads only to a warning.
 
     Raises:
-        InvalidInput: A configuration that is not JSON.
+        InvalidInput: If a configuration is not JSON.
     """
-    return tuple(_finding(where, found, accepted) for where, found in dict.fromkeys(_code(plan)))
+    return tuple(_finding(location, code, accepted) for location, code in dict.fromkeys(_code(plan)))
 
 
-def _finding(where: str, found: str, accepted: Collection[str] | None) -> Finding:
-    if accepted is not None and found in accepted:
-        return Finding("info", where, f"the code {found}, which the profile accepts")
+def _finding(location: str, code: str, accepted: Collection[str] | None) -> Finding:
+    if accepted is not None and code in accepted:
+        return Finding("info", location, f"the code {code}, which the profile accepts")
     return Finding(
         "warn" if accepted is None else "block",
-        where,
-        found=f"the code {found}, which would travel with the release",
+        location,
+        found=f"the code {code}, which would travel with the release",
         expected="a model that needs no code of its own",
-        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{found}]; run it is only if"
+        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{code}]; run it is only if"
         " checks.code.trusted names its repository at its commit",
     )
 
@@ -78,16 +78,16 @@ def _code(plan: MergePlan) -> Iterator[tuple[str, str]]:
             yield from _referenced(f"{owner}: {name}", content)
 
 
-def _referenced(where: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    found = configuration.get(_MAP)
-    if found is None:
+def _referenced(location: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    references = configuration.get(_MAP)
+    if references is None:
         return
-    waiting = [found]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield f"{where}: {_MAP}", one
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+    pending = [references]
+    while pending:
+        reference = pending.pop()
+        if isinstance(reference, str):
+            yield f"{location}: {_MAP}", reference
+        elif isinstance(reference, Mapping):
+            pending += reference.values()
+        elif isinstance(reference, list):
+            pending += reference

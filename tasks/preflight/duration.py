@@ -1,9 +1,10 @@
-"""How long a night will take on a machine on which it has never run: from sizes, documents, tokens and what a short
-measurement found the machine to do. Good to a factor of three; what has run once is told by how long that took.
+"""Predict how long a run takes on a machine that has no earlier run, from sizes, documents, tokens and a benchmark.
 
-A model that is asked multiplies: two operations for each parameter and token. What it writes it writes token by token,
-and goes through all of its weights for each. Small models spend their time between the products, which is counted by
-calls and requests. Pure: nothing is measured here.
+The prediction is good to a factor of three. After a first run, its measured duration replaces the prediction.
+
+A model that is evaluated multiplies: two operations for each parameter and token. It generates token by token, and
+reads all of its weights for each token. Small models spend their time between the products, which is counted per call
+and per request. Pure functions: this module measures nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from dataclasses import dataclass
 
 from mergegate.merge_core.engine.forecast import Rates
 
-# Of what a large product alone reaches, with all that lies between the products of a network.
+# Share of the speed of a large product that a network reaches, including all work between its products.
 _REACHED = 0.6
-# A GPU moves a byte of its own memory in the time of so many operations of its products (A100, H100: 160 to 210).
+# Operations that a GPU computes in the time it takes to move one byte of its own memory (A100, H100: 160 to 210).
 _OPERATIONS_A_BYTE = 200.0
-# Seconds between the products: of a call, of each of a model's tensors in it, and of a request before and after.
+# Seconds between the products: for a call, for each of the model's tensors in a call, and around a request.
 _CALL, _TENSOR, _REQUEST = 2e-3, 1e-4, 2e-4
-_LOADING = 0.1  # of a model, beside its bytes
-STARTING = 3.0  # the process that holds models, with its libraries; once a night
-MERGING = 1.5  # the engine, before it reads
-AROUND = 3.0  # what looks, judges, explains, reports and publishes
+_LOADING = 0.1  # Seconds to load a model, in addition to reading its bytes.
+STARTING = 3.0  # Seconds to start the model process with its libraries, once per run.
+MERGING = 1.5  # Seconds until the engine starts reading.
+AROUND = 3.0  # Seconds for checks, judging, explanation, report and publication.
 
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Of a model that is asked: its parameters, the bytes of its weights, how many tensors they are."""
+    """Size of an evaluated model: number of parameters, bytes of its weights, and number of tensors."""
 
     parameters: int
     nbytes: int
@@ -35,13 +36,13 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class PromptLoad:
-    """What a model is asked in one go.
+    """Load of one evaluation pass.
 
     Args:
-        requests: Texts that it reads.
-        tokens: Of all of them.
-        written: Tokens that it writes.
-        batch: Texts that it reads at once.
+        requests: Number of texts that the model reads.
+        tokens: Number of tokens in all texts.
+        written: Number of tokens that the model generates.
+        batch: Number of texts per batch.
     """
 
     requests: float
@@ -50,19 +51,19 @@ class PromptLoad:
     batch: int = 1
 
 
-def evaluation_seconds(size: NetworkSize, asked: PromptLoad, rates: Rates) -> float:
-    """What it takes to load a model and to ask it.
+def evaluation_seconds(size: NetworkSize, load: PromptLoad, rates: Rates) -> float:
+    """Return the seconds to load a model and to evaluate it.
 
     Args:
-        rates: Of this machine, with ``products``; a ``bus`` says that they are those of a GPU.
+        rates: Rates of this machine, including ``products``. A nonzero ``bus`` means that they are those of a GPU.
     """
     memory = rates.products / _OPERATIONS_A_BYTE if rates.bus else rates.copy
-    calls = (asked.requests + asked.written) / asked.batch
-    arithmetic = 2 * size.parameters * (asked.tokens + asked.written) / (_REACHED * rates.products)
-    between = calls * (_CALL + _TENSOR * size.tensors) + asked.requests * _REQUEST
-    return _LOADING + size.nbytes / rates.read + max(arithmetic, calls * size.nbytes / memory) + between
+    calls = (load.requests + load.written) / load.batch
+    arithmetic = 2 * size.parameters * (load.tokens + load.written) / (_REACHED * rates.products)
+    overhead = calls * (_CALL + _TENSOR * size.tensors) + load.requests * _REQUEST
+    return _LOADING + size.nbytes / rates.read + max(arithmetic, calls * size.nbytes / memory) + overhead
 
 
 def merge_seconds(nbytes_read: int, nbytes_written: int, rates: Rates) -> float:
-    """What it takes to merge, if reading and writing do not overlap."""
+    """Return the seconds to merge, if reading and writing do not overlap."""
     return MERGING + nbytes_read / rates.read + nbytes_written / rates.write + nbytes_written / rates.hash

@@ -1,4 +1,4 @@
-"""What a merge and its parents are measured on, pinned by content, and the rules that judge it."""
+"""Pin the evidence of a run by content: tasks, documents and prompts, and the rules that judge the merge."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from mergegate.tasks.perplexity import DriftLimits, HeldOutText, PerplexitySetti
 
 
 class JudgeQuestions(NamedTuple):
-    """What a judge is asked, pinned by content, and how."""
+    """Prompts for the judged answers, pinned by content, with the judge's settings."""
 
     prompts: JudgePrompts
     settings: JudgeSettings
 
 
 class Evidence(NamedTuple):
-    """What the merge and its parents are measured on, pinned by content, and the rules that judge it."""
+    """Pinned data on which the merge and its parents are measured, and the rules that judge the merge."""
 
     tasks: tuple[EvalTask, ...] = ()
     scoring: Scoring = Scoring()
@@ -53,7 +53,9 @@ class Evidence(NamedTuple):
     limits: DriftLimits | None = None
     ensemble: bool = False
     answers: JudgeQuestions | None = None
-    computed: str = ""  # why models are computed in another format than they are stored in; empty where they are not
+    computed: str = (
+        ""  # Reason why models are computed in another format than they are stored in; empty if they are not.
+    )
 
 
 def check_references(
@@ -62,10 +64,10 @@ def check_references(
     judge: JudgeSettings | None,
     parents: Sequence[ResolvedCheckpoint],
 ) -> None:
-    """See that every guard, perplexity and the judge compare the merge with a model that there is.
+    """Raise InvalidInput unless all guards, the perplexity check and the judge compare with an existing model.
 
     Raises:
-        InvalidInput: naming the first that does not, with a suggestion.
+        InvalidInput: For the first missing model, with a suggestion.
     """
     names = [parent.name for parent in parents]
     check_guards(evaluate.tasks if evaluate else (), names)
@@ -88,10 +90,10 @@ def pin_evidence(
     root: Path,
     hashes: HashMemo,
 ) -> Evidence:
-    """Tasks, documents and prompts by content; relative paths are relative to ``root``.
+    """Pin tasks, documents and prompts by content; relative paths are relative to ``root``.
 
     Raises:
-        InvalidInput: for a task or a file that is not there.
+        InvalidInput: If a task or a file is missing.
     """
     evidence = Evidence()
     if evaluate:
@@ -117,12 +119,14 @@ def pin_evidence(
 
 
 def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_units: Collection[str]) -> Evidence:
-    """``evidence`` with ``auto`` meaning float32, for all models alike, where one of them is stored in a format that
-    this machine cannot compute in. What is loaded elsewhere, by a server, is as it was.
+    """Replace ``auto`` by float32 for all models, if one is stored in a format that this machine cannot compute in.
+
+    Models that a server loads elsewhere are not affected.
 
     Args:
-        stored: Formats of the models that are measured.
-        without_units: Formats that are converted here for each sum: slower than float32, and no more precise.
+        stored: Storage formats of the measured models.
+        without_units: Formats that this machine converts for each sum, which is slower than float32 and no more
+            precise.
     """
     slow = sorted(set(stored) & set(without_units))
     if not slow:
@@ -136,15 +140,15 @@ def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_un
         changed["windows"] = windows.model_copy(update=wide)
     if answers and answers.settings.dtype == "auto":
         changed["answers"] = answers._replace(settings=answers.settings.model_copy(update=wide))
-    why = f"computed in float32: this processor has no units for {' and '.join(slow)}, in which models are stored"
-    is_told = evidence.tasks or changed.keys() - {"scoring"}  # not of tasks that nobody asks
-    return evidence._replace(**changed, computed=why if changed and is_told else "")
+    reason = f"computed in float32: this processor has no units for {' and '.join(slow)}, in which models are stored"
+    is_relevant = evidence.tasks or changed.keys() - {"scoring"}  # Scoring does not matter without tasks.
+    return evidence._replace(**changed, computed=reason if changed and is_relevant else "")
 
 
 def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
-    """Formats of models, as a loader takes them from their configurations; of one that has none nothing is said."""
-    found = set()
+    """Return the storage formats of models, as their configurations declare them; models without one are left out."""
+    dtypes = set()
     for model in models:
-        with suppress(MergegateError):  # whoever loads it says what is wrong with it
-            found.add(dtype_in(read_json(model.directory / "config.json")))
-    return frozenset(found - {""})
+        with suppress(MergegateError):  # The loader reports problems of the model.
+            dtypes.add(dtype_in(read_json(model.directory / "config.json")))
+    return frozenset(dtypes - {""})

@@ -1,7 +1,8 @@
-"""What this machine has, against what a run will need: disk, memory, memory of the GPU.
+"""Compare the resources of this machine with the needs of a run: disk, memory and GPU memory.
 
-Looked at anew in every run, so none of it is cached. What cannot work is refused before anything is downloaded; what
-may not work is a warning of ``mergegate check``: other programs may have ended until then.
+The check is part of every run, and its result is never cached. Anything that cannot work is refused before a
+download starts. Anything that may not work is a warning of ``mergegate check``, because other programs may end before
+the run.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from mergegate.tasks.checkpoints import ResolvedCheckpoint, gpu_memory
 from mergegate.tasks.preflight.compatibility import Compatibility
 from mergegate.tasks.stage import home, nearest
 
-_SPARE = 1.1  # of what is known to be needed; file systems keep some for themselves
-# Weights in memory are not all: activations, the logits of a batch, the libraries.
+_SPARE = 1.1  # Multiple of the known need, because file systems reserve some space.
+# Multiple of the weights in memory, for activations, the logits of a batch, and libraries.
 _TO_EVALUATE = 1.3
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one parameter
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # Bytes per parameter.
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A disk that a run writes to.
+    """Disk that a run writes to.
 
     Args:
-        place: A directory on it, for messages.
-        free: Bytes.
-        writes: Why → how many bytes.
+        directory: Directory on the disk, for messages.
+        free: Free space in bytes.
+        writes: Number of bytes by reason.
     """
 
-    place: Path
+    directory: Path
     free: int
     writes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """Resources of a machine.
 
     Args:
-        cores: That the merge may use.
-        disks: With what is to be written to them.
-        memory: None where the system does not say.
-        gpu: Of the device that the merge uses; None on a CPU.
+        cores: Number of cores that the merge may use.
+        disks: Disks, with the data to write to them.
+        memory: Memory; None if the system does not report it.
+        gpu: Memory of the device that the merge uses; None on a CPU.
     """
 
     cores: int
@@ -57,7 +58,7 @@ class Machine:
 
 
 def measure_machine_capacity(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
-    """The machine that we are on, for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
+    """Return the resources of this machine for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
     from mergegate.merge_core.engine import usable_cores
 
     return Machine(
@@ -71,13 +72,13 @@ def measure_machine_capacity(compatibility: Compatibility, found: Sequence[Resol
 def machine_findings(
     compatibility: Compatibility, machine: Machine, *, device: str, dtypes: Sequence[str] = ()
 ) -> tuple[Finding, ...]:
-    """What ``machine`` lacks for a merge and for evaluating its models.
+    """Return what ``machine`` lacks for a merge and for evaluating its models.
 
     Args:
-        dtypes: In which the models are to be evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``); none: they
-            are not.
+        dtypes: Formats in which the models are evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``). Empty
+            means that they are not evaluated.
     """
-    if compatibility.blocking():  # nothing is known about a merge that cannot be
+    if compatibility.blocking():  # The needs of a blocked merge are unknown.
         return ()
     return (*_disk_findings(machine), *_memory_findings(compatibility, machine, device, dtypes))
 
@@ -89,7 +90,7 @@ def _disk_findings(machine: Machine) -> Iterator[Finding]:
             parts = " and ".join(f"{format_bytes(count)} for {why}" for why, count in disk.writes.items() if count)
             yield Finding(
                 severity="block",
-                where=str(disk.place),
+                where=str(disk.directory),
                 found=f"{format_bytes(disk.free)} free",
                 expected=f"{format_bytes(needed)}: {parts}, and a tenth to spare",
                 remedy="free some space, or point MERGEGATE_HOME or HF_HOME to a larger disk",
@@ -109,49 +110,49 @@ def _memory_findings(
         on_gpu = threads * compatibility.gpu_block
         yield from _lacking(f"memory of {device}", machine.gpu, on_gpu, "merging", "merge: {device: cpu}")
     weights = max((_in_memory(compatibility, dtype) for dtype in dtypes), default=0)
-    evaluating, where = round(_TO_EVALUATE * weights), f"memory of {device}" if machine.gpu else "memory"
-    place = machine.gpu or machine.memory
-    if place and place.available < evaluating:
+    evaluating, location = round(_TO_EVALUATE * weights), f"memory of {device}" if machine.gpu else "memory"
+    capacity = machine.gpu or machine.memory
+    if capacity and capacity.available < evaluating:
         yield Finding(
             severity="warn",
-            where=where,
-            found=f"{format_bytes(place.available)} available",
+            where=location,
+            found=f"{format_bytes(capacity.available)} available",
             expected=f"about {format_bytes(evaluating)} to evaluate the largest model",
             remedy="evaluate in dtype: bfloat16, on a larger machine, or with a server as backend",
         )
 
 
-def _lacking(where: str, capacity: Capacity | None, needed: int, to: str, remedy: str) -> Iterator[Finding]:
+def _lacking(location: str, capacity: Capacity | None, needed: int, purpose: str, remedy: str) -> Iterator[Finding]:
     if capacity is None or capacity.available >= needed:
         return
-    never = capacity.total < needed
+    is_permanent = capacity.total < needed
     yield Finding(
-        severity="block" if never else "warn",
-        where=where,
+        severity="block" if is_permanent else "warn",
+        where=location,
         found=f"{format_bytes(capacity.total)} in all"
-        if never
+        if is_permanent
         else f"{format_bytes(capacity.available)} available now",
-        expected=f"about {format_bytes(needed)} for {to}",
-        remedy=remedy if never else "end other programs first",
+        expected=f"about {format_bytes(needed)} for {purpose}",
+        remedy=remedy if is_permanent else "end other programs first",
     )
 
 
 def _in_memory(compatibility: Compatibility, dtype: str) -> int:
-    """Bytes of the weights of the largest model in ``dtype``."""
+    """Return the size in bytes of the largest model's weights in ``dtype``."""
     width = _WIDTH.get(dtype)
     return compatibility.largest_bytes if width is None else width * compatibility.largest_parameters
 
 
 def _disks(merged: int, found: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
-    """The project's disk and that of the Hub's cache, which may be one."""
-    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
-    coming = {place: snapshot.bytes_to_download for place, snapshot in snapshots.items()}
-    wanted = [(home(), "the merged checkpoint", merged)]
-    wanted += [(place, "weights from the Hub", count) for place, count in coming.items() if count]
+    """Return the project's disk and the disk of the Hub's cache, which may be the same."""
+    snapshots = {snapshot.directory: snapshot for parent in found for snapshot in parent.snapshots}
+    downloads = {directory: snapshot.bytes_to_download for directory, snapshot in snapshots.items()}
+    writes = [(home(), "the merged checkpoint", merged)]
+    writes += [(directory, "weights from the Hub", count) for directory, count in downloads.items() if count]
     disks: dict[int, Disk] = {}
-    for place, why, count in wanted:
-        there = nearest(place)
-        device = there.stat().st_dev
-        known = disks.get(device) or Disk(there, shutil.disk_usage(there).free, {})
-        disks[device] = Disk(known.place, known.free, {**known.writes, why: known.writes.get(why, 0) + count})
+    for directory, reason, count in writes:
+        existing = nearest(directory)
+        device = existing.stat().st_dev
+        disk = disks.get(device) or Disk(existing, shutil.disk_usage(existing).free, {})
+        disks[device] = Disk(disk.directory, disk.free, {**disk.writes, reason: disk.writes.get(reason, 0) + count})
     return tuple(disks.values())

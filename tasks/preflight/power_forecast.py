@@ -1,7 +1,7 @@
-"""What is known before a night: how many documents each guard may use, and on how many of them answers will differ.
+"""Forecast a run's power: the number of documents for each guard, and on how many of them answers will differ.
 
-From the last nights, and from tables of scores that lie in the store; no model is asked, no data are loaded, no weight
-is read.
+The forecast uses the most recent runs and the scores in the store. It evaluates no model, loads no data and reads no
+weights.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from mergegate.tasks.stage import runtime, store
 
 
 def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
-    """Documents of the task, whose data are pinned, after each look; only the first look where the profile wants no
-    extension."""
+    """Return the number of documents after each look of a task with pinned data.
+
+    If the profile turns off extension, only the first look is returned.
+    """
     planned = interim_looks(task.documents or 0, evidence.scoring.first_look)
     return planned if evidence.rule.extend else planned[:1]
 
@@ -33,34 +35,34 @@ def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
 def planned_tasks(
     evidence: Evidence, parents: Sequence[Model], past: Sequence[PastGuardOutcome] = ()
 ) -> list[PlannedTask]:
-    """Each guard of a task whose data are pinned, with its looks, and the discordance that an equal merge will have.
+    """Return each guard of a task with pinned data, with its looks and the expected discordance of an equal merge.
 
     Args:
-        parents: Of the merge. Where nothing is known of past nights, those that were scored before tell how answers
-            differ.
-        past: Guards of earlier nights of the profile, in their order.
+        parents: Parents of the merge. Without earlier runs, the discordance comes from stored scores of the parents.
+        past: Guards of earlier runs of the profile, oldest first.
     """
     tasks = {task.name: task for task in evidence.tasks if task.documents}
     planned = []
     for guard in evidence.guards:
         if (task := tasks.get(guard.task)) is None:
             continue
-        if (found := find_past_discordance(guard, past)) is None:
+        if (discordance := find_past_discordance(guard, past)) is None:
             scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in parents}
-            found = known_discordance(guard, scores, evidence.rule.discordance)
-        planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), found.share, str(found)))
+            discordance = known_discordance(guard, scores, evidence.rule.discordance)
+        planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), discordance.share, str(discordance)))
     return planned
 
 
 def forecast_power(
     evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, past: Sequence[PastGuardOutcome] = ()
 ) -> GatePower | None:
-    """What the first of so many attempts can tell tonight; None where no guard's documents are counted.
+    """Return what this run's first attempt can show, or None if no guard has a known number of documents.
 
     Args:
-        parents: Of the merge. Scores are looked up of those whose files were hashed before.
-        past: As of :func:`planned_tasks`.
+        parents: Parents of the merge. Scores are looked up for parents whose files were hashed before.
+        attempts: Number of attempts that the run may make.
+        past: As in ``planned_tasks``.
     """
-    known = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
-    planned = [one for one in planned_tasks(evidence, known, past) if one.guard.guarded_by != ANCHOR]
+    models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
+    planned = [entry for entry in planned_tasks(evidence, models, past) if entry.guard.guarded_by != ANCHOR]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None

@@ -1,9 +1,9 @@
-"""A small text of many kinds, written for this project: what tokenizers are compared on.
+"""Sample text of many kinds, written for this project, on which tokenizers are compared.
 
-Prose, code, numbers, white space, chat, mark-up, and other scripts, because these are where tokenizers part.
+It contains prose, code, numbers, whitespace, chat, markup and other scripts, because tokenizers differ on these.
 """
 
-# ruff: noqa: RUF001  # characters that are easily confused are part of it
+# ruff: noqa: RUF001  # Easily confused characters are part of the sample.
 
 SAMPLE = (
     "The harbour was quiet that morning, and nobody had expected the ferry to leave on time.",

@@ -1,4 +1,4 @@
-"""What a profile accepts of tokenizers that differ, by the names that the findings give::
+"""Define the profile settings that accept differences between tokenizers, by the names that the findings use::
 
 checks:
   tokenizer: {accepted: [pre_tokenizer, chat_template]}
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TokenizerSettings(BaseModel):
-    """Which differences between tokenizers somebody has looked at."""
+    """Accepted differences between tokenizers, after a review."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -22,9 +22,9 @@ from mergegate.tasks.preflight.licenses import (
     LICENSE_FILE,
     LicenseVerdict,
     Obligation,
+    identify_license,
     license_texts,
     load_table,
-    recognised,
 )
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 
@@ -142,7 +142,9 @@ def _texts_of(identifier: str, own: Sequence[_LicenseFileOfModel], verdict: Lice
     entry = table.licenses.get(identifier)
     if entry is not None and entry.resolved:
         matching = {
-            file.text for file in own if file.license == identifier and recognised(file.text, table, entry) == entry
+            file.text
+            for file in own
+            if file.license == identifier and identify_license(file.text, table, entry) == entry
         }
         if len(matching) == 1 and not entry.texts:
             return {identifier: matching.pop()}

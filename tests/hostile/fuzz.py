@@ -52,7 +52,7 @@ from mergegate.tasks.checkpoints import parse_card  # noqa: E402
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
 from mergegate.tasks.evaluation.task_code import local_imports  # noqa: E402
 from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
-from mergegate.tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
+from mergegate.tasks.preflight.licenses.resolve import CardSource, read_declaration  # noqa: E402
 from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
 from mergegate.tasks.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
 
@@ -155,7 +155,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
     def card(data: bytes) -> object:
         (place / "card" / "README.md").write_bytes(data)
-        return parse_card(data), declared(CardSource(place / "card"))
+        return parse_card(data), read_declaration(CardSource(place / "card"))
 
     def a_recipe(data: bytes) -> object:
         return load_recipe(data.decode(errors="surrogateescape")).canonical()

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
-from mergegate.tasks.preflight.licenses.rules import weaker
+from mergegate.tasks.preflight.licenses.rules import dropped_restrictions
 from mergegate.tasks.preflight.licenses.table import License, load_table
 from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
 
@@ -474,4 +474,4 @@ def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
 def test_a_declared_licence_is_weaker_by_the_restrictions_it_drops(
     declared: str, ancestor: str, dropped: tuple[str, ...]
 ) -> None:
-    assert weaker(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped
+    assert dropped_restrictions(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.tasks.preflight.licenses.case import Unread
-from mergegate.tasks.preflight.licenses.resolve import CardSource, FindAncestor, NotRead, declared, lineage, walk
+from mergegate.tasks.preflight.licenses.resolve import (
+    CardSource,
+    FindAncestor,
+    NotRead,
+    lineage,
+    read_declaration,
+    walk,
+)
 from mergegate.tasks.preflight.licenses.table import load_table
 
 TABLE = load_table()
@@ -41,7 +48,7 @@ def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
         tmp_path / "chat", license="other", license_name="qwen", license_link="LICENSE", base_model=["qwen/base"]
     )
     (model / "LICENSE").write_bytes(b"Qwen terms\n")
-    found = declared(CardSource(model))
+    found = read_declaration(CardSource(model))
     assert (found.name, found.license, found.license_name, found.license_link) == (
         "chat",
         ("other",),
@@ -57,7 +64,7 @@ def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
 def test_a_licence_file_is_found_under_its_usual_names(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("terms")
     (tmp_path / "LICENSES").mkdir()
-    assert declared(CardSource(tmp_path)).license_file == name
+    assert read_declaration(CardSource(tmp_path)).license_file == name
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_an_odd_card_declares_nothing_and_says_why(
     tmp_path: Path, card: str, license: tuple[str, ...], problem: str | None
 ) -> None:
     (tmp_path / "README.md").write_bytes(card.encode())
-    found = declared(CardSource(tmp_path))
+    found = read_declaration(CardSource(tmp_path))
     assert found.license == license
     assert bool(found.problems) == (problem is not None)
     assert problem is None or problem in found.problems[0]
@@ -106,13 +113,13 @@ def test_an_odd_card_declares_nothing_and_says_why(
 
 def test_bytes_that_are_no_text_raise_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\nnote: '\xff\xfe'\n---\n")
-    assert declared(CardSource(tmp_path)).license == ("mit",)
+    assert read_declaration(CardSource(tmp_path)).license == ("mit",)
 
 
 def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
     (tmp_path / "README.md").write_text("---\n" + "\n".join(lines) + "\nlicense: *a39\n---\n")
-    found = declared(CardSource(tmp_path))
+    found = read_declaration(CardSource(tmp_path))
     assert found.license == ()
     assert len(found.problems[0]) < 100
 
@@ -120,13 +127,13 @@ def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Pat
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_missing_card_or_directory_declares_nothing(tmp_path: Path, missing: bool) -> None:
     directory = tmp_path / "gone" if missing else tmp_path
-    found = declared(CardSource(directory), "acme/chat")
+    found = read_declaration(CardSource(directory), "acme/chat")
     assert (found.name, found.license, found.problems) == ("acme/chat", (), ("there is no README.md",))
 
 
 def test_a_readme_that_is_a_directory_declares_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").mkdir()
-    assert "cannot be read" in declared(CardSource(tmp_path)).problems[0]
+    assert "cannot be read" in read_declaration(CardSource(tmp_path)).problems[0]
 
 
 TEXT = st.text(alphabet="aé-/.: \n\0", max_size=8)
@@ -219,7 +226,7 @@ def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> 
 
 def test_a_strangers_words_are_shown_short_and_printable(tmp_path: Path) -> None:
     model = _model(tmp_path, license="other", license_name="\x1b[31m" + "x" * 500)
-    words = declared(CardSource(model)).words
+    words = read_declaration(CardSource(model)).words
     assert words.isprintable()
     assert len(words) < 150
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
 from mergegate.tasks.preflight.licenses.table import SHIPPED, load_table
-from mergegate.tasks.preflight.licenses.texts import license_texts, linked, recognised
+from mergegate.tasks.preflight.licenses.texts import identify_license, license_by_link, license_texts
 
 TABLE = load_table()
 TEXTS = SHIPPED.parent / "texts"
@@ -45,16 +45,16 @@ def test_a_licence_that_stands_on_another_is_shipped_with_it() -> None:
 @pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
 def test_every_shipped_text_is_recognised_however_it_is_wrapped_and_capitalised(identifier: str) -> None:
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
-    assert recognised(text, TABLE) == TABLE.licenses[identifier]
+    assert identify_license(text, TABLE) == TABLE.licenses[identifier]
     indented = "\r\n".join(f"   {line.rstrip()}  " for line in text.upper().replace("\n", "\n\n").splitlines())
-    assert recognised(f"\ufeff{indented}", TABLE) == TABLE.licenses[identifier]
+    assert identify_license(f"\ufeff{indented}", TABLE) == TABLE.licenses[identifier]
 
 
 @pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
 def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> None:
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
     for changed in (f"{text}\nThe model must not be used by competitors.\n", f"Not for sale.\n\n{text}"):
-        found = recognised(changed, TABLE)
+        found = identify_license(changed, TABLE)
         # What is recognised by its title is an agreement with restrictions, whatever else stands in it.
         assert found is None or (found.id == identifier and found.titles and found.restrictive)
 
@@ -63,7 +63,7 @@ def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> 
 def test_a_word_more_anywhere_in_the_terms_makes_them_unknown(place: int, word: str) -> None:
     words = MIT.split()
     changed = [*words[:place], word, *words[place:]]
-    assert recognised(" ".join(changed), TABLE) is None
+    assert identify_license(" ".join(changed), TABLE) is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_word_more_anywhere_in_the_terms_makes_them_unknown(place: int, word: 
     ],
 )
 def test_title_and_copyright_do_not_matter(head: str) -> None:
-    assert recognised(head + MIT, TABLE) == TABLE.licenses["mit"]
+    assert identify_license(head + MIT, TABLE) == TABLE.licenses["mit"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_title_and_copyright_do_not_matter(head: str) -> None:
     ],
 )
 def test_a_condition_that_hides_in_a_copyright_line_or_a_title_is_seen(head: str) -> None:
-    assert recognised(head + MIT, TABLE) is None
+    assert identify_license(head + MIT, TABLE) is None
 
 
 def test_the_appendix_of_apache_may_be_filled_in_or_missing() -> None:
@@ -97,15 +97,15 @@ def test_the_appendix_of_apache_may_be_filled_in_or_missing() -> None:
     filled = text.replace("[yyyy] [name of copyright owner]", "2024 Acme")
     assert filled != text
     terms, _, _ = text.partition("APPENDIX")
-    assert recognised(filled, TABLE) == recognised(terms, TABLE) == TABLE.licenses["apache-2.0"]
-    assert recognised(f"{terms}\nCommons Clause: you may not sell it.", TABLE) is None
+    assert identify_license(filled, TABLE) == identify_license(terms, TABLE) == TABLE.licenses["apache-2.0"]
+    assert identify_license(f"{terms}\nCommons Clause: you may not sell it.", TABLE) is None
 
 
 def test_bsd_names_whom_it_likes() -> None:
     text = SHIPPED_TEXTS["bsd-3-clause"].read_text()
     named = text.replace("Neither the name of the ORGANIZATION nor", "Neither the name of Acme, Inc. nor")
     assert named != text
-    assert recognised(named, TABLE) == TABLE.licenses["bsd-3-clause"]
+    assert identify_license(named, TABLE) == TABLE.licenses["bsd-3-clause"]
 
 
 @pytest.mark.parametrize(
@@ -124,22 +124,22 @@ def test_bsd_names_whom_it_likes() -> None:
 )
 def test_an_agreement_in_another_edition_is_recognised_by_its_title(title: str, expected: str | None) -> None:
     edition = f"{title}\nRelease Date: May 1, 2026\n\n{'These terms are of another edition. ' * 60}"
-    found = recognised(edition, TABLE)
+    found = identify_license(edition, TABLE)
     assert (found.id if found else None) == expected
 
 
 def test_a_file_that_only_names_an_agreement_is_not_its_text() -> None:
-    assert recognised("Gemma Terms of Use\nsee https://ai.google.dev/gemma/terms", TABLE) is None
+    assert identify_license("Gemma Terms of Use\nsee https://ai.google.dev/gemma/terms", TABLE) is None
 
 
 def test_every_title_and_link_belongs_to_one_licence() -> None:
     titles = [title.lower() for entry in TABLE.licenses.values() for title in entry.titles]
     links = [link for entry in TABLE.licenses.values() for link in entry.links]
     assert len(titles) == len(set(titles)) == 18
-    assert all(linked(link, TABLE) is not None for link in links)
-    assert linked("http://ai.google.dev/gemma/terms/", TABLE) == TABLE.licenses["gemma"]
-    assert linked("https://ai.google.dev/gemma/terms2", TABLE) is None
-    assert linked("LICENSE", TABLE) is None
+    assert all(license_by_link(link, TABLE) is not None for link in links)
+    assert license_by_link("http://ai.google.dev/gemma/terms/", TABLE) == TABLE.licenses["gemma"]
+    assert license_by_link("https://ai.google.dev/gemma/terms2", TABLE) is None
+    assert license_by_link("LICENSE", TABLE) is None
 
 
 # ---------------------------------------------------------------- card and file together

@@ -89,7 +89,7 @@ def test_this_machine_has_a_disk_and_memory(home: Path) -> None:
     there = measure_machine_capacity(JOB, (), "cpu")
     assert there.gpu is None
     (disk,) = there.disks
-    assert home.is_relative_to(disk.place)
+    assert home.is_relative_to(disk.directory)
     assert disk.writes == {"the merged checkpoint": JOB.disk}
     assert there.memory
     assert 0 < there.memory.available <= there.memory.total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,12 +1,12 @@
-"""Licences: what each parent's licence allows and obliges, and what follows for the merged weights."""
+"""Licenses: the permissions and obligations of each parent, and their consequences for the merged weights."""
 
 from mergegate.tasks.preflight.licenses.algebra import Combination
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
-from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, declared, quoted
+from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, quoted, read_declaration
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
-from mergegate.tasks.preflight.licenses.texts import license_texts, recognised
+from mergegate.tasks.preflight.licenses.texts import identify_license, license_texts
 from mergegate.tasks.preflight.licenses.use import LicenseSettings
 
 __all__ = [
@@ -20,12 +20,12 @@ __all__ = [
     "Obligation",
     "ObligationKind",
     "check_licenses",
-    "declared",
     "hub_ancestors",
+    "identify_license",
     "license_table",
     "license_texts",
     "load_table",
     "quoted",
+    "read_declaration",
     "read_licenses",
-    "recognised",
 ]

@@ -1,9 +1,9 @@
-"""The licence algebra: parents and an intended use in, a verdict with its reasons, a licence and obligations out.
+"""License algebra: turn parents and an intended use into a verdict with reasons, a license and obligations.
 
     combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
-Pure. Neither order nor repetition of the parents matters, and adding a parent never improves the status. The rules
-stand in rules.py, what follows for the release in resulting_license.py, the facts in table.yaml.
+Pure functions. Neither order nor repetition of the parents matters, and adding a parent never improves the status. The
+rules are in rules.py, the consequences for the release in resulting_license.py, and the facts in table.yaml.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergegate.tasks.preflight.licenses.case import (
     LicenseFinding,
     LicenseStatus,
     Subject,
-    listed,
+    join_words,
     worst_status,
 )
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
@@ -29,15 +29,15 @@ from mergegate.tasks.preflight.licenses.use import Use
 
 
 class Reason(BaseModel):
-    """What one rule says.
+    """Result of one rule.
 
     Attributes:
         rule: Number and subject: `R2: commercial use`.
-        status: After acceptance: an accepted review is `allowed`.
-        sentence: In words, naming the licences and the models under them.
-        remedy: What to do about it; empty for `allowed`.
-        about: What must be accepted, each by licence or by model, to settle a review.
-        accepted: Who accepted it and why, one entry per key that was needed: `llama3.2: alice: text-only model`.
+        status: Status after acceptance; an accepted review is `allowed`.
+        sentence: Explanation that names the licenses and their models.
+        remedy: Advice to the user; empty for `allowed`.
+        about: Subjects to accept, each by license or by model, in order to settle a review.
+        accepted: Acceptances as user and reason, with one entry per required key: `llama3.2: alice: text-only model`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,16 +51,16 @@ class Reason(BaseModel):
 
 
 class Combination(BaseModel):
-    """The licence verdict over a merge.
+    """License verdict on a merge.
 
     Attributes:
-        status: The worst of all reasons. `review` stops a release as `blocked` does, but can be accepted by a person.
-        license: Value for the card's `license`: an identifier of the Hub or `other`; None when blocked.
-        license_name: Name beside `other`.
-        licenses: Identifiers of all that the weights are under; empty when blocked.
-        card: The licence fields of the model card; empty when blocked.
-        obligations: What must be done with the merged model.
-        reasons: What every rule says, worst first.
+        status: Most severe status of all reasons. `review` stops a release as `blocked` does, but a user can accept it.
+        license: Value of the card's `license`: an identifier of the Hub or `other`; None if blocked.
+        license_name: Name that goes with `other`.
+        licenses: Identifiers of all licenses of the weights; empty if blocked.
+        card: License fields of the model card; empty if blocked.
+        obligations: Obligations for the merged model.
+        reasons: Results of all rules, most severe first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,7 +75,7 @@ class Combination(BaseModel):
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Every acceptance on which the verdict rests."""
+        """All acceptances on which the verdict relies."""
         return tuple(sorted({word for reason in self.reasons for word in reason.accepted}))
 
 
@@ -88,19 +88,19 @@ def combine_licenses(
     """Judge a merge of `parents` for `use`.
 
     Args:
-        parents: Everything whose weights go in, adapters and base included; the licences of their ancestors bind too.
-            A bare licence stands for a parent named like it.
-        use: The intended use.
-        table: The known licences.
-        accepted: `who: why` by licence identifier or model name (`LicenseSettings.accepted`).
+        parents: Everything whose weights go in, including adapters and the base. The licenses of their ancestors bind
+            too. A bare license represents a parent with the same name.
+        use: Intended use.
+        table: Known licenses.
+        accepted: `who: why` by license identifier or model name (`LicenseSettings.accepted`).
 
     Raises:
-        ValueError: There are no parents.
+        ValueError: If there are no parents.
     """
     if not parents:
         raise ValueError("a merge has at least one parent")
     case = Case.of(parents, use, table)
-    reasons = {_settled(rule, finding, accepted) for rule in RULES for finding in rule.judge(case)}
+    reasons = {_settle(rule, finding, accepted) for rule in RULES for finding in rule.judge(case)}
     status = worst_status(reason.status for reason in reasons)
     result = None if status == "blocked" else resulting_license(case)
     if result is not None:
@@ -117,8 +117,8 @@ def combine_licenses(
     )
 
 
-def _settled(rule: LicenseRule, finding: LicenseFinding, accepted: Mapping[str, str]) -> Reason:
-    """The finding as a reason. A review is settled when each of its subjects is accepted; a block never is."""
+def _settle(rule: LicenseRule, finding: LicenseFinding, accepted: Mapping[str, str]) -> Reason:
+    """Return the finding as a reason. A review is settled if all of its subjects are accepted; a block never is."""
     keys = [_acceptance(subject, accepted) for subject in finding.about] if finding.status == "review" else []
     settled = tuple(sorted({f"{key}: {accepted[key]}" for key in keys if key is not None}))
     if not keys or None in keys:
@@ -142,4 +142,4 @@ def _remedy(rule: LicenseRule, finding: LicenseFinding) -> str:
     if finding.status != "review":
         return rule.remedy
     keys = sorted({subject.license or subject.model for subject in finding.about})
-    return f"{rule.remedy}; to accept: {listed(f'{key!r}' for key in keys)} under `accepted`, each with 'who: why'"
+    return f"{rule.remedy}; to accept: {join_words(f'{key!r}' for key in keys)} under `accepted`, each with 'who: why'"

@@ -1,9 +1,9 @@
-"""Ancestors on the Hub: the card and the licence file of a repository at one commit, and nothing else of it.
+"""Read ancestors on the Hub: only the card and the license file of a repository at one commit.
 
-A base model is often not at hand, and what its card says binds all the same. Each repository is asked for once in a
-run. What cannot be read is reported and is never an error. After the first answer that does not come nothing more is
-asked, so an outage is waited for once; what an earlier run has put into the Hub's own cache is read instead. With
-``HF_HUB_OFFLINE=1`` the cache is all that is looked at.
+A base model is often not available locally, and its card is binding anyway. A run requests each repository once.
+Anything unreadable is reported and is never an error. After the first timeout mergegate sends no more requests, so it
+waits for an outage only once, and reads the Hub's cache from earlier runs. With ``HF_HUB_OFFLINE=1`` it reads only the
+cache.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource,
 
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
-_TIMEOUT_S = 3.0  # for a connection, and for each piece of an answer
-_PATIENCE_S = 10.0  # for all that is asked of one repository, names of hosts included
-# Far more than any family of models has; a card that names hundreds is a mistake, or malice.
+_TIMEOUT_S = 3.0  # Limit for a connection, and for each part of a response.
+_PATIENCE_S = 10.0  # Limit for all requests about one repository, including name resolution.
+# Far more than any family of models has. A card that names hundreds is a mistake or malicious.
 _MOST = 50
 _OFFLINE = "HF_HUB_OFFLINE is set"
 
 AncestorLookup = Callable[[str], CardSource | NotRead]
-"""From an entry of `base_model` to what could be read of it."""
+"""Function from an entry of `base_model` to the readable parts of that model."""
 
 
 def hub_ancestors(most: int = _MOST) -> AncestorLookup:
-    """A question to the Hub that remembers its answers, for one run.
+    """Return a lookup of Hub repositories that caches its results for one run.
 
     Args:
-        most: How many repositories are asked for at most.
+        most: Largest number of repositories to request.
     """
-    unavailable: list[str] = [_OFFLINE] if is_offline() else []  # why nothing more is asked
-    asked: set[str] = set()
+    unavailable: list[str] = [_OFFLINE] if is_offline() else []  # Reason why no more requests are sent.
+    requested: set[str] = set()
 
     @cache
-    def access() -> HubAccess:  # only when there is something to ask: it loads the client
+    def access() -> HubAccess:  # Created on first use, because it loads the client.
         return hub_access(writing=False)
 
     @cache
     def find(repository: str) -> CardSource | NotRead:
-        asked.add(repository)
-        if len(asked) > most:
+        requested.add(repository)
+        if len(requested) > most:
             return NotRead(f"it has more than {most} ancestors on the Hub")
         if not unavailable:
             answer = _in_time(lambda: _read_repository(access(), repository))
@@ -66,31 +66,31 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
 
 
 class _HubUnavailable(NotRead):
-    """No answer: the network or the Hub, not this one repository."""
+    """No response from the network or the Hub as such, as opposed to a problem with one repository."""
 
 
-def _in_time(ask: Callable[[], CardSource | NotRead]) -> CardSource | NotRead:
-    """The answer of ``ask``, unless it takes too long: whatever it waits for, a check does not wait for it."""
-    answers: SimpleQueue[CardSource | NotRead | BaseException] = SimpleQueue()
+def _in_time(request: Callable[[], CardSource | NotRead]) -> CardSource | NotRead:
+    """Return the result of ``request``, or give up after a time limit."""
+    results: SimpleQueue[CardSource | NotRead | BaseException] = SimpleQueue()
 
-    def answer() -> None:
+    def run() -> None:
         try:
-            answers.put(ask())
+            results.put(request())
         except BaseException as error:
-            answers.put(error)
+            results.put(error)
 
-    Thread(target=answer, daemon=True).start()
+    Thread(target=run, daemon=True).start()
     try:
-        found = answers.get(timeout=_PATIENCE_S)
+        result = results.get(timeout=_PATIENCE_S)
     except Empty:
         return _HubUnavailable(f"no answer from the Hub within {_PATIENCE_S:g} s")
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead:
-    """The card and the licence files of `repository` at the commit that is current now."""
+    """Return the card and the license files of `repository` at its current commit."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         GatedRepoError,
         HfHubHTTPError,
@@ -109,7 +109,7 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
         except GatedRepoError:
             if info.card_data is None:
                 return NotRead("it is gated: ask for access, and set HF_TOKEN")
-            # The Hub tells the metadata of a card also to those who may not see the repository.
+            # The Hub returns the metadata of a card even to users who have no access to the repository.
             card = info.card_data.to_dict()  # type: ignore[no-untyped-call]  # the library leaves it untyped
             return CardSource(snapshots_directory(repository) / info.sha, info.sha, card)
         return CardSource(directory, info.sha)
@@ -122,7 +122,7 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
     except OfflineModeIsEnabled:
         return _HubUnavailable(_OFFLINE)
     except (HTTPError, OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
-        # The network, a full disk, hf_xet's own, or an answer that is not the Hub's.
+        # The network, a full disk, errors of hf_xet, or a response that is not from the Hub.
         return _HubUnavailable(f"no answer from the Hub: {describe_hub_error(error, access)}")
 
 
@@ -134,7 +134,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
     directory = snapshots_directory(repository) / commit
     for name in names:
         if (name.lower() == CARD_FILE.lower() or LICENSE_FILE.fullmatch(name)) and not (directory / name).is_file():
-            # The download itself tries five times and waits in between; this asks once whether it can succeed.
+            # The download retries five times with waits. This single request tests whether it can succeed.
             url = hf_hub_url(repository, name, revision=commit, endpoint=access.endpoint)
             get_hf_file_metadata(url, token=access.token or False, timeout=_TIMEOUT_S, endpoint=access.endpoint)
             access.api().hf_hub_download(repository, name, revision=commit, etag_timeout=_TIMEOUT_S)
@@ -142,10 +142,10 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
 
 
 def _cached(repository: str) -> CardSource | None:
-    """The commit of `repository` that was downloaded last, if its card is among what was."""
+    """Return the most recently downloaded commit of `repository` that has a card, or None."""
     try:
-        there = [place for place in snapshots_directory(repository).iterdir() if card_path(place)]
-        newest = max(there, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
+        snapshots = [snapshot for snapshot in snapshots_directory(repository).iterdir() if card_path(snapshot)]
+        newest = max(snapshots, key=lambda snapshot: (snapshot.stat().st_mtime_ns, snapshot.name), default=None)
     except OSError:
         return None
     return CardSource(newest, newest.name) if newest else None

@@ -1,6 +1,7 @@
-"""What the licence rules look at (the parents, the intended use) and what they say about it.
+"""Define the input and output of the license rules: a case with parents and intended use, and findings about it.
 
-Three findings, ordered: `allowed` < `review` < `blocked`. The verdict over a merge is the worst of all findings.
+The three statuses are ordered: `allowed` < `review` < `blocked`. The most severe finding decides the verdict on a
+merge.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ _RANK: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
 
 
 def worst_status(statuses: Iterable[LicenseStatus]) -> LicenseStatus:
-    """The highest of the statuses; `allowed` when there are none."""
+    """Return the most severe of the statuses, or `allowed` if there are none."""
     return max(statuses, key=_RANK.__getitem__, default="allowed")
 
 
 class Licensed(BaseModel):
-    """A model under a licence.
+    """Model with its license.
 
     Attributes:
-        name: As its user or its descendant's card names it.
-        license: What its card declares, or where the card says nothing, what its licence file or its link is.
-        declared: Quotes what its card says, for messages.
-        contradicted: The licence that the file beside it is the text of, where its card declares another one. Which of
-            the two holds is not known, so both bind.
-        own_file: sha256 of the licence file beside it, hexadecimal; None when it has none.
-        revision: Commit of the Hub at which it was read; None for a local directory. Not in any key: a later commit
-            that declares the same changes nothing.
+        name: Name in the recipe or in the card of a descendant.
+        license: License that the card declares. If the card declares none, the license of its license file or link.
+        declared: Quote from the card, for messages.
+        contradicted: License whose text is in the file next to the model, if the card declares a different one. It is
+            unknown which of the two holds, so both bind.
+        own_file: sha256 of the license file next to the model, in hexadecimal; None if it has none.
+        revision: Commit on the Hub at which it was read; None for a local directory. It is in no cache key, because a
+            later commit with the same declaration changes nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,12 +51,12 @@ class Licensed(BaseModel):
 
     @property
     def licenses(self) -> tuple[License, ...]:
-        """All that bind: one, or two that contradict each other."""
+        """All binding licenses: one, or two that contradict each other."""
         return (self.license,) if self.contradicted is None else (self.license, self.contradicted)
 
 
 class Unread(BaseModel):
-    """An ancestor that a card names and that could not be read, and why."""
+    """Ancestor that a card names but that could not be read, with the reason."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,10 +65,10 @@ class Unread(BaseModel):
 
 
 class LicensedParent(Licensed):
-    """A model that goes into the merge, with every model it was made from.
+    """Model that goes into the merge, with all models that it was made from.
 
     Attributes:
-        ancestors: All ancestors that could be read, however far up, in any order.
+        ancestors: All readable ancestors at any distance, in any order.
         unread: Ancestors that its cards name but that could not be read.
     """
 
@@ -76,9 +77,10 @@ class LicensedParent(Licensed):
 
 
 class Subject(BaseModel):
-    """One thing that a person can accept: a licence at a model, by the licence's identifier or the model's name.
+    """Subject of an acceptance: a license of a model, named by the license's identifier or by the model.
 
-    `license` is None where an acceptance must name the model: nobody can vouch for every unknown licence at once.
+    `license` is None if an acceptance must name the model, because vouching for all unknown licenses together is
+    impossible.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,7 +91,7 @@ class Subject(BaseModel):
 
 @dataclass(frozen=True)
 class LicenseFinding:
-    """What one rule says about a case, in words; `about` lists all that must be accepted to settle a review."""
+    """Statement of one rule about a case; `about` lists everything to accept in order to settle a review."""
 
     status: LicenseStatus
     sentence: str
@@ -98,7 +100,7 @@ class LicenseFinding:
 
 @dataclass(frozen=True)
 class Case:
-    """A merge to be judged: its parents without order or repetition, its use, and the known licences."""
+    """Merge to judge: its parents without order or repetition, its use, and the known licenses."""
 
     parents: tuple[LicensedParent, ...]
     use: Use
@@ -106,7 +108,7 @@ class Case:
 
     @classmethod
     def of(cls, parents: Sequence[License | LicensedParent], use: Use, table: LicenseTable) -> Case:
-        """The case in canonical form; a bare licence stands for a parent that is named like its licence."""
+        """Return the case in canonical form. A bare license represents a parent that is named like its license."""
         named = {LicensedParent(name=p.id, license=p) if isinstance(p, License) else p for p in parents}
         return cls(tuple(sorted(named, key=lambda parent: parent.model_dump_json())), use, table)
 
@@ -116,37 +118,37 @@ class Case:
 
     @cached_property
     def models(self) -> tuple[Licensed, ...]:
-        """The parents and all their ancestors: the licences of all of them bind the merge."""
+        """Parents and all their ancestors, whose licenses all bind the merge."""
         return tuple(model for parent in self.parents for model in (parent, *parent.ancestors))
 
     @cached_property
     def resolved(self) -> tuple[License, ...]:
-        """The known licences that bind the merge, by identifier."""
-        found = {entry.id: entry for model in self.models for entry in model.licenses if entry.resolved}
-        return tuple(found[key] for key in sorted(found))
+        """Known licenses that bind the merge, by identifier."""
+        by_id = {entry.id: entry for model in self.models for entry in model.licenses if entry.resolved}
+        return tuple(by_id[key] for key in sorted(by_id))
 
     @cached_property
     def unresolved(self) -> tuple[str, ...]:
-        """Identifiers of the licences of which the text is not known."""
+        """Identifiers of licenses whose text is unknown."""
         return tuple(sorted({model.license.id for model in self.models if not model.license.resolved}))
 
     def names(self, license: License) -> tuple[str, ...]:
-        """The models under this licence, sorted."""
+        """Return the names of the models under this license, sorted."""
         return tuple(
             sorted({model.name for model in self.models for entry in model.licenses if entry.id == license.id})
         )
 
     def about(self, *licenses: License) -> tuple[Subject, ...]:
-        """Everything to accept before these licences count as settled."""
+        """Return everything to accept before these licenses count as settled."""
         return tuple(Subject(model=name, license=entry.id) for entry in licenses for name in self.names(entry))
 
-    def called(self, license: License) -> str:
-        """The licence for a sentence, with the models that are under it: `gemma (of acme/a and acme/b)`."""
+    def describe(self, license: License) -> str:
+        """Return the license for a sentence, with its models: `gemma (of acme/a and acme/b)`."""
         names = self.names(license)
-        return license.id if names == (license.id,) else f"{license.id} (of {listed(names)})"
+        return license.id if names == (license.id,) else f"{license.id} (of {join_words(names)})"
 
 
-def listed(words: Iterable[str]) -> str:
-    """`a, b and c`."""
+def join_words(words: Iterable[str]) -> str:
+    """Join words as `a, b and c`."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last

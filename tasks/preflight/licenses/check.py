@@ -1,4 +1,4 @@
-"""The licence check of a run: from the parents' cards to a verdict that stops the flow or says what it asks for."""
+"""Check the licenses of a run: from the parents' cards to a verdict that stops the flow or lists obligations."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from mergegate.tasks.store import NotInKey
 
 
 class Declared(BaseModel):
-    """What all cards say that could be read.
+    """Declarations of all readable cards.
 
     Attributes:
-        families: Per parent of the merge, by name: itself first and then its ancestors.
-        texts: Content of the licence files beside them, by sha256.
+        families: For each parent of the merge, by name: the parent first, then its ancestors.
+        texts: Content of the license files next to them, by sha256.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     families: dict[str, tuple[LicensedParent, ...]]
-    texts: Annotated[dict[str, str], NotInKey]  # the hashes are in the families
+    texts: Annotated[dict[str, str], NotInKey]  # The hashes are in the families.
 
 
 class Ancestor(BaseModel):
-    """A model that a parent was made from, as it was read for the verdict.
+    """Model that a parent was made from, as it was read for the verdict.
 
     Attributes:
-        license: Identifier in the licence table.
-        revision: Commit of the Hub; None for a local directory. A later commit that declares the same keeps this one.
-        own_text: Content of the licence file beside it; empty when there is none, or several.
+        license: Identifier in the license table.
+        revision: Commit on the Hub; None for a local directory. A later commit with the same declaration keeps this
+            one.
+        own_text: Content of the license file next to the model; empty if there is none, or several.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,13 +54,13 @@ class Ancestor(BaseModel):
 
 
 class LicenseVerdict(StageValue):
-    """What the merged weights may be, under which licence, and what that asks for.
+    """License verdict on the merged weights: permission, license and obligations.
 
     Attributes:
-        combination: The verdict with its reasons, obligations and acceptances.
-        licenses: Parent's name -> licence that it declares.
-        ancestors: All further models that the parents go back to, by name.
-        unread: Ancestors that could not be read, each with the reason.
+        combination: Verdict with its reasons, obligations and acceptances.
+        licenses: Declared license of each parent, by the parent's name.
+        ancestors: All further models that the parents descend from, by name.
+        unread: Reason for each ancestor that could not be read.
     """
 
     combination: Combination
@@ -68,29 +69,33 @@ class LicenseVerdict(StageValue):
     unread: dict[str, str]
 
     def summary(self) -> str:
-        given = ", ".join(dict.fromkeys(self.licenses.values()))
+        declared_licenses = ", ".join(dict.fromkeys(self.licenses.values()))
         if self.combination.status != "allowed":
-            return f"{given}: {self.combination.reasons[0].sentence}"
-        asked = list(dict.fromkeys(obligation.kind.replace("_", " ") for obligation in self.combination.obligations))
-        return f"{given} → {self.result}" + (f", obligations: {', '.join(asked)}" if asked else "")
+            return f"{declared_licenses}: {self.combination.reasons[0].sentence}"
+        obligation_kinds = list(
+            dict.fromkeys(obligation.kind.replace("_", " ") for obligation in self.combination.obligations)
+        )
+        return f"{declared_licenses} → {self.result}" + (
+            f", obligations: {', '.join(obligation_kinds)}" if obligation_kinds else ""
+        )
 
     @property
     def result(self) -> str:
-        """Licence of the merge, in a word."""
+        """License of the merge, in one word."""
         return self.combination.license_name or self.combination.license or "none"
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Names of all models in the verdict, as recipes and cards write them and as sentences quote them."""
+        """Names of all models in the verdict, both as recipes and cards write them and as sentences quote them."""
         names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
         return (*names, *map(quoted, names))
 
     def refusal(self) -> Refused | None:
         if self.combination.status == "allowed":
             return None
-        worst, *others = [reason for reason in self.combination.reasons if reason.status != "allowed"]
-        also = "".join(f"\n  also: {reason.sentence}" for reason in others)
-        return Refused(f"licences ({worst.rule})", found=worst.sentence + also, remedy=worst.remedy)
+        worst, *other_reasons = [reason for reason in self.combination.reasons if reason.status != "allowed"]
+        details = "".join(f"\n  also: {reason.sentence}" for reason in other_reasons)
+        return Refused(f"licences ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
 
 
 @value_stage("licenses", version=2)
@@ -100,12 +105,12 @@ def check_licenses(
     table: LicenseTable,
     accepted: Mapping[str, str],
 ) -> LicenseVerdict:
-    """Combine the licences of all parents and of everything they were made from.
+    """Combine the licenses of all parents and of everything they were made from.
 
     Args:
-        declared: What the cards say (``read_licenses``).
+        declared: Declarations of the cards (``read_licenses``).
     """
-    everyone = [model for family in declared.families.values() for model in family]
+    models = [model for family in declared.families.values() for model in family]
     ancestors = {
         model.name: Ancestor(
             name=model.name,
@@ -118,58 +123,61 @@ def check_licenses(
         if model.name not in declared.families
     }
     return LicenseVerdict(
-        combination=combine_licenses(everyone, use, table, accepted),
+        combination=combine_licenses(models, use, table, accepted),
         licenses={name: family[0].license.id for name, family in declared.families.items()},
         ancestors=tuple(ancestors[name] for name in sorted(ancestors)),
-        unread={unread.name: unread.why for model in everyone for unread in model.unread},
+        unread={unread.name: unread.why for model in models for unread in model.unread},
     )
 
 
 def read_licenses(
     parents: Sequence[ResolvedCheckpoint], table: LicenseTable, look_up: AncestorLookup | None = None
 ) -> Declared:
-    """What the cards of the parents and of their readable ancestors declare, be they here or on the Hub.
+    """Return the declarations of the parents' cards and of their readable ancestors, local or on the Hub.
 
-    Reads cards and licence files only, and raises nothing: what cannot be read counts as unread.
+    This reads cards and license files only and raises nothing; anything unreadable counts as unread.
 
     Args:
-        look_up: How ancestors on the Hub are read; it remembers, so a recipe and its remedies share one. None: anew.
+        look_up: Lookup of ancestors on the Hub. It caches, so a recipe and its remedies share one. None creates a new
+            one.
     """
-    known = {
+    sources_by_name = {
         key: CardSource(parent.directory, parent.revision)
         for parent in parents
         for key in (parent.ref.partition("+")[0].partition("@")[0], parent.ref, parent.name)
     }
-    # An adapter has a card of its own, and binds like the model that it is applied to.
+    # An adapter has its own card and binds like the model that it is applied to.
     sources = {parent.name: CardSource(parent.directory, parent.revision) for parent in parents}
     sources |= {
-        one.adapter.ref: CardSource(one.adapter.directory, one.adapter.revision) for one in parents if one.adapter
+        family.adapter.ref: CardSource(family.adapter.directory, family.adapter.revision)
+        for family in parents
+        if family.adapter
     }
     names = {parent.directory.resolve(): parent.name for parent in parents}
     look_up = look_up or hub_ancestors()
 
     def find(name: str, descendant: CardSource) -> CardSource | NotRead:
-        if name not in known and is_foreign_path(name):
-            # A path of the machine on which the descendant was trained. A parent of that name is taken for it; its
-            # license binds the merge in any case.
-            called = name_in_path(name)
-            fitting = {
+        if name not in sources_by_name and is_foreign_path(name):
+            # This is a path on the machine that trained the descendant. A parent of that name is taken for it; the
+            # parent's license binds the merge in any case.
+            path_name = name_in_path(name)
+            candidates = {
                 parent.directory: CardSource(parent.directory, parent.revision)
                 for parent in parents
-                if called in (parent.directory.name, name_in_path(parent.ref.partition("+")[0].partition("@")[0]))
+                if path_name in (parent.directory.name, name_in_path(parent.ref.partition("+")[0].partition("@")[0]))
                 and parent.directory != descendant.directory
             }
-            if len(fitting) == 1:
-                return next(iter(fitting.values()))
-        return known.get(name) or look_up(name)
+            if len(candidates) == 1:
+                return next(iter(candidates.values()))
+        return sources_by_name.get(name) or look_up(name)
 
-    found = {name: lineage(source, find, table, name, names) for name, source in sources.items()}
+    lineages = {name: lineage(source, find, table, name, names) for name, source in sources.items()}
     return Declared(
-        families={name: one.models for name, one in found.items()},
-        texts={digest: text for one in found.values() for digest, text in one.texts.items()},
+        families={name: family.models for name, family in lineages.items()},
+        texts={digest: text for family in lineages.values() for digest, text in family.texts.items()},
     )
 
 
 def license_table(settings: LicenseSettings, root: Path) -> LicenseTable:
-    """The facts that ship with mergegate, with the profile's own entries over them."""
+    """Return the license facts that ship with mergegate, overridden by the profile's own entries."""
     return load_table(root / settings.table if settings.table else None)

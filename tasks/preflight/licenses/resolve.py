@@ -1,7 +1,7 @@
-"""What a model's files declare about its licence, and about the models it was made from.
+"""Read the declarations of a model's files about its license and about the models it was made from.
 
-A card is somebody else's text: whatever stands in it, reading it raises nothing. What cannot be understood counts as
-not declared, with the reason in `problems`.
+A card is untrusted text, so reading it never raises. Anything unintelligible counts as not
+declared, with the reason in `problems`.
 
     root, *ancestors = walk(CardSource(Path("models/acme-chat")), find)
     parents = lineage(CardSource(Path("models/acme-chat")), find, load_table()).models    # for `combine_licenses`
@@ -24,17 +24,17 @@ from mergegate.merge_core.parsing import open_plain, read_json
 from mergegate.tasks.checkpoints import NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
 from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
-from mergegate.tasks.preflight.licenses.texts import linked, recognised
+from mergegate.tasks.preflight.licenses.texts import identify_license, license_by_link
 
 
 @dataclass(frozen=True)
 class CardSource:
-    """Where the card and the licence file of a model lie.
+    """Location of a model's card and license file.
 
     Attributes:
-        directory: A model in Hugging Face layout, or as much of it as was downloaded; it need not exist.
-        revision: Commit of the Hub; None for a local directory.
-        card: The metadata of the card where the Hub tells only that (a gated repository); None: read README.md.
+        directory: Model in Hugging Face layout, or the downloaded part of it; the directory need not exist.
+        revision: Commit on the Hub; None for a local directory.
+        card: Metadata of the card if the Hub provides only that (a gated repository). None means to read README.md.
     """
 
     directory: Path
@@ -44,34 +44,35 @@ class CardSource:
 
 @dataclass(frozen=True)
 class NotRead:
-    """Why an ancestor could not be read, in words."""
+    """Reason why an ancestor could not be read, in words."""
 
     why: str
 
 
 FindAncestor = Callable[[str, CardSource], CardSource | NotRead]
-"""From an entry of `base_model` and the place of the model that names it: the ancestor's place."""
+"""Function from an entry of `base_model`, and the source that names it, to the source of the ancestor."""
 
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)(\.(md|txt|rst))?", re.IGNORECASE)
 _LICENSE_BYTES = 200_000
 _QUOTED_CHARACTERS = 80
-_MOST_BESIDE = 1000  # directories that are looked through for a base model
+_MOST_NEIGHBORS = 1000  # Largest number of directories to search for a base model.
 
 
 class Declaration(BaseModel):
-    """What one model's files say about its licence. Nothing is judged here.
+    """Declarations of one model's files about its license, without any judgment.
 
     Attributes:
-        name: The model, as its user or its descendant's card names it.
-        license: `license` of the card; several when it is a list, none when missing or unreadable.
+        name: Name in the recipe or in the card of a descendant.
+        license: `license` of the card: several values if it is a list, none if missing or unreadable.
         license_name: `license_name` of the card.
         license_link: `license_link` of the card.
-        base_model: The models that it was made from, as the card names them.
-        license_file: Name of the licence file beside the weights.
-        license_sha256: sha256 of that file, hexadecimal.
-        license_text: Its content; empty where there are several such files, because which one counts is not said.
+        base_model: Models that it was made from, as the card names them.
+        license_file: Name of the license file next to the weights.
+        license_sha256: sha256 of that file, in hexadecimal.
+        license_text: Content of that file; empty if there are several such files, because it is unknown which one
+            counts.
         unread: Entries of `base_model` that `walk` could not read, each with the reason.
-        problems: What could not be understood, in words.
+        problems: Unintelligible parts, in words.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,32 +90,32 @@ class Declaration(BaseModel):
 
     @property
     def words(self) -> str:
-        """The declaration for a message: what stands in the card, and what was wrong with it."""
+        """Declaration for a message: the text of the card and its problems."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
         named = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
         return "; ".join([*named, *self.problems])
 
     @property
-    def names_none(self) -> bool:
-        """Whether the card names no licence, and nothing in it hides one."""
+    def declares_no_license(self) -> bool:
+        """Whether the card names no license, and no unreadable part of it could contain one."""
         named = [word for word in self.license if word.strip().lower() not in (OTHER, UNKNOWN)]
         return not named and all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in self.problems)
 
 
-def declared(place: CardSource, name: str | None = None) -> Declaration:
-    """Read the model card and the licence file of the model at `place`. Raises nothing.
+def read_declaration(source: CardSource, name: str | None = None) -> Declaration:
+    """Read the model card and the license file of the model at `source`. Never raises.
 
     Args:
-        name: What to call the model; by default the name of the directory.
+        name: Name of the model. Default: the name of the directory.
     """
-    read = read_card(place.directory) if place.card is None else ModelCard(place.card)
-    card, problems = read.metadata, [words for words in (read.absence, read.problem) if words]
+    model_card = read_card(source.directory) if source.card is None else ModelCard(source.card)
+    card, problems = model_card.metadata, [words for words in (model_card.absence, model_card.problem) if words]
     licenses = _texts(card, "license", problems)
     license_name, license_link = _text(card, "license_name", problems), _text(card, "license_link", problems)
     base_model = tuple(dict.fromkeys(_texts(card, "base_model", problems)))
-    license_file, license_sha256, license_text = _license_file(place.directory, problems)
+    license_file, license_sha256, license_text = _license_file(source.directory, problems)
     return Declaration(
-        name=name or place.directory.name,
+        name=name or source.directory.name,
         license=licenses,
         license_name=license_name,
         license_link=license_link,
@@ -127,22 +128,22 @@ def declared(place: CardSource, name: str | None = None) -> Declaration:
 
 
 def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
-    """The declarations of the model at `root` and of every ancestor that can be read, nearest first.
+    """Return the declarations of the model at `root` and of every readable ancestor, nearest first.
 
-    An ancestor of a local model is looked for as a path relative to its descendant's directory, then beside that
-    directory by its name, then by `find`. Each place is read once, so diamonds are short and cycles end.
+    An ancestor of a local model is searched as a path relative to its descendant's directory, then next to that
+    directory by its name, then by `find`. Each location is read once, so diamonds do not repeat and cycles end.
     """
     return tuple(step.declaration for step in _steps(root, find, name))
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """A model and its ancestors, and the licence files beside them.
+    """Model and its ancestors, with the license files next to them.
 
     Attributes:
-        models: Each with its own ancestors, so that a licence is compared with all that it goes back to; the model
-            itself first.
-        texts: Content of the licence files by sha256 (`Licensed.own_file`).
+        models: Models, starting with the model itself. Each has its own ancestors, so that its license is compared with
+            everything it descends from.
+        texts: Content of the license files by sha256 (`Licensed.own_file`).
     """
 
     models: tuple[LicensedParent, ...]
@@ -156,59 +157,66 @@ def lineage(
     name: str | None = None,
     names: Mapping[Path, str] = MappingProxyType({}),
 ) -> Lineage:
-    """The model at `root` and every readable ancestor as parents for `combine_licenses`.
+    """Return the model at `root` and every readable ancestor as parents for `combine_licenses`.
 
     Args:
-        names: What models are called that have a name already, by resolved directory, however a card names them.
+        names: Names of models that already have one, by resolved directory. They take precedence over names in cards.
     """
     steps = _steps(root, find, name, names)
-    own = [_licensed(step, table) for step in steps]
+    licensed = [_licensed(step, table) for step in steps]
     models = tuple(
         LicensedParent(
-            **{field: getattr(own[place], field) for field in Licensed.model_fields},
-            ancestors=tuple(own[ancestor] for ancestor in _above(steps, place)),
+            **{field: getattr(licensed[position], field) for field in Licensed.model_fields},
+            ancestors=tuple(licensed[ancestor] for ancestor in _above(steps, position)),
             unread=step.declaration.unread,
         )
-        for place, step in enumerate(steps)
+        for position, step in enumerate(steps)
     )
-    found = [step.declaration for step in steps]
-    return Lineage(models, {one.license_sha256: one.license_text for one in found if one.license_sha256})
+    declarations = [step.declaration for step in steps]
+    return Lineage(
+        models,
+        {
+            declaration.license_sha256: declaration.license_text
+            for declaration in declarations
+            if declaration.license_sha256
+        },
+    )
 
 
 def _licensed(step: _Step, table: LicenseTable) -> Licensed:
     declaration = step.declaration
     license = table.lookup(declaration.license or None, declaration.license_name)
     contradicted = None
-    beside = recognised(declaration.license_text, table, license) if declaration.license_text else None
-    if not license.resolved and declaration.names_none:
-        # `other`, or nothing: what lies beside the card, or what it links to, is what the author meant.
-        link = linked(declaration.license_link, table) if declaration.license_link else None
-        license = beside or link or license
-    elif beside is not None and beside.id != license.id:
-        if _is_family(license, beside):
-            license = beside
+    file_license = identify_license(declaration.license_text, table, license) if declaration.license_text else None
+    if not license.resolved and declaration.declares_no_license:
+        # With `other` or no declaration, the author meant the license in the neighboring file or the link.
+        linked_license = license_by_link(declaration.license_link, table) if declaration.license_link else None
+        license = file_license or linked_license or license
+    elif file_license is not None and file_license.id != license.id:
+        if _is_family(license, file_license):
+            license = file_license
         elif license.resolved:
-            contradicted = beside
+            contradicted = file_license
     return Licensed(
         name=quoted(declaration.name),
         license=license,
         declared=declaration.words,
         contradicted=contradicted,
         own_file=declaration.license_sha256,
-        revision=step.place.revision,
+        revision=step.source.revision,
     )
 
 
-def _is_family(declared: License, beside: License) -> bool:
-    """Whether the card names a family of licences (`gpl`, `cc`, `bsd`, `openrail`), and the file one of it."""
-    return beside.id.startswith(f"{declared.id}-") or (declared.id == "openrail" and beside.kind == "rail")
+def _is_family(declared: License, file_license: License) -> bool:
+    """Return whether the card names a license family (`gpl`, `cc`, `bsd`, `openrail`), and the file a member of it."""
+    return file_license.id.startswith(f"{declared.id}-") or (declared.id == "openrail" and file_license.kind == "rail")
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One model on the way up; `bases` are the numbers in the walk of the models that it was made from."""
+    """One model in the walk; `bases` are the positions in the walk of the models that it was made from."""
 
-    place: CardSource
+    source: CardSource
     declaration: Declaration
     bases: tuple[int, ...]
 
@@ -220,76 +228,83 @@ def _steps(
     queue = [(root, name)]
     numbers = {_identity(root): 0}
     while len(steps) < len(queue):
-        here, called = queue[len(steps)]
-        declaration = declared(here, called)
+        source, source_name = queue[len(steps)]
+        declaration = read_declaration(source, source_name)
         bases, unread = [], []
         for entry in declaration.base_model:
-            there = _beside(here, entry) or find(entry, here)
-            if isinstance(there, NotRead):
-                unread.append(Unread(name=quoted(entry), why=there.why))
+            ancestor = _local_ancestor(source, entry) or find(entry, source)
+            if isinstance(ancestor, NotRead):
+                unread.append(Unread(name=quoted(entry), why=ancestor.why))
                 continue
-            if _identity(there) not in numbers:
-                numbers[_identity(there)] = len(queue)
-                queue.append((there, names.get(_identity(there), entry)))
-            bases.append(numbers[_identity(there)])
-        steps.append(_Step(here, declaration.model_copy(update={"unread": tuple(unread)}), tuple(bases)))
+            if _identity(ancestor) not in numbers:
+                numbers[_identity(ancestor)] = len(queue)
+                queue.append((ancestor, names.get(_identity(ancestor), entry)))
+            bases.append(numbers[_identity(ancestor)])
+        steps.append(_Step(source, declaration.model_copy(update={"unread": tuple(unread)}), tuple(bases)))
     return steps
 
 
-def _above(steps: list[_Step], place: int) -> list[int]:
-    """The numbers of all ancestors of the model at `place`, without itself."""
-    found: set[int] = set()
-    ahead = list(steps[place].bases)
-    while ahead:
-        here = ahead.pop()
-        if here not in found and here != place:
-            found.add(here)
-            ahead.extend(steps[here].bases)
-    return sorted(found)
+def _above(steps: list[_Step], position: int) -> list[int]:
+    """Return the positions of all ancestors of the model at `position`, without the model itself."""
+    ancestors: set[int] = set()
+    pending = list(steps[position].bases)
+    while pending:
+        current = pending.pop()
+        if current not in ancestors and current != position:
+            ancestors.add(current)
+            pending.extend(steps[current].bases)
+    return sorted(ancestors)
 
 
-def _identity(place: CardSource) -> Path:
+def _identity(source: CardSource) -> Path:
     try:
-        return place.directory.resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of symbolic links, or a name that no file can have
-        return place.directory
+        return source.directory.resolve()
+    except (OSError, RuntimeError, ValueError):  # A loop of symbolic links, or an impossible file name.
+        return source.directory
 
 
-def _beside(place: CardSource, entry: str) -> CardSource | None:
-    """What `entry` names relative to a local directory, or as a model of the Hub that lies beside it. Absolute paths,
-    and paths on the Hub, mean another machine."""
-    if place.revision is not None:
+def _local_ancestor(source: CardSource, entry: str) -> CardSource | None:
+    """Return the model that `entry` names, relative to a local directory or as a Hub model stored next to it.
+
+    Absolute paths, and paths on the Hub, refer to another machine.
+    """
+    if source.revision is not None:
         return None
     try:
-        there = place.directory / entry
-        if there.is_dir() and not Path(entry).is_absolute():
-            return CardSource(there)
-        return _neighbour(place.directory.resolve(), entry)
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have: too long, with a NUL, a circle of links
+        path = source.directory / entry
+        if path.is_dir() and not Path(entry).is_absolute():
+            return CardSource(path)
+        return _find_neighbor(source.directory.resolve(), entry)
+    except (OSError, ValueError, RuntimeError):  # A name that is too long or contains NUL, or a loop of links.
         return None
 
 
-def _neighbour(directory: Path, entry: str) -> CardSource | None:
-    """The model `org/name` in a directory beside `directory`, of which something is known: by the directory's name
-    (`name`, `org--name`, `org_name`), else the only one whose config.json says that it is it. None: ask the Hub."""
+def _find_neighbor(directory: Path, entry: str) -> CardSource | None:
+    """Return the model `org/name` from a directory next to `directory` that has a card or a license file.
+
+    A directory name (`name`, `org--name`, `org_name`) decides first, then a unique config.json that names the model.
+    None means to request it from the Hub.
+    """
     owner, slash, name = entry.strip().rpartition("/")
     if not slash or "/" in owner or not name:
         return None
-    called = {one.lower() for one in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
-    near = (one for one in islice(directory.parent.iterdir(), _MOST_BESIDE) if one != directory and one.is_dir())
-    known = sorted(one for one in near if _says_its_licence(one))
-    named = [one for one in known if one.name.lower() in called]
-    # What was trained from the model says its name, too, and says in its card that it was made from it.
-    found = named or [one for one in known if _own_name(one) == entry and entry not in _bases_of(one)]
-    return CardSource(found[0]) if len(found) == 1 else None
+    folder_names = {item.lower() for item in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
+    neighbors = (
+        item for item in islice(directory.parent.iterdir(), _MOST_NEIGHBORS) if item != directory and item.is_dir()
+    )
+    declaring = sorted(item for item in neighbors if _declares_license(item))
+    by_name = [item for item in declaring if item.name.lower() in folder_names]
+    # A model trained from it may keep its name in config.json, but names it in its card as the base.
+    matches = by_name or [item for item in declaring if _own_name(item) == entry and entry not in _bases_of(item)]
+    return CardSource(matches[0]) if len(matches) == 1 else None
 
 
-def _says_its_licence(directory: Path) -> bool:
+def _declares_license(directory: Path) -> bool:
     return card_path(directory) is not None or any(LICENSE_FILE.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _own_name(directory: Path) -> str:
-    """What a config.json calls its model; empty where it does not."""
+    """Return the model name in config.json; empty if there is none."""
     try:
         return str(read_json(directory / "config.json").get("_name_or_path") or "")
     except InvalidInput:
@@ -306,26 +321,26 @@ def _text(card: Mapping[object, object], field: str, problems: list[str]) -> str
         return None
     if isinstance(value, str):
         return value.strip()
-    # Only the type is told: YAML anchors can make a small text into a value too large to print.
+    # Report only the type, because YAML anchors can expand a small text into a value too large to print.
     problems.append(f"{field} is a {type(value).__name__}, not text")
     return None
 
 
 def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tuple[str, ...]:
-    """A field that may be a text or a list of texts. A list with anything else in it is not believed at all."""
+    """Return a field that may be a text or a list of texts. A list with any other entry is ignored completely."""
     value = card.get(field)
     if not isinstance(value, list):
         text = _text(card, field, problems)
         return () if text is None else (text,)
-    odd = [entry for entry in value if not isinstance(entry, str) or not entry.strip()]
-    if odd:
-        problems.append(f"{field} is a list with an entry that is not text: {type(odd[0]).__name__}")
+    invalid = [entry for entry in value if not isinstance(entry, str) or not entry.strip()]
+    if invalid:
+        problems.append(f"{field} is a list with an entry that is not text: {type(invalid[0]).__name__}")
         return ()
     return tuple(entry.strip() for entry in value)
 
 
 def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str | None, str]:
-    """Name, sha256 and content of the licence file; the content only where it is the only one, and small."""
+    """Return name, sha256 and content of the license file; the content only if it is the only one, and small."""
     try:
         names = sorted(path.name for path in directory.iterdir() if LICENSE_FILE.fullmatch(path.name))
         names = [name for name in names if not (directory / name).is_dir()]
@@ -335,8 +350,8 @@ def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # raw is enough
             file.seek(0)
             data = file.read(_LICENSE_BYTES + 1)
-        whole = len(names) == 1 and len(data) <= _LICENSE_BYTES
-        return names[0], digest, data.decode("utf-8", errors="replace") if whole else ""
+        is_usable = len(names) == 1 and len(data) <= _LICENSE_BYTES
+        return names[0], digest, data.decode("utf-8", errors="replace") if is_usable else ""
     except FileNotFoundError:
         return None, None, ""
     except (InvalidInput, OSError) as error:

@@ -1,4 +1,4 @@
-"""What follows for a merge that may be made: the licence it carries (R7) and the obligations to fulfil (R8, R9)."""
+"""Derive the consequences of a permitted merge: the license it carries (R7) and the obligations to fulfill (R8, R9)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.preflight.licenses.case import Case, listed
+from mergegate.tasks.preflight.licenses.case import Case, join_words
 from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License
 
@@ -16,16 +16,15 @@ ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "
 
 
 class Obligation(BaseModel):
-    """Something that must be done with the merged model.
+    """Obligation that applies to the merged model.
 
     Attributes:
-        kind: `text`: ship a licence text; `notice`: `text` stands word for word in the NOTICE file; `display`: `text`
-            stands word for word in the card and the product; `use_policy`: pass use restrictions on; `changes`: say
-            that files were modified; `name_prefix`: `text` is how the name begins; `cap`: a licence of its own is
-            needed beyond a threshold.
-        text: The wording to reproduce (notice, display, name_prefix), otherwise what to do, in words.
-        because: Identifiers of the licences that ask for it, sorted.
-        model: Whose own licence file must be shipped, because which text its licence stands for is not known.
+        kind: `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text`
+            verbatim into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files
+            were modified. `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
+        text: Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
+        because: Identifiers of the licenses that require it, sorted.
+        model: Model whose own license file must be shipped, because its license text is unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,13 +36,13 @@ class Obligation(BaseModel):
 
 
 class ResultingLicense(BaseModel):
-    """The licence of the merged weights.
+    """License of the merged weights.
 
     Attributes:
-        license: Value for the card's `license`: an identifier of the Hub, or `other`.
-        license_name: Name beside `other`.
-        licenses: Identifiers of all that the weights are under, of which `LICENSE` holds the texts.
-        sentence: Why this one.
+        license: Value of the card's `license`: an identifier of the Hub, or `other`.
+        license_name: Name that goes with `other`.
+        licenses: Identifiers of all licenses of the weights; `LICENSE` contains their texts.
+        sentence: Reason for this license.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,15 +54,18 @@ class ResultingLicense(BaseModel):
 
     @property
     def card(self) -> dict[str, str]:
-        """The licence fields of the model card. `LICENSE` in the release then holds the text, or all of the texts."""
+        """License fields of the model card. `LICENSE` in the release then contains the text, or all texts."""
         if self.license_name is None:
             return {"license": self.license}
         return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}
 
 
 def resulting_license(case: Case) -> ResultingLicense:
-    """R7. Share-alike decides; else the licences that must stay: one as it is, several as a bundle; else the strongest
-    of the permissive ones."""
+    """Return the license of the merge (R7).
+
+    A share-alike license decides. Without one, all licenses that must stay apply: a single license directly, several as
+    a bundle. Without those, the strongest permissive license applies.
+    """
     fits = share_alike_licenses(case)
     if fits:
         return _share_alike(case, fits)
@@ -71,21 +73,21 @@ def resulting_license(case: Case) -> ResultingLicense:
     if not staying and not case.unresolved:
         strongest = max(case.resolved, key=lambda entry: _strength(case, entry))
         return _named(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licences")
-    # `other` says nothing without a name: both words for "not known" become the same honest one.
+    # `other` means nothing without a name, so both words for "unknown" become the same honest one.
     bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unresolved)}))
     if len(bundle) == 1:
         return _named(case, bundle, f"the merged weights stay under {bundle[0]}")
-    return _named(case, bundle, f"the merged weights stay under each of {listed(bundle)}")
+    return _named(case, bundle, f"the merged weights stay under each of {join_words(bundle)}")
 
 
 def _share_alike(case: Case, fits: tuple[str, ...]) -> ResultingLicense:
-    own = [key for key in fits if key in {entry.id for entry in case.resolved}]
-    chosen = (own or list(fits))[0]
+    parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
+    chosen = (parents_licenses or list(fits))[0]
     return _named(case, (chosen,), f"share-alike: the merged weights stay under {chosen}")
 
 
 def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
-    """Attribution over permissive over public domain; then patent terms; then marking of changes; then table order."""
+    """Rank attribution over permissive over public domain; then patent terms, marking of changes, and table order."""
     rank = ("public-domain", "permissive", "attribution").index(entry.kind)
     return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
 
@@ -93,34 +95,34 @@ def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
 def _named(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
     if len(ids) == 1 and case.table.licenses[ids[0]].hub:
         return ResultingLicense(license=ids[0], license_name=None, licenses=ids, sentence=sentence)
-    # A file name and a URL may be made of it: letters, digits, dot and hyphen only.
+    # A file name or a URL may contain the name, so only letters, digits, dots and hyphens are allowed.
     name = "-and-".join(re.sub(r"[^a-z0-9.-]+", "-", key.lower().replace("+", "plus")) for key in ids)
     return ResultingLicense(license=OTHER, license_name=name, licenses=ids, sentence=sentence)
 
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
-    """R8 and R9. The union of what all licences ask for, each once, sorted by kind and text."""
-    asked: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
+    """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
+    licenses_by_obligation: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.resolved:
-        for kind, text in _asks(case, entry):
-            asked.setdefault((kind, text, None), set()).add(entry.id)
+        for kind, text in _license_obligations(case, entry):
+            licenses_by_obligation.setdefault((kind, text, None), set()).add(entry.id)
     for model in case.models:
         if not model.license.resolved:
             text = f"ship the licence file that comes with {model.name}"
-            asked.setdefault(("text", text, model.name), set()).add(model.license.id)
-    found = [
+            licenses_by_obligation.setdefault(("text", text, model.name), set()).add(model.license.id)
+    result = [
         Obligation(kind=kind, text=text, because=tuple(sorted(ids)), model=model)
-        for (kind, text, model), ids in asked.items()
+        for (kind, text, model), ids in licenses_by_obligation.items()
     ]
-    return tuple(sorted(found, key=lambda obligation: (obligation.kind, obligation.text)))
+    return tuple(sorted(result, key=lambda obligation: (obligation.kind, obligation.text)))
 
 
-def _asks(case: Case, entry: License) -> Iterator[tuple[ObligationKind, str]]:
+def _license_obligations(case: Case, entry: License) -> Iterator[tuple[ObligationKind, str]]:
     name = case.use.name.rsplit("/", 1)[-1]
     if entry.text:
         yield "text", f"ship the text of {entry.id}"
     if entry.credit:
-        yield "notice", f"Made with {listed(case.names(entry))}, licensed under {entry.spdx or entry.id}."
+        yield "notice", f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."
     if entry.notice:
         yield "notice", entry.notice
     if entry.display:

@@ -1,17 +1,17 @@
-"""The rules of the licence algebra: which combinations are allowed, which a person must review, which are blocked.
+"""Rules of the license algebra: which combinations are allowed, need a review, or are blocked.
 
-Read `RULES` at the end first. Each rule is a pure function of the case. A rule may only say more, never less, when a
-parent is added; that makes the verdict, the worst of all findings, monotone.
+Read `RULES` at the end first. Each rule is a pure function of the case. With an additional parent, a rule may only
+report more, never less. This makes the verdict monotone, because the most severe finding decides it.
 
-`private` means that the weights stay with who made them. Rules about passing weights on then do not apply: R3, the
-sharing half of R1, and R5 (the name rules bind a model that is distributed) falls silent but for a note. Two rules step
-down from blocked to review: a licence that forbids sharing adapted material (R1), because making it is permitted but
-the weights can never leave; and share-alike licences that exclude each other (R6), because they bind at distribution,
-yet some of them count use over a network as such, and no licence remains to be written into the card.
-A licence that forbids adaptation itself stays blocked. The rules about use (R2, R4) apply in private as in public.
+`private` means that the weights stay with the entity that built them. Rules about distribution then do not apply: R3
+and the sharing half of R1. R5 only leaves a note, because the name rules bind a distributed model. Two rules step down
+from blocked to review. One is a license that forbids sharing adapted material (R1): adapting is permitted, but the
+weights can never be shared. The other is share-alike licenses that exclude each other (R6): they bind at distribution,
+but some of them count network use as distribution, and no license remains for the card. A license that forbids
+adaptation itself stays blocked. The rules about use (R2, R4) apply to private models as they do to public ones.
 
-Whether a merge "improves another model" (R4), and whether blended weights are a derivative under copyleft (R6), no
-court has said. The rules assume that they are: the release is held rather than made by mistake.
+No court has decided whether a merge "improves another model" (R4), or whether blended weights are a derivative under
+copyleft (R6). The rules assume that both are true, so that a doubtful release is held rather than published by mistake.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mergegate.tasks.preflight.licenses.case import (
     LicenseFinding,
     LicenseStatus,
     Subject,
-    listed,
+    join_words,
 )
 from mergegate.tasks.preflight.licenses.table import License
 
 
 @dataclass(frozen=True)
 class LicenseRule:
-    """One rule: its number and subject, how it judges, and what to do when it says no."""
+    """License rule: its number and subject, its decision function, and the remedy if it refuses."""
 
     id: str
     subject: str
@@ -44,7 +44,7 @@ class LicenseRule:
 
 
 def _known(case: Case) -> Iterator[LicenseFinding]:
-    """An unresolved or contradicted licence, and an entry that asks for a person, is reviewed."""
+    """Require a review of an unresolved or contradicted license, and of an entry that asks for one."""
     for model in case.models:
         if not model.license.resolved:
             why = model.license.review or f"which text {model.license.id!r} stands for is not known"
@@ -62,24 +62,24 @@ def _known(case: Case) -> Iterator[LicenseFinding]:
 
 
 def _derivatives(case: Case) -> Iterator[LicenseFinding]:
-    """The merge must be permitted, and in public also its distribution."""
+    """Require permission for the merge and, for a public model, for its distribution."""
     for entry in case.resolved:
-        called = case.called(entry)
+        name = case.describe(entry)
         if entry.derivatives == "forbidden":
-            yield LicenseFinding("blocked", f"{called} does not permit modified or merged weights", case.about(entry))
+            yield LicenseFinding("blocked", f"{name} does not permit modified or merged weights", case.about(entry))
         elif entry.derivatives == "private-only" and case.public:
             yield LicenseFinding(
-                "blocked", f"{called} does not permit sharing modified or merged weights", case.about(entry)
+                "blocked", f"{name} does not permit sharing modified or merged weights", case.about(entry)
             )
         elif entry.derivatives == "private-only":
-            sentence = f"{called} permits merged weights only as long as they are never shared"
+            sentence = f"{name} permits merged weights only as long as they are never shared"
             yield LicenseFinding("review", sentence, case.about(entry))
         elif entry.sharing == "forbidden" and case.public:
-            yield LicenseFinding("blocked", f"{called} does not permit passing the weights on", case.about(entry))
+            yield LicenseFinding("blocked", f"{name} does not permit passing the weights on", case.about(entry))
 
 
 def _commercial(case: Case) -> Iterator[LicenseFinding]:
-    """Commercial use is what the strictest parent leaves of it."""
+    """Limit commercial use to the permission of the strictest parent."""
     if case.use.purpose == "commercial":
         for entry in case.resolved:
             if entry.commercial == "forbidden":
@@ -87,7 +87,7 @@ def _commercial(case: Case) -> Iterator[LicenseFinding]:
 
 
 def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
-    """Some research licences count any distribution by a company as commercial."""
+    """Block research licenses that count any distribution by a company as commercial."""
     if case.public and case.use.commercial_entity:
         for entry in case.resolved:
             if entry.sharing == "noncommercial-only":
@@ -96,52 +96,52 @@ def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
 
 
 def _improving_others(case: Case) -> Iterator[LicenseFinding]:
-    """A ban on improving other models admits only models of the named families, or made from one of them."""
+    """Enforce bans on improving other models, which admit only models of the named families or their descendants."""
     for entry in case.resolved:
         if not entry.only_with:
             continue
-        outsiders = sorted({_who(p) for p in case.parents if not _within(p, entry)})
+        outsiders = sorted({_describe_model(p) for p in case.parents if not _is_within(p, entry)})
         if outsiders:
             sentence = (
-                f"{case.called(entry)} may not be used to improve models outside {listed(entry.only_with)}, "
-                f"and here it meets {listed(outsiders)}"
+                f"{case.called(entry)} may not be used to improve models outside {join_words(entry.only_with)}, "
+                f"and here it meets {join_words(outsiders)}"
             )
             yield LicenseFinding("blocked", sentence, case.about(entry))
 
 
-def _who(model: Licensed) -> str:
+def _describe_model(model: Licensed) -> str:
     return model.name if model.name == model.license.id else f"{model.name} ({model.license.id})"
 
 
-def _within(parent: LicensedParent, ban: License) -> bool:
+def _is_within(parent: LicensedParent, ban: License) -> bool:
     line: tuple[Licensed, ...] = (parent, *parent.ancestors)
     licenses = [entry for model in line for entry in model.licenses]
     return any(entry.id == ban.id or entry.family in ban.only_with for entry in licenses)
 
 
 def _name(case: Case) -> Iterator[LicenseFinding]:
-    """Name prefixes must contain each other, and the name of the merge must begin with the longest."""
-    bearing = [entry for entry in case.resolved if entry.name_prefix]
+    """Require that name prefixes contain each other, and that the name of the merge begins with the longest."""
+    prefixed = [entry for entry in case.resolved if entry.name_prefix]
     status: LicenseStatus = "blocked" if case.public else "allowed"
-    later = "" if case.public else ", once the model is shared"
-    for a, b in combinations(bearing, 2):
-        if not _begins(a.name_prefix, b.name_prefix) and not _begins(b.name_prefix, a.name_prefix):
+    condition = "" if case.public else ", once the model is shared"
+    for first, second in combinations(prefixed, 2):
+        if not _begins(first.name_prefix, second.name_prefix) and not _begins(second.name_prefix, first.name_prefix):
             sentence = (
-                f"the name would have to begin with {a.name_prefix!r} for {case.called(a)} and with "
-                f"{b.name_prefix!r} for {case.called(b)}{later}"
+                f"the name would have to begin with {first.name_prefix!r} for {case.called(first)} and with "
+                f"{second.name_prefix!r} for {case.called(second)}{condition}"
             )
-            yield LicenseFinding(status, sentence, case.about(a, b))
+            yield LicenseFinding(status, sentence, case.about(first, second))
     name = case.use.name.rsplit("/", 1)[-1]
-    for entry in bearing:
+    for entry in prefixed:
         if not _begins(name, entry.name_prefix):
             sentence = (
-                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.called(entry)} asks{later}"
+                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.called(entry)} asks{condition}"
             )
             yield LicenseFinding(status, sentence, case.about(entry))
 
 
 def _begins(name: str | None, prefix: str | None) -> bool:
-    """Whether `name` begins with `prefix`, whatever the case and the hyphens ("Llama 3" begins "llama-3.1-mix")."""
+    """Return whether `name` begins with `prefix`, ignoring case and hyphens ("Llama 3" begins "llama-3.1-mix")."""
     return _letters(name).startswith(_letters(prefix))
 
 
@@ -150,31 +150,31 @@ def _letters(name: str | None) -> str:
 
 
 def _share_alike(case: Case) -> Iterator[LicenseFinding]:
-    """Some licence must satisfy every share-alike parent, and none of them tolerates further restrictions."""
+    """Require a license that satisfies every share-alike parent; none of them tolerates further restrictions."""
     strong = _strong(case)
     if not strong or share_alike_licenses(case):
         return
-    further = _further(case)
-    clashing = [entry for entry in case.resolved if entry.kind == "noncommercial" or entry.never_under]
-    calls = _called(case, strong)
-    if further:
-        sentence = f"{calls}: share-alike forbids the further restrictions of {_called(case, further)}"
+    extra = _extra_restrictions(case)
+    conflicting = [entry for entry in case.resolved if entry.kind == "noncommercial" or entry.never_under]
+    share_alike_names = _describe_all(case, strong)
+    if extra:
+        sentence = f"{share_alike_names}: share-alike forbids the further restrictions of {_describe_all(case, extra)}"
     elif not _common(strong):
-        sentence = f"{calls}: no licence satisfies all of these share-alike licences"
+        sentence = f"{share_alike_names}: no licence satisfies all of these share-alike licences"
     else:
-        sentence = f"{calls}: no licence satisfies both share-alike and {_called(case, clashing)}"
-    # All that stand in the way are named, so that adding a parent never makes an old acceptance suffice.
-    involved = {entry.id: entry for entry in (*strong, *further, *clashing)}
+        sentence = f"{share_alike_names}: no licence satisfies both share-alike and {_describe_all(case, conflicting)}"
+        # Name every conflicting license, so that an old acceptance never suffices after another parent is added.
+    involved = {entry.id: entry for entry in (*strong, *extra, *conflicting)}
     yield LicenseFinding("blocked" if case.public else "review", sentence, case.about(*involved.values()))
 
 
 def share_alike_licenses(case: Case) -> tuple[str, ...]:
-    """The licences that the merge may carry under its share-alike parents, in table order.
+    """Return the licenses that the merge may carry under its share-alike parents, in table order.
 
-    Empty when there is no such licence, or no share-alike parent.
+    The result is empty if there is no such license, or no share-alike parent.
     """
     strong = _strong(case)
-    if not strong or _further(case):
+    if not strong or _extra_restrictions(case):
         return ()
     noncommercial = any(entry.kind == "noncommercial" for entry in case.resolved)
     never = {outer for entry in case.resolved for outer in entry.never_under}
@@ -185,8 +185,8 @@ def share_alike_licenses(case: Case) -> tuple[str, ...]:
     )
 
 
-def _further(case: Case) -> list[License]:
-    """What share-alike cannot hold: restrictions of its own kind are in `outer`, all others are further ones."""
+def _extra_restrictions(case: Case) -> list[License]:
+    """Return restrictions beyond share-alike. Share-alike permits its own kind, which is listed in `outer`."""
     return [entry for entry in case.resolved if entry.restrictive or entry.kind == "no-derivatives"]
 
 
@@ -198,31 +198,31 @@ def _common(strong: list[License]) -> set[str]:
     return set.intersection(*({entry.id, *entry.outer} for entry in strong))
 
 
-def _called(case: Case, licenses: list[License]) -> str:
-    return listed(case.called(entry) for entry in licenses)
+def _describe_all(case: Case, licenses: list[License]) -> str:
+    return join_words(case.describe(entry) for entry in licenses)
 
 
 def _territory(case: Case) -> Iterator[LicenseFinding]:
-    """A licence that grants nothing somewhere, or to someone, is reviewed."""
+    """Require a review of a license that grants nothing in some territory or to some users."""
     for entry in case.resolved:
         if entry.territory:
             yield LicenseFinding("review", f"{case.called(entry)} is limited: {entry.territory}", case.about(entry))
 
 
 def _ancestry(case: Case) -> Iterator[LicenseFinding]:
-    """A parent cannot grant more than what it was made from: dropped restrictions are reviewed.
+    """Require a review of restrictions that a parent drops, since it cannot grant more than its ancestors do.
 
-    So is an ancestor that could not be read. Like one that declares nothing (R0), it may forbid what its descendant's
-    card permits, and a gate that opens when the Hub does not answer is none.
+    An ancestor that could not be read needs a review too. Like a model without a declaration (R0), it may forbid what
+    its descendant's card permits, and a gate that opens when the Hub does not respond is useless.
     """
     for parent in case.parents:
         for ancestor in parent.ancestors:
             for license in ancestor.licenses:
-                dropped = weaker(parent.license, license)
+                dropped = dropped_restrictions(parent.license, license)
                 if dropped:
                     sentence = (
                         f"{parent.name} declares {parent.license.id}, but was made from {ancestor.name} under "
-                        f"{license.id}, which it drops: {listed(dropped)}"
+                        f"{license.id}, which it drops: {join_words(dropped)}"
                     )
                     yield LicenseFinding("review", sentence, (Subject(model=parent.name, license=None),))
         for unread in parent.unread:
@@ -231,8 +231,8 @@ def _ancestry(case: Case) -> Iterator[LicenseFinding]:
             yield LicenseFinding("review", sentence, (Subject(model=unread.name, license=None),))
 
 
-def weaker(declared: License, ancestor: License) -> tuple[str, ...]:
-    """The restrictions of the ancestor's licence that the declared one drops, in words; none for an unknown licence."""
+def dropped_restrictions(declared: License, ancestor: License) -> tuple[str, ...]:
+    """Return the restrictions of the ancestor's license that the declared one drops, in words; none if unknown."""
     if not declared.resolved or not ancestor.resolved or declared.id == ancestor.id:
         return ()
     permission = {"allowed": 0, "capped": 1, "private-only": 1, "noncommercial-only": 1, "forbidden": 2}
@@ -262,7 +262,7 @@ RULES: tuple[LicenseRule, ...] = (
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
     LicenseRule("R6", "share-alike", _share_alike, _CHOOSE),
-    # R7 to R9 cannot refuse: the licence that results, use policies passed on, all obligations: resulting_license.py.
+    # R7 to R9 cannot refuse (resulting license, use policies to pass on, all obligations): see resulting_license.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
         "R11", "no weaker than its ancestors", _ancestry, "compare with the licence of its ancestor, or ask its authors"

@@ -1,6 +1,6 @@
-"""The licence facts, typed: `table.yaml` as shipped, with the entries that a profile overrides.
+"""Load the typed license facts: the shipped `table.yaml`, with the entries that a profile overrides.
 
-What each field means stands at the head of `table.yaml`. An override file has the same form and says only what differs:
+The head of `table.yaml` explains each field. An override file has the same form and contains only the differences:
 
     licenses:
       qwen: {cap: "none: agreement of 2026-03-01"}        # some fields of a known entry
@@ -42,7 +42,7 @@ _SECTIONS = ("sources", "policies", "licenses", "aliases")
 
 
 class License(BaseModel):
-    """The facts about one licence, as far as merged weights are concerned. Fields: see the head of `table.yaml`."""
+    """Facts about one license, as far as they matter for merged weights. Fields: see the head of `table.yaml`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -76,23 +76,23 @@ class License(BaseModel):
 
     @property
     def resolved(self) -> bool:
-        """Whether it is known which text applies. If not, the other facts say nothing."""
+        """Whether the applicable text is known. If not, the other facts are meaningless."""
         return self.kind != "unknown"
 
     @property
     def restrictive(self) -> bool:
-        """Whether it restricts the use or the look of what is made from it, beyond credit, texts and share-alike."""
+        """Whether it restricts the use or presentation of derivatives, beyond credit, texts and share-alike."""
         terms = (self.use_policy, self.name_prefix, self.display, self.territory, self.only_with)
         return self.kind in ("rail", "community", "research") or self.commercial == "capped" or any(terms)
 
     @property
     def weak(self) -> bool:
-        """Whether merged weights may carry another licence, with this one's text and credit beside it."""
+        """Whether merged weights may carry another license, along with this one's text and credit."""
         return self.kind in _WEAK and not self.restrictive
 
 
 class LicenseTable(BaseModel):
-    """All known licences. `policies` says where use restrictions stand, `sources` where the facts were read."""
+    """All known licenses. `policies` locates the use restrictions, `sources` the origin of the facts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -102,17 +102,19 @@ class LicenseTable(BaseModel):
     aliases: dict[str, str]
 
     def lookup(self, license: object, license_name: object = None) -> License:
-        """The licence that a model card declares; the entry `unknown` or `other` when that cannot be said.
+        """Return the license that a model card declares, or the entry `unknown` or `other` if it cannot be determined.
 
         Args:
-            license: The card's `license`, of whatever type YAML made of it: identifier, alias or SPDX identifier in any
-                case. The Hub gives a list no meaning (and? or?), so a list counts only when all its entries agree.
-            license_name: The card's `license_name`. It decides where `license` is `other`, `unknown` or missing; where
-                it names another known licence than `license` does, the card contradicts itself and nothing is known.
+            license: Value of the card's `license`, of any type that YAML produces: identifier, alias or SPDX identifier
+                in any case. The Hub does not define the meaning of a list (and? or?), so a list counts only if all its
+                entries agree.
+            license_name: Value of the card's `license_name`. It decides if `license` is `other`, `unknown` or missing.
+                If it names another known license than `license` does, the card contradicts itself and the license is
+                unknown.
         """
         if isinstance(license, list | tuple):
-            found = {self.lookup(entry, license_name).id for entry in license} or {UNKNOWN}
-            return self.licenses[found.pop() if len(found) == 1 else UNKNOWN]
+            identifiers = {self.lookup(entry, license_name).id for entry in license} or {UNKNOWN}
+            return self.licenses[identifiers.pop() if len(identifiers) == 1 else UNKNOWN]
         first, name = self._identify(license), self._identify(license_name)
         named = isinstance(license_name, str) and license_name.strip()
         if first is None and license is not None:
@@ -133,20 +135,20 @@ class LicenseTable(BaseModel):
 
 
 def load_table(override: Path | None = None) -> LicenseTable:
-    """The shipped table, with the entries of `override` laid over it field by field.
+    """Return the shipped table, overridden field by field by the entries of `override`.
 
     Raises:
-        InvalidInput: The override cannot be read, is no table, or names a field, licence, family or policy that does
-            not exist.
+        InvalidInput: If the override cannot be read, is not a table, or names a field, license, family or policy that
+            does not exist.
     """
     if override is None:
         return _shipped()
     shipped, changes = _read(SHIPPED), _read(override)
     merged = {section: {**shipped[section], **changes[section]} for section in _SECTIONS}
     for name, fields in changes["licenses"].items():
-        before = shipped["licenses"].get(name)
-        if isinstance(before, dict) and isinstance(fields, dict):
-            merged["licenses"][name] = {**before, **fields}
+        shipped_fields = shipped["licenses"].get(name)
+        if isinstance(shipped_fields, dict) and isinstance(fields, dict):
+            merged["licenses"][name] = {**shipped_fields, **fields}
     return _typed(merged, str(override))
 
 
@@ -156,7 +158,7 @@ def _shipped() -> LicenseTable:
 
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
-    """The sections of a table file as YAML gives them; sections that are missing are empty."""
+    """Return the sections of a table file as YAML provides them; missing sections are empty."""
     content = read_yaml_mapping(path, "a licence table", remedy="check checks.license.table")
     for section in content:
         if section not in _SECTIONS:
@@ -170,27 +172,29 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
     return sections
 
 
-def _typed(sections: Mapping[str, Mapping[str, object]], where: str) -> LicenseTable:
-    licenses = {name: _license(name, fields, where) for name, fields in sections["licenses"].items()}
+def _typed(sections: Mapping[str, Mapping[str, object]], location: str) -> LicenseTable:
+    licenses = {name: _license(name, fields, location) for name, fields in sections["licenses"].items()}
     try:
         table = LicenseTable.model_validate({**sections, "licenses": licenses})
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(
-            f"{where}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected="text"
+            f"{location}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected="text"
         ) from error
-    _check_references(table, where)
+    _check_references(table, location)
     return table
 
 
-def _license(name: str, fields: object, where: str) -> License:
+def _license(name: str, fields: object, location: str) -> License:
     if not isinstance(name, str) or not isinstance(fields, dict):
-        raise InvalidInput(f"{where}: licenses.{name}", found=repr(fields), expected="a mapping of facts")
-    known = set(License.model_fields) - {"id"}
+        raise InvalidInput(f"{location}: licenses.{name}", found=repr(fields), expected="a mapping of facts")
+    field_names = set(License.model_fields) - {"id"}
     for field in fields:
-        if field not in known:
+        if field not in field_names:
             raise InvalidInput(
-                f"{where}: licenses.{name}.{field}", found="an unknown field", remedy=suggest(str(field), known)
+                f"{location}: licenses.{name}.{field}",
+                found="an unknown field",
+                remedy=suggest(str(field), field_names),
             )
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
     try:
@@ -198,14 +202,14 @@ def _license(name: str, fields: object, where: str) -> License:
     except ValidationError as error:
         first = error.errors()[0]
         found = "nothing" if first["type"] == "missing" else repr(first["input"])
-        trap = " (YAML reads a bare yes or no as true or false)" if isinstance(first["input"], bool) else ""
+        hint = " (YAML reads a bare yes or no as true or false)" if isinstance(first["input"], bool) else ""
         raise InvalidInput(
-            f"{where}: licenses.{name}.{'.'.join(map(str, first['loc']))}", found=found + trap, expected=first["msg"]
+            f"{location}: licenses.{name}.{'.'.join(map(str, first['loc']))}", found=found + hint, expected=first["msg"]
         ) from error
 
 
-def _check_references(table: LicenseTable, where: str) -> None:
-    """Every name that an entry uses must exist, or a typing error would quietly lift a restriction."""
+def _check_references(table: LicenseTable, location: str) -> None:
+    """Raise InvalidInput if an entry uses a nonexistent name, because a typo would silently lift a restriction."""
     families = {entry.family for entry in table.licenses.values() if entry.family}
     for entry in table.licenses.values():
         used: tuple[tuple[str, Sequence[str], set[str]], ...] = (
@@ -214,16 +218,16 @@ def _check_references(table: LicenseTable, where: str) -> None:
             ("only_with", entry.only_with, families),
             ("use_policy", (entry.use_policy,) if entry.use_policy else (), set(table.policies)),
         )
-        for field, names, known in used:
+        for field, names, existing in used:
             for name in names:
-                if name not in known:
+                if name not in existing:
                     raise InvalidInput(
-                        f"{where}: licenses.{entry.id}.{field}", found=repr(name), remedy=suggest(name, known)
+                        f"{location}: licenses.{entry.id}.{field}", found=repr(name), remedy=suggest(name, existing)
                     )
     for alias, target in table.aliases.items():
         if target not in table.licenses or alias in table.licenses:
             raise InvalidInput(
-                f"{where}: aliases.{alias}",
+                f"{location}: aliases.{alias}",
                 found=repr(target),
                 expected="a licence of the table, under a name that is not itself one",
                 remedy=suggest(target, table.licenses),

@@ -1,9 +1,9 @@
-"""The texts of licences, verbatim as shipped in `texts/`, and which licence a file beside a model is the text of.
+"""Provide license texts, verbatim as in `texts/`, and identify the license of a file next to a model.
 
-Recognition is conservative. A file counts as a licence only when its words are those of the shipped text, whatever
-their case, line breaks and punctuation, and apart from copyright lines, a title, and the names that a template leaves
-open; or when it begins with the title of an agreement whose editions bind alike (`titles` in `table.yaml`). One more
-condition in it, and it stays unknown.
+Identification is conservative. A file counts as a license only if its words are those of the shipped text. Case, line
+breaks, punctuation, copyright lines, a title and the names that a template leaves open do not matter. A file also
+counts if it begins with the title of an agreement whose editions all bind in the same way (`titles` in `table.yaml`).
+With any additional condition, the file stays unknown.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _CONDITION = re.compile(
 )
 _MARK = re.compile(r"^[\s>*•-]*(\d{1,2}[.)]|\([a-z0-9]{1,2}\)|[*•-])\s+", re.IGNORECASE)
 _WORD = re.compile(r"[^\W_]+(?:\.\d+)*")
-_OWNER = re.compile(r"\bname of (?:\w+ ){1,12}?nor\b")  # templates leave open whose name must not be used
-# What stands around the terms in files as people write them; everything else is a condition that we do not know.
+_OWNER = re.compile(r"\bname of (?:\w+ ){1,12}?nor\b")  # Templates leave the name of the owner open.
+# Words around the terms in real files. Anything else is an unknown condition.
 _TITLE = re.compile(
     r"(?:(?:a|an|the|mit|expat|isc|bsd|2|3|clause|new|revised|simplified|clear|zlib|ncsa|boost|software|license|licence|"
     r"version|spdx|identifier|of|for|see|text)(?: |$)){0,12}"
 )
-_FIRST_LINES = 5  # that hold a title
-_AGREEMENT = 200  # words: a shorter file only mentions the agreement that it names
+_FIRST_LINES = 5  # Lines that may contain a title.
+_AGREEMENT = 200  # Words; a shorter file only mentions the agreement that it names.
 
 
 def license_texts(license: License) -> dict[str, str]:
-    """The texts to ship for a licence, by the identifier they are of; empty when they are unavailable."""
-    found = {name: _text(name) for name in license.texts or (license.id,)}
-    return {name: text for name, text in found.items() if text is not None} if all(found.values()) else {}
+    """Return the texts to ship for a license, by their identifier; empty if they are unavailable."""
+    texts = {name: _text(name) for name in license.texts or (license.id,)}
+    return {name: text for name, text in texts.items() if text is not None} if all(texts.values()) else {}
 
 
-def recognised(text: str, table: LicenseTable, expected: License | None = None) -> License | None:
-    """The licence that a file is the text of; None when that cannot be said.
+def identify_license(text: str, table: LicenseTable, expected: License | None = None) -> License | None:
+    """Return the license whose text a file contains, or None if it cannot be identified.
 
     Args:
-        text: The content of a licence file.
-        expected: The licence that it most likely is; asked first, because comparing with all takes a tenth of a second.
+        text: Content of a license file.
+        expected: Most likely license. It is compared first, because comparing with all takes a tenth of a second.
     """
     words = _words(text)
     if expected is not None and _is_text_of(words, expected.id):
@@ -56,10 +56,10 @@ def recognised(text: str, table: LicenseTable, expected: License | None = None) 
     return titled[0] if len(titled) == 1 else None
 
 
-def linked(link: str, table: LicenseTable) -> License | None:
-    """The licence whose published address `link` is. The address itself is not read."""
-    found = [entry for entry in table.licenses.values() if _address(link) in map(_address, entry.links)]
-    return found[0] if len(found) == 1 else None
+def license_by_link(link: str, table: LicenseTable) -> License | None:
+    """Return the license whose published address is `link`. The address itself is not read."""
+    matches = [entry for entry in table.licenses.values() if _address(link) in map(_address, entry.links)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _address(link: str) -> str:
@@ -79,15 +79,15 @@ def _words_of(name: str) -> str | None:
 
 
 def _words(text: str) -> str:
-    """The words of a text in one line, without copyright lines and list marks."""
+    """Return the words of a text in one line, without copyright lines and list markers."""
     lines = (line.strip().lstrip("#>* ") for line in text.lstrip("\ufeff").splitlines())
-    kept = " ".join(_MARK.sub("", line) for line in lines if not _is_copyright(line))
-    words = _OWNER.sub("name of the owner nor", " ".join(_WORD.findall(kept.lower())))
+    text_without_notices = " ".join(_MARK.sub("", line) for line in lines if not _is_copyright(line))
+    words = _OWNER.sub("name of the owner nor", " ".join(_WORD.findall(text_without_notices.lower())))
     return words.replace("copyright owner or contributors", "copyright holder or contributors")
 
 
 def _is_copyright(line: str) -> bool:
-    """Whether a line only says whose the work is. One that goes on to say what may be done with it is a condition."""
+    """Return whether a line only names the owner. A line that also mentions use or permission is a condition."""
     return bool(_COPYRIGHT.match(line)) and not _CONDITION.search(line)
 
 
@@ -95,11 +95,11 @@ def _is_text_of(words: str, name: str) -> bool:
     shipped = _words_of(name)
     if shipped is None:
         return False
-    # How to apply a licence is often left out, or filled in, behind its end.
+    # Files often omit the appendix on how to apply a license, or fill it in.
     core, end, appendix = shipped.partition("end of terms and conditions")
-    before, found, after = words.partition(core.strip())
+    before, match, after = words.partition(core.strip())
     before, after = before.strip(), after.strip().removeprefix(end).strip()
-    return bool(found) and _TITLE.fullmatch(before) is not None and after in ("", appendix.strip())
+    return bool(match) and _TITLE.fullmatch(before) is not None and after in ("", appendix.strip())
 
 
 def _bears_title(text: str, words: str, entry: License) -> bool:

@@ -1,4 +1,4 @@
-"""What the merged model is meant for, and which doubts about its licences a named person has accepted."""
+"""Define the intended use of the merged model, and the license questions that a named user has accepted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Visibility = Literal["public", "private"]
 
 
 class Use(BaseModel):
-    """The use against which licences are judged.
+    """Intended use for which licenses are judged.
 
     Attributes:
-        purpose: What the merged weights are used for.
-        visibility: `public` means that anybody outside receives them (a public or gated repository counts); `private`
-            that they stay with the entity that made them.
-        commercial_entity: Whether that entity is a company; some research licences forbid it to distribute at all.
-        name: Name of the merged model, `org/name` or `name`; some licences rule how it begins.
+        purpose: Purpose of the merged weights.
+        visibility: `public` means that anyone outside receives them (a public or gated repository counts); `private`
+            that they stay with the entity that built them.
+        commercial_entity: Whether that entity is a company; some research licenses forbid any distribution by one.
+        name: Name of the merged model, `org/name` or `name`; some licenses require a certain beginning.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,12 +32,13 @@ class Use(BaseModel):
 
 
 class LicenseSettings(BaseModel):
-    """`checks.license` of a profile. The defaults ask for the most: a company that sells a public model.
+    """Settings under `checks.license` of a profile. The defaults are the strictest: a company sells a public model.
 
     Attributes:
-        accepted: Doubts that a person has settled, by licence identifier or by parent as the recipe names it; each
-            value says who and why: `llama3.2: "alice: text-only model"`. Turns a review into allowed, never a block.
-        table: File whose entries override those of the shipped licence table.
+        accepted: License questions that a user has settled, by license identifier or by parent as the recipe names it.
+            Each value says who accepted it and why: `llama3.2: "alice: text-only model"`. An acceptance turns a review
+            into allowed, but never a block.
+        table: File whose entries override those of the shipped license table.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,7 +51,7 @@ class LicenseSettings(BaseModel):
 
     @field_validator("accepted")
     @classmethod
-    def _says_who_and_why(cls, accepted: dict[str, str]) -> dict[str, str]:
+    def _check_accepted(cls, accepted: dict[str, str]) -> dict[str, str]:
         for key, value in accepted.items():
             who, _, why = value.partition(":")
             if not who.strip() or not why.strip():
@@ -58,7 +59,7 @@ class LicenseSettings(BaseModel):
         return accepted
 
     def use(self, name: str) -> Use:
-        """These settings as the intended use of the merged model `name`."""
+        """Return these settings as the intended use of the merged model `name`."""
         return Use(
             purpose=self.purpose, visibility=self.visibility, commercial_entity=self.commercial_entity, name=name
         )
