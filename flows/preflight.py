@@ -77,7 +77,7 @@ class ClearedCandidate:
     """A recipe that may be merged according to its licenses, headers and the machine. No weight has been read."""
 
     candidate: Candidate
-    found: tuple[ResolvedCheckpoint, ...]
+    parents: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
     headers: tuple[HeaderDigest, ...] = ()  # identify the headers that were checked
@@ -206,7 +206,7 @@ def preflight_profile(
         problems.summary.append(evidence.computed)
     rules = _Rules.of(profile, evidence)
     cleared = []
-    for candidate, found in zip(all_candidates, parents, strict=True):
+    for candidate, parents_of_candidate in zip(all_candidates, parents, strict=True):
         with problems.noted():
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
@@ -215,9 +215,9 @@ def preflight_profile(
                     expected="guards by parents",
                     remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
                 )
-            if _is_whole(candidate.recipe, found) and candidate not in compared:
-                profile.check_references(found)
-        cleared.append(_clear(candidate, found, rules, problems))
+            if _is_whole(candidate.recipe, parents_of_candidate) and candidate not in compared:
+                profile.check_references(parents_of_candidate)
+        cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)

@@ -210,8 +210,8 @@ def make_attempt(
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, merge, measure, judge and explain one candidate."""
     recipe = cleared.candidate.recipe
-    fetch_weights(cleared.found, store().hashes)
-    parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
+    fetch_weights(cleared.parents, store().hashes)
+    parents = pin_checkpoints(cleared.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
     pinned = PinnedRecipe(recipe, parents)

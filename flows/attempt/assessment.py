@@ -278,7 +278,7 @@ def _in_order(
     tasks: Sequence[EvalTask], models: Sequence[Model], evidence: Evidence, look: Mapping[str, int]
 ) -> list[tuple[EvalTask, int]]:
     """Return the tasks in execution order, with the number of documents still to be evaluated."""
-    missing, known = {}, {}
+    missing, reference_scores = {}, {}
     for task in tasks:
         scored = [model for model in models if _is_scored(model, task, evidence)]
         parts = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in scored}
@@ -287,11 +287,11 @@ def _in_order(
             for parts_of_model in parts.values()
         )
         missing[task.name] = sum(counts)
-        known[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
+        reference_scores[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
     if not any(missing.values()):
         return [(task, 0) for task in tasks]  # nothing runs, so the order does not matter
-    each_takes = document_seconds(tasks, known)
-    seconds = {name: count * each_takes[name] for name, count in missing.items()}
+    seconds_per_document = document_seconds(tasks, reference_scores)
+    seconds = {name: count * seconds_per_document[name] for name, count in missing.items()}
     planned = [
         planned_task for planned_task in planned_tasks(evidence, models[:-1]) if planned_task.guard.task in missing
     ]

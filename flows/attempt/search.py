@@ -186,7 +186,7 @@ def recipe_labels(profile: Profile) -> list[str]:
 
 def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
     """Return every model that a candidate may use, once each, after fetching its weights."""
-    parents = tuple({parent.ref: parent for candidate in cleared for parent in candidate.found}.values())
+    parents = tuple({parent.ref: parent for candidate in cleared for parent in candidate.parents}.values())
     fetch_weights(parents, store().hashes)
     return pin_checkpoints(parents, store().hashes, profile.checks.code.trusted)
 

@@ -82,7 +82,7 @@ def keep_outcome(
         export_metrics(record, home())
         export_to_trackers(record, home())
         shadow_page = render_shadow(outcome.shadow) if outcome.shadow else None
-        kept = keep_run(
+        archived = keep_run(
             home() / "reports",
             record,
             page,
@@ -91,11 +91,11 @@ def keep_outcome(
             latest_page=shadow_page,
         )
         # Next to the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
-        write_state(kept.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
+        write_state(archived.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
     except Exception as failure:
         _log.warning("the report of this run was not kept: %s", failure)
         return outcome
-    return outcome.model_copy(update={"report": kept.latest})
+    return outcome.model_copy(update={"report": archived.latest})
 
 
 def run_record(

@@ -54,11 +54,11 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
     paths += [
         str(path)
         for attempt_before in earlier
-        for parent in attempt_before.cleared.found
+        for parent in attempt_before.cleared.parents
         for path in parent.directories
     ]
     paths += [*_paths_in(profile), *cleared.license.value.all_names]
-    return PublicNames.of(cleared.candidate.recipe, cleared.found, profile.root, paths)
+    return PublicNames.of(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
 def report_content(

@@ -94,10 +94,10 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
         except Exception as failure:
             kind, text = type(failure).__name__, " ".join(str(failure).split())
             outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {text}".rstrip(": "))
-            kept = keep_outcome(outcome, name, clock, recorder.stages)
-            if kept.report is not None:
-                failure.add_note(f"report: {kept.report}")
-            publish_artifact(kept, name)
+            archived = keep_outcome(outcome, name, clock, recorder.stages)
+            if archived.report is not None:
+                failure.add_note(f"report: {archived.report}")
+            publish_artifact(archived, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
