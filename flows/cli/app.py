@@ -340,9 +340,9 @@ def deploy_command(as_json: Json = False) -> None:
     """Sync the server with nights.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
     with _refusals(as_json):
         _prepare_environment()
-        from mergegate.flows.cli.deploy import deploy_nights
+        from mergegate.flows.cli.deploy import deploy_schedules
 
-        deploy_nights(_console(as_json), as_json)
+        deploy_schedules(_console(as_json), as_json)
 
 
 @app.command("trigger")

@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.cli.server import optional_nights
+from mergegate.flows.cli.server import load_optional_schedules
 from mergegate.flows.prefect_api import (
     ApprovalRequest,
     Decision,
@@ -36,7 +36,7 @@ def approve_run(named: str | None, console: Console, as_json: bool, *, reject: b
     """
     if reject and not reason.strip():
         raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")
-    site = find_site(optional_nights())
+    site = find_site(load_optional_schedules())
     with site_client(site) as client:
         run = select_waiting_run(waiting_runs(client), named)
         if not as_json:

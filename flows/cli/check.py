@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.run_plan import plan_night
+from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.cli.sweep import swept_profile
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
@@ -48,7 +48,7 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
     elif (profile := load_profile(swept_profile(file, console))).sweep is None:
         preflight = preflight_profile(profile, problems)
-        if (planned := plan_night(profile, preflight, problems.examples)) and planned.left:
+        if (planned := plan_run(profile, preflight, problems.examples)) and planned.left:
             problems.summary.append(f"time: {planned.time()}")
     else:
         from mergegate.flows.attempt import sweep_candidates

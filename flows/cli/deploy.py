@@ -24,7 +24,7 @@ from mergegate.flows.prefect_api import (
 _MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
 
 
-def deploy_nights(console: Console, as_json: bool) -> None:
+def deploy_schedules(console: Console, as_json: bool) -> None:
     """Create, change and remove deployments until the server matches the file, and print the changes.
 
     Raises:

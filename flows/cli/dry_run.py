@@ -17,7 +17,7 @@ from rich.text import Text
 from mergegate.flows.cli.check import print_findings
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
-from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_night
+from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_run
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.wording import format_duration, format_roughly
@@ -33,7 +33,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
     prices_by_name = named_prices(prices)
     problems = Problems(stop_at_once=False)
     preflight = preflight_profile(profile, problems)
-    planned = plan_night(profile, preflight, problems.examples)
+    planned = plan_run(profile, preflight, problems.examples)
     seconds = planned.seconds if planned else None
     cost = {name: seconds / 3600 * price for name, price in prices_by_name.items()} if seconds is not None else {}
     message = planned.sentence() if planned else "its checks say no; see the findings"

@@ -123,7 +123,7 @@ class PlannedRun:
         return f"{head}; time: {self.time()}"
 
 
-def plan_night(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
+def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
     """Plan the run of the profile's own recipe. None if its checks refuse it.
 
     Args:

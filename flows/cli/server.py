@@ -46,11 +46,11 @@ def run_server(host: str, port: int | None, console: Console) -> None:
         InvalidInput: The port is in use, or the database does not answer.
         DiskRefused: The secret cannot be stored.
     """
-    nights = optional_nights()
-    configured = nights.server.address if nights else None
+    schedules = load_optional_schedules()
+    configured = schedules.server.address if schedules else None
     port = port or (urlsplit(configured).port if configured else None) or PORT
     _require_free(host, port)
-    if (database := database_url(nights)) is not None:
+    if (database := database_url(schedules)) is not None:
         require_database(database)
     local_host = "127.0.0.1" if host in _ANYWHERE else host
     secret = load_or_create_secret()
@@ -74,7 +74,7 @@ def become_worker(once: bool, console: Console) -> NoReturn:
     Raises:
         InvalidInput: The server does not answer or denies access.
     """
-    site = find_site(optional_nights())
+    site = find_site(load_optional_schedules())
     os.environ.update(site.worker_environment())
     with site_client(site) as client:
         make_pool(client)
@@ -90,7 +90,7 @@ def become_worker(once: bool, console: Console) -> NoReturn:
     os.execve(sys.executable, command, site.worker_environment())
 
 
-def optional_nights() -> Schedules | None:
+def load_optional_schedules() -> Schedules | None:
     """Load ``nights.yaml`` of this directory, or return None if it does not exist.
 
     Raises:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.server import optional_nights
+from mergegate.flows.cli.server import load_optional_schedules
 from mergegate.flows.outcome import run_name
 from mergegate.flows.prefect_api import (
     Schedules,
@@ -37,10 +37,10 @@ def trigger_run(named: str, console: Console, as_json: bool, *, wait: bool) -> i
     Raises:
         InvalidInput: The name is not deployed, or the server does not answer or denies access.
     """
-    nights = optional_nights()
-    site = find_site(nights)
+    schedules = load_optional_schedules()
+    site = find_site(schedules)
     with site_client(site) as client:
-        name, parameters = _find_target(named, nights, deployment_names(client))
+        name, parameters = _find_target(named, schedules, deployment_names(client))
         deployment = find_deployment(client, name)
         if deployment is None:
             raise InvalidInput(name, found="not deployed", expected="a deployment", remedy="mergegate deploy")
@@ -62,7 +62,7 @@ def trigger_run(named: str, console: Console, as_json: bool, *, wait: bool) -> i
     return ended.exit_code
 
 
-def _find_target(named: str, nights: Schedules | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+def _find_target(named: str, schedules: Schedules | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """Return the full name of the deployment, and parameters that replace its own."""
     if named in deployed:
         return named, {}
@@ -75,7 +75,7 @@ def _find_target(named: str, nights: Schedules | None, deployed: tuple[str, ...]
             raise InvalidInput(named, found="deployed twice", expected=" or ".join(by_name), remedy="name one of them")
         return by_name[0], {}
     if Path(named).is_file():
-        for entry in nights.profiles if nights else ():
+        for entry in schedules.profiles if schedules else ():
             if entry.profile.resolve() == Path(named).resolve():
                 return f"{entry.flow}/{load_profile(Path(named)).name}", {}
         load_profile(Path(named))  # reports an invalid profile now

@@ -108,7 +108,7 @@ class DesiredRule:
     silence_s: float | None = None
 
 
-def desired_rules(nights: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
+def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
     """Return all rules of a project: reactions to silence first, then notifications."""
     all_names = tuple(deployment.full_name for deployment in deployments)
     rules = [
@@ -141,12 +141,12 @@ def desired_rules(nights: Schedules, deployments: Sequence[DesiredDeployment]) -
                     max(10.0, approval.timeout_s),
                 )
             )
-    for number, recipient in enumerate(nights.tell):
+    for number, recipient in enumerate(schedules.tell):
         for occasion in dict.fromkeys(recipient.of):
             states, body, subject = _NOTIFICATIONS[occasion]
             rules.append(
                 DesiredRule(
-                    f"mergegate: tell {_label(nights, number)} of {occasion}",
+                    f"mergegate: tell {_label(schedules, number)} of {occasion}",
                     all_names,
                     tuple(f"prefect.flow-run.{state}" for state in states),
                     Message(number, subject, body),
@@ -203,9 +203,9 @@ def sync_rules(
     return tuple(changes)
 
 
-def _label(nights: Schedules, number: int) -> str:
+def _label(schedules: Schedules, number: int) -> str:
     """Return ``slack``, or ``slack 2`` if there are several."""
-    kinds = [recipient.to for recipient in nights.tell]
+    kinds = [recipient.to for recipient in schedules.tell]
     same = kinds[: number + 1].count(kinds[number])
     return kinds[number] + (f" {same}" if kinds.count(kinds[number]) > 1 else "")
 

@@ -82,7 +82,7 @@ class DeployedChange(NamedTuple):
     id: str = ""
 
 
-def desired_deployments(nights: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
+def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
     """Return the deployments that accept any profile, then one for each listed profile.
 
     Args:
@@ -96,7 +96,7 @@ def desired_deployments(nights: Schedules, root: Path) -> tuple[DesiredDeploymen
         _of_any("sweep", "profiles/demo-sweep.yaml"),
         _of_any("shadow", "profiles/demo.yaml"),
     ]
-    for number, entry in enumerate(nights.profiles):
+    for number, entry in enumerate(schedules.profiles):
         where = f"{NIGHTS}: profiles[{number}]"
         profile = load_profile(root / entry.profile)
         if entry.flow == "sweep" and profile.sweep is None:

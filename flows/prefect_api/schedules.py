@@ -153,10 +153,10 @@ def load_schedules(file: Path) -> Schedules:
             remedy=f"write {file.name} with 'profiles: [{{profile: profiles/demo.yaml, schedule: \"0 3 * * *\"}}]', "
             "in the directory where you call mergegate",
         )
-    return parse_nights(read_yaml_mapping(file, "the profiles that are deployed (YAML)"), str(file))
+    return parse_schedules(read_yaml_mapping(file, "the profiles that are deployed (YAML)"), str(file))
 
 
-def parse_nights(data: Mapping[str, object], where: str) -> Schedules:
+def parse_schedules(data: Mapping[str, object], where: str) -> Schedules:
     """Parse the content of ``nights.yaml`` from plain data.
 
     Args:

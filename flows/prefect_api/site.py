@@ -3,8 +3,8 @@
 A project has one home, one secret (``<home>/prefect/auth``, readable by its owner only) and one address. This module
 sets everything that Prefect reads from the environment, so that users do not have to export anything::
 
-    site = find_site(nights)
-    os.execve(python, [...], site.server_environment(database_url(nights)))
+    site = find_site(schedules)
+    os.execve(python, [...], site.server_environment(database_url(schedules)))
 
 Prefect's own command line reads the same settings from ``prefect.toml``, which ``mergegate server`` writes to the
 project's directory (git-ignored, readable by its owner only). Prefect looks for the file only in that directory.
@@ -113,7 +113,7 @@ class Site:
         return settings
 
 
-def find_site(nights: Schedules | None = None, *, address: str | None = None) -> Site:
+def find_site(schedules: Schedules | None = None, *, address: str | None = None) -> Site:
     """Find the site of the project in the working directory.
 
     The address is the first of: the argument, ``PREFECT_API_URL``, ``nights.yaml``, and the last start of ``mergegate
@@ -125,7 +125,7 @@ def find_site(nights: Schedules | None = None, *, address: str | None = None) ->
     addresses = {
         "--address": address,
         "PREFECT_API_URL": os.environ.get("PREFECT_API_URL"),
-        "nights.yaml: server.address": nights.server.address if nights else None,
+        "nights.yaml: server.address": schedules.server.address if schedules else None,
         SETTINGS: own_settings().get("url"),
     }
     where, url = next(((where, value) for where, value in addresses.items() if value), ("", f"http://127.0.0.1:{PORT}"))
@@ -198,7 +198,7 @@ def own_settings() -> Mapping[str, str]:
     return {str(name): str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
-def database_url(nights: Schedules | None) -> str | None:
+def database_url(schedules: Schedules | None) -> str | None:
     """Return the URL of the server's database, or None if it uses a file.
 
     ``MERGEGATE_DATABASE`` takes precedence over ``nights.yaml``.
@@ -207,8 +207,8 @@ def database_url(nights: Schedules | None) -> str | None:
         InvalidInput: The database is not PostgreSQL.
     """
     url, source = os.environ.get(DATABASE, ""), DATABASE
-    if not url and nights is not None and nights.server.database:
-        url, source = nights.server.database, "nights.yaml: server.database"
+    if not url and schedules is not None and schedules.server.database:
+        url, source = schedules.server.database, "nights.yaml: server.database"
     if not url:
         return None
     scheme, _, rest = url.partition("://")
