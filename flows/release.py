@@ -273,20 +273,20 @@ def publish_attempt(
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
-    def released(approved: str | None = None) -> RunOutcome:
+    def publish_now(approved: str | None = None) -> RunOutcome:
         result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
         return reported_outcome(content, report, result)
 
     if target.asks is None:
-        return released()
+        return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
     # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
     decision = require_decision(target.asks, content, unpublished.report, find_pending)
     if decision is None:
-        return released()
+        return publish_now()
     if not decision.publish:
         return unpublished.model_copy(update={"status": decision.status, "message": decision.sentence()})
-    outcome = released(approved=decision.digest)
+    outcome = publish_now(approved=decision.digest)
     return outcome.model_copy(update={"message": f"{outcome.message}\n{decision.sentence()}"})

@@ -230,7 +230,7 @@ def require_database(url: str) -> None:
     """
     import asyncio
 
-    import asyncpg  # has no type information
+    import asyncpg  # type: ignore[import-untyped]  # has no type information
 
     plain = url.replace(_DRIVER, "postgresql", 1)
 
@@ -258,10 +258,9 @@ def require_site(site: Site) -> None:
     """
     import httpx
 
-    credentials = tuple(site.secret.split(":", 1)) if ":" in site.secret else None
+    auth = tuple(site.secret.split(":", 1)) if ":" in site.secret else None
     try:
-        # type: ignore[arg-type]  # has two parts
-        answer = httpx.get(f"{site.api}/admin/version", auth=credentials, timeout=10)
+        answer = httpx.get(f"{site.api}/admin/version", auth=auth, timeout=10)  # type: ignore[arg-type]  # has two parts
     except httpx.HTTPError as error:
         raise InvalidInput(
             site.address,
