@@ -1,11 +1,11 @@
-"""``mergegate compare``: any two checkpoints on a profile's evidence, B judged as a merge of A would be.
+"""Compare any two checkpoints on a profile's evidence, with B judged like a merge of A.
 
 ::
 
     mergegate compare models/today models/candidate --profile profiles/nightly.yaml
 
-Perplexity, tasks, gate and report are the stages of a release, with its store: what a release has measured of either
-checkpoint is not measured again. Every guard of the profile compares B with A. Nothing is merged or published.
+Perplexity, tasks, gate and report are the stages of a release and share its store, so measurements of either checkpoint
+by a release are reused. Every guard of the profile compares B with A. The flow does not merge or publish anything.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
     """Judge ``candidate`` against ``reference`` on the evidence of a profile.
 
     Args:
-        reference: A checkpoint: a directory, or ``org/name@revision``.
-        candidate: The checkpoint that is judged.
-        profile: A profile file, relative to the project, or a whole profile. Its recipe and target play no part.
+        reference: Checkpoint to compare with: a directory, or ``org/name@revision``.
+        candidate: Checkpoint to judge.
+        profile: Profile file, relative to the project directory, or a parsed profile. Its recipe and target are
+            ignored.
     """
     name = comparison_name(Path(reference).name, Path(candidate).name)
     return conclude_flow(
@@ -57,46 +58,47 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
-    """The story of a release without merge and publication. Raises what is wrong with its input."""
-    found = find_checkpoints(reference, candidate)
-    against, judged_one = (model.name for model in found)
-    evidence = pin_against(profile, found[0], stored_dtypes(found))
-    fetch_weights(found, store().hashes)
-    models = apply_adapters(pin_checkpoints(found, store().hashes))
+    """Run the story of a release without merge and publication. Invalid input raises its error."""
+    checkpoints = find_checkpoints(reference, candidate)
+    reference_name, candidate_name = (model.name for model in checkpoints)
+    evidence = pin_against(profile, checkpoints[0], stored_dtypes(checkpoints))
+    fetch_weights(checkpoints, store().hashes)
+    models = apply_adapters(pin_checkpoints(checkpoints, store().hashes))
 
     with open_runner(profile.runner) as runner:
-        measured = assess_merge(models[1], models[:1], None, evidence, runner=runner)
-    verdict = measured.verdict.value
+        assessment = assess_merge(models[1], models[:1], None, evidence, runner=runner)
+    verdict = assessment.verdict.value
 
-    content = comparison_content(profile, models, measured)
+    content = comparison_content(profile, models, assessment)
     outcome = reported_outcome(content, write_report(content), None)
-    message = f"{judged_one} passes against {against}"
+    message = f"{candidate_name} passes against {reference_name}"
     if not verdict.publishable:
-        message = "\n".join((f"{judged_one} does not pass against {against}", *verdict.reasons))
+        message = "\n".join((f"{candidate_name} does not pass against {reference_name}", *verdict.reasons))
     return outcome.model_copy(update={"message": message})
 
 
 def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint, ResolvedCheckpoint]:
-    """Both checkpoints, found but not read, under names that tell them apart.
+    """Find both checkpoints without reading them, and give them distinct names.
 
     Raises:
-        InvalidInput: for one that is neither a local directory nor a repository that can be reached.
+        InvalidInput: A checkpoint is neither a local directory nor a reachable repository.
     """
-    found = [find_checkpoint(text) for text in (reference, candidate)]
-    if found[0].name == found[1].name:  # the last component says no more; the whole reference does, or the role
+    checkpoints = [find_checkpoint(text) for text in (reference, candidate)]
+    # The last path component is ambiguous. Use the full reference, or the role.
+    if checkpoints[0].name == checkpoints[1].name:
         names = (reference, candidate) if reference != candidate else (f"{reference} (reference)", candidate)
-        found = [model.model_copy(update={"name": name}) for model, name in zip(found, names, strict=True)]
-    return found[0], found[1]
+        checkpoints = [model.model_copy(update={"name": name}) for model, name in zip(checkpoints, names, strict=True)]
+    return checkpoints[0], checkpoints[1]
 
 
 def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collection[str]) -> Evidence:
-    """The profile's evidence by content, with every guard compared with ``reference``.
+    """Pin the profile's evidence by content, with every guard compared with ``reference``.
 
     Args:
         stored: Formats of the two models.
 
     Raises:
-        InvalidInput: for a profile without evidence, or a task or file that is not there.
+        InvalidInput: The profile has no evidence, or a task or file does not exist.
     """
     if not (profile.perplexity or profile.evaluate):
         raise InvalidInput(
@@ -104,37 +106,37 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collect
         )
     if profile.evaluate:
         guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
-        tasks = distinct_guards(guards)  # guards that differed in their reference alone are one now
+        tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
     evidence = profile.pin_evidence((reference,), store().hashes, stored)
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 
 def comparison_name(reference: str, candidate: str) -> str:
-    """What a comparison is called: a file name, too."""
+    """Return the name of a comparison, which is also a valid file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate}-against-{reference}")
 
 
-def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], measured: Assessment) -> ReportContent:
-    """What the report page says of two checkpoints, the second of which is judged."""
+def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], assessment: Assessment) -> ReportContent:
+    """Return the report content for two checkpoints. The second one is judged."""
     reference, candidate = models
     return ReportContent(
         name=comparison_name(reference.name, candidate.name),
         method=f"compared by profile {profile.name}",
-        models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
-        verdict=measured.verdict.value,
-        scoring=measured.evidence.scoring if profile.evaluate else None,
+        models=(_reported(reference, "parent", assessment), _reported(candidate, "merge", assessment)),
+        verdict=assessment.verdict.value,
+        scoring=assessment.evidence.scoring if profile.evaluate else None,
         asked=profile.evaluate.asked_alone if profile.evaluate else {},
-        windows=measured.evidence.windows,
-        computed=measured.evidence.computed,
+        windows=assessment.evidence.windows,
+        computed=assessment.evidence.computed,
         files=(),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=(f"mergegate compare {reference.ref} {candidate.ref} --profile PROFILE",),
     )
 
 
-def _reported(model: PinnedCheckpoint, role: Literal["parent", "merge"], measured: Assessment) -> ReportedModel:
-    scores, likelihoods = measured.scores.get(model.name), measured.likelihoods.get(model.name)
+def _reported(model: PinnedCheckpoint, role: Literal["parent", "merge"], assessment: Assessment) -> ReportedModel:
+    scores, likelihoods = assessment.scores.get(model.name), assessment.likelihoods.get(model.name)
     return ReportedModel(
         name=model.name,
         role=role,

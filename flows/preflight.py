@@ -1,7 +1,7 @@
-"""Everything that can be wrong, found before any weight is read: for a release, a check, a plan, a merge alone.
+"""Find every problem before any weight is read, for a release, a check, a plan or a merge alone.
 
-Whoever calls says what a problem does: a release and a merge stop at the first, a check collects all of them. What was
-learnt on the way (parents, evidence, verdicts of the checks, the plan) is handed on: nothing is looked up twice.
+The caller decides how to handle problems. A release and a merge stop at the first one, a check collects all of them.
+Everything learned on the way (parents, evidence, check verdicts, the plan) is passed on, so nothing is looked up twice.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ from mergegate.tasks.serve import check_server
 from mergegate.tasks.stage import announce, home, store
 from mergegate.tasks.store import StoredValue
 
-# Any of these is enough for transformers.
+# Any of these files is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 @dataclass(frozen=True)
 class ClearedCandidate:
-    """A recipe that may be merged, as far as licences, headers and machine tell. No weight has been read."""
+    """A recipe that may be merged according to its licenses, headers and the machine. No weight has been read."""
 
     candidate: Candidate
-    found: tuple[ResolvedCheckpoint, ...]
+    parents: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
-    headers: tuple[HeaderDigest, ...] = ()  # what identifies those that were looked at
+    headers: tuple[HeaderDigest, ...] = ()  # identify the headers that were checked
 
 
 class TaskExample(NamedTuple):
@@ -89,26 +89,27 @@ class TaskExample(NamedTuple):
     task: str
     parent: str
     preview: TaskPreview
-    asked: str = ""  # what the profile says of how this task is asked, and not of all
+    asked: str = ""  # prompt settings that the profile declares for this task only
 
 
 @dataclass
 class Problems:
-    """What is wrong, in the order in which it was found.
+    """Problems in the order in which they were found.
 
     Args:
-        stop_at_once: Raise the first instead of noting it: for whoever will not go on with it anyway.
+        stop_at_once: Whether to raise the first problem instead of recording it, for callers that cannot continue with
+            a problem.
     """
 
     stop_at_once: bool
     findings: list[Finding] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)  # what is well, a line each
-    examples: list[TaskExample] = field(default_factory=list)  # a document of each task, as each parent reads it
-    status: Status = "passed"  # that ``run``, which stops at the first problem, would end with
+    summary: list[str] = field(default_factory=list)  # one line per successful check
+    examples: list[TaskExample] = field(default_factory=list)  # one document of each task, as each parent reads it
+    status: Status = "passed"  # status of ``run``, which stops at the first problem
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what is raised inside, or let it through."""
+        """Record an error that is raised in the block, or let it through."""
         try:
             yield
         except MergegateError as error:
@@ -117,38 +118,42 @@ class Problems:
             self.note(error)
 
     def note(self, error: MergegateError) -> None:
-        """A problem that would end a run."""
+        """Record an error that would end a run."""
         self.add(findings_of(error))
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """What a check found. A run would end at the first that blocks."""
-        found = list(findings)
-        self.findings += found
-        blocking = [one for one in found if one.severity == "block"]
+        """Record the findings of a check. A run would end at the first blocking finding."""
+        all_findings = list(findings)
+        self.findings += all_findings
+        blocking = [finding for finding in all_findings if finding.severity == "block"]
         if self.status == "passed" and blocking:
             self.status = blocking[0].refusal().status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
-        """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
+        """Run a check that is a stage.
+
+        In a release it runs as a task of the flow, and a refusal ends the flow. In a check it runs without Prefect.
+        """
         return stage(*inputs) if self.stop_at_once else stage.build(*inputs)
 
     @property
     def exit_code(self) -> int:
-        """That ``run`` would end with, as far as can be told now."""
+        """Exit code that ``run`` would return, as far as it can be determined now."""
         return EXIT_CODES[self.status]
 
     def worst_first(self) -> tuple[Finding, ...]:
-        """Each finding once, those that block before all others."""
+        """Return each finding once, the blocking ones first."""
         return worst_first(self.findings)
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a release goes on with.
+    """Result of a preflight, the input of a release.
 
     Args:
-        cleared: The recipe and its remedies; where problems are only noted, those of which all could be found out.
-        evidence: What the merge will be measured on; None where there are problems with it.
+        cleared: The recipe and its remedies. If problems are only recorded, candidates that could not be checked
+            completely are missing.
+        evidence: Evidence that the merge will be measured on. None if it has problems.
     """
 
     cleared: tuple[ClearedCandidate, ...]
@@ -161,15 +166,15 @@ def preflight_profile(
     candidates: Sequence[Candidate] | None = None,
     compared: Sequence[Candidate] = (),
 ) -> Preflight:
-    """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
+    """Check target, server, recipes, parents and evidence, then the licenses, headers and machine needs of each recipe.
 
     Args:
-        candidates: In place of the profile's own recipe and remedies.
-        compared: Recipes that are merged as well, and never released: no guard asks for their parents.
+        candidates: Candidates to check instead of the profile's own recipe and remedies.
+        compared: Additional recipes that are merged but never released, so no guard compares with their parents.
 
     Raises:
-        MergegateError: the first problem, if ``problems`` stops at once.
-        InvalidInput: for a recipe that cannot mean anything.
+        MergegateError: The first problem, if ``problems`` does not collect them.
+        InvalidInput: A recipe is invalid.
     """
     with problems.noted():
         profile.limits.require_known()
@@ -185,14 +190,14 @@ def preflight_profile(
         problems.summary.append(remark)
         if problems.stop_at_once:
             announce(remark)
-    every = (*candidates, *compared)
-    for candidate in every:
+    all_candidates = (*candidates, *compared)
+    for candidate in all_candidates:
         if not candidate.change:  # a change of the profile's own recipe inherits its warnings
             problems.add(candidate.recipe.all_findings)
             if problems.stop_at_once:
                 for finding in candidate.recipe.all_findings:
                     announce(f"warning: {finding}" + (f"; {finding.remedy}" if finding.remedy else ""))
-    parents = _parents([candidate.recipe for candidate in every], problems)
+    parents = _parents([candidate.recipe for candidate in all_candidates], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
         with problems.noted():
@@ -201,7 +206,7 @@ def preflight_profile(
         problems.summary.append(evidence.computed)
     rules = _Rules.of(profile, evidence)
     cleared = []
-    for candidate, found in zip(every, parents, strict=True):
+    for candidate, parents_of_candidate in zip(all_candidates, parents, strict=True):
         with problems.noted():
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
@@ -210,9 +215,9 @@ def preflight_profile(
                     expected="guards by parents",
                     remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
                 )
-            if _is_whole(candidate.recipe, found) and candidate not in compared:
-                profile.check_references(found)
-        cleared.append(_clear(candidate, found, rules, problems))
+            if _is_whole(candidate.recipe, parents_of_candidate) and candidate not in compared:
+                profile.check_references(parents_of_candidate)
+        cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)
@@ -220,35 +225,37 @@ def preflight_profile(
         with problems.noted():
             readers = _readers(measured, profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
-        _require_unread([candidate.recipe for candidate in every], evidence, problems)
-        if not problems.stop_at_once:  # a release will see soon enough
+        _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
+        if not problems.stop_at_once:  # a release will soon find out
             _note_power(evidence, measured, profile, len(candidates), problems)
-    return Preflight(tuple(one for one in cleared if one), evidence)
+    return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 
 def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
-    """A recipe that nobody wrote beforehand, after all checks of one that somebody did.
+    """Run all checks on a candidate that mergegate proposed during the run.
 
     Raises:
-        InvalidInput: when its parents are not there, or a guard asks for one that it has not.
-        Refused: when a check says no.
+        InvalidInput: A parent is missing, or a guard compares with a model that is not a parent.
+        Refused: A check refused the candidate.
     """
     problems = Problems(stop_at_once=True)
-    (found,) = _parents([candidate.recipe], problems)
-    profile.check_references(found)
-    cleared = _clear(candidate, found, _Rules.of(profile), problems)
-    assert cleared is not None  # or its problem had been raised
+    (parents,) = _parents([candidate.recipe], problems)
+    profile.check_references(parents)
+    cleared = _clear(candidate, parents, _Rules.of(profile), problems)
+    assert cleared is not None  # otherwise its problem would have been raised
     return cleared
 
 
 def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
-    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; each guard's
-    metric is one that its task has; and one document of each task is filled in as each parent reads it, so that a
-    tokenizer, a template or a task that fails is found now, and not after merging."""
+    """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
+
+    This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
+    A tokenizer, chat template or task that fails is found before merging.
+    """
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
-        with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
+        with problems.noted():  # Find data that cannot be loaded before hours of merging, not after.
             size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
             tasks.append(size.of(task))
             for guard in evidence.guards:
@@ -256,11 +263,11 @@ def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: 
                     choose_known_metrics(size.metrics, guard.metric, task.name)
             for reader in readers:
                 with problems.noted():
-                    found = preview.build(tasks[-1], evidence.scoring, reader, limit).value
-                    asked = task.asked.described() if task.asked else ""
-                    problems.examples.append(TaskExample(task.name, reader.name, found, asked))
-                    if found.room is not None and found.tokens > found.room:
-                        problems.add([_cut_prompt(task.name, reader.name, found)])
+                    example = preview.build(tasks[-1], evidence.scoring, reader, limit).value
+                    prompt_settings = task.asked.described() if task.asked else ""
+                    problems.examples.append(TaskExample(task.name, reader.name, example, prompt_settings))
+                    if example.room is not None and example.tokens > example.room:
+                        problems.add([_cut_prompt(task.name, reader.name, example)])
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 
@@ -276,33 +283,36 @@ def _cut_prompt(task: str, model: str, shown: TaskPreview) -> Finding:
 
 
 def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
-    """See that nothing by which a merge is judged was read for it."""
+    """Check that no document that judges a merge was read to build it."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     for recipe in recipes:
         with problems.noted():
-            if (read := collect_calibration_texts(recipe, store().hashes)) is None:
+            if (corpus := collect_calibration_texts(recipe, store().hashes)) is None:
                 continue
 
             def documents_of(task: EvalTask, texts: CalibrationTexts) -> ContaminatedDocuments:
-                found: ContaminatedDocuments = problems.ask(find_contaminated_documents, task, texts, limit).value
-                return found
+                contaminated: ContaminatedDocuments = problems.ask(
+                    find_contaminated_documents, task, texts, limit
+                ).value
+                return contaminated
 
-            found = list(overlap_findings(read, evidence, documents_of))
-            if found and problems.stop_at_once:
-                raise found[0].refusal()
-            problems.add(found)
+            findings = list(overlap_findings(corpus, evidence, documents_of))
+            if findings and problems.stop_at_once:
+                raise findings[0].refusal()
+            problems.add(findings)
             problems.summary.append(
-                f"texts: {len(read.texts):,} documents are read for the merge; what none of them shows becomes the mean"
+                f"texts: {len(corpus.texts):,} documents are read for the merge; "
+                "what none of them shows becomes the mean"
             )
 
 
 def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
-    """See that each parent that is measured can read at all."""
+    """Check that each measured parent has a tokenizer."""
     if not (evidence.tasks or evidence.documents):
         return
     for parent in parents:
         with problems.noted():
-            names = parent.snapshot.files if parent.snapshot else {one.name for one in parent.directory.iterdir()}
+            names = parent.snapshot.files if parent.snapshot else {path.name for path in parent.directory.iterdir()}
             if parent.is_merged and not any(name in names for name in _TOKENIZERS):
                 raise InvalidInput(
                     parent.ref,
@@ -313,26 +323,28 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
 
 
 def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerPlace]:
-    """Where the tokenizers of the parents lie; without those whose own code would have to be run."""
+    """Return the locations of the parents' tokenizers, without those whose own code would have to run."""
     return [
         TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
         for parent, header in zip(parents, header_digests(parents), strict=True)
-        if not any(f"{one.repo}@{one.commit}" in trusted for one in parent.snapshots)
+        if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
     ]
 
 
 def _note_power(
     evidence: Evidence, parents: Sequence[ResolvedCheckpoint], profile: Profile, candidates: int, problems: Problems
 ) -> None:
-    """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
+    """Forecast the statistical power of the documents, and warn if it is low."""
     if power := forecast_power(evidence, parents, candidates + profile.proposed, past_guards(profile.name)):
         problems.summary += power.lines()
         problems.add([finding] if (finding := power_finding(power)) else [])
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
-    """What the last nights of a profile showed of each guard that its merge did not fail, in their order. A merge that
-    failed says nothing about how one will differ that is as good as its reference."""
+    """Return the past outcomes of each guard that its merge did not fail, in run order.
+
+    A merge that failed does not show how much a merge as good as its reference will differ.
+    """
     return tuple(
         PastGuardOutcome(score.task, score.reference, score.documents, score.differing)
         for record in read_history(home() / "reports").records
@@ -343,18 +355,20 @@ def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
-    """All that can be said of a recipe alone. It does not say what the merge is for: the strictest use is assumed, and
-    what that forbids is only a warning."""
+    """Check a recipe alone.
+
+    The recipe does not declare its use, so the strictest use is assumed and its restrictions become warnings.
+    """
     problems.add(recipe.all_findings)
-    (found,) = _parents([recipe], problems)
+    (parents,) = _parents([recipe], problems)
     rules = _Rules.of_a_recipe(root, name)
-    if _is_whole(recipe, found):
-        _clear(Candidate("", recipe, ""), found, rules, problems)
+    if _is_whole(recipe, parents):
+        _clear(Candidate("", recipe, ""), parents, rules, problems)
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """By which recipes are cleared; the table of licences is read, and ancestors are asked for, once."""
+    """Rules for clearing recipes. The license table is read and ancestors are looked up only once."""
 
     license: LicenseSettings
     table: LicenseTable
@@ -362,10 +376,10 @@ class _Rules:
     root: Path
     name: str
     merging: MergeSettings
-    dtypes: tuple[str, ...]  # in which the models will be loaded here to be measured
-    tokenizers: tuple[str, ...] = ()  # parts in which they may differ
-    code: tuple[str, ...] | None = None  # that may travel with the release; None: nobody has said
-    remedy: str = ""  # of a licence that forbids a use which was only assumed: a warning
+    dtypes: tuple[str, ...]  # formats in which models are loaded for evaluation on this machine
+    tokenizers: tuple[str, ...] = ()  # parts in which tokenizers may differ
+    code: tuple[str, ...] | None = None  # code files that may be released with the merge. None: not specified.
+    remedy: str = ""  # hint for a license that forbids an assumed use, which is only a warning
 
     @staticmethod
     def of(profile: Profile, evidence: Evidence | None = None) -> _Rules:
@@ -393,40 +407,40 @@ class _Rules:
 
 
 def _clear(
-    candidate: Candidate, found: tuple[ResolvedCheckpoint, ...], rules: _Rules, problems: Problems
+    candidate: Candidate, parents: tuple[ResolvedCheckpoint, ...], rules: _Rules, problems: Problems
 ) -> ClearedCandidate | None:
-    """Licences, then headers, then the machine: the cheap and the hard noes first."""
-    if not found:
-        return None  # why not is noted
+    """Check licenses, then headers, then the machine: cheap checks and hard refusals first."""
+    if not parents:
+        return None  # the reason is already recorded
     settings = rules.license
-    declared = read_licenses(found, rules.table, rules.ancestors)
+    declared = read_licenses(parents, rules.table, rules.ancestors)
     allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
     if refusal := allowed.value.refusal():
         if rules.remedy:
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
         else:
             problems.note(refusal)
-    if not _is_whole(candidate.recipe, found):
-        return None  # half a family may be forbidden, but neither allowed nor compared
+    if not _is_whole(candidate.recipe, parents):
+        return None  # An incomplete set of parents may be forbidden, but it can be neither allowed nor compared.
     with problems.noted():
-        headers = header_digests(found)
-        fits = problems.ask(check_compatibility, candidate.recipe, headers, found, rules.code, rules.tokenizers)
+        headers = header_digests(parents)
+        fits = problems.ask(check_compatibility, candidate.recipe, headers, parents, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where
-        machine = measure_machine_capacity(fits.value, found, device)
+        machine = measure_machine_capacity(fits.value, parents, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
         problems.add([*fits.value.remarks, *lacking])
-        if problems.stop_at_once and (blocking := [one for one in lacking if one.severity == "block"]):
+        if problems.stop_at_once and (blocking := [finding for finding in lacking if finding.severity == "block"]):
             raise blocking[0].refusal()
         if not fits.value.blocking():
             problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
         if not refusal:
             problems.summary.append(f"licences: {allowed.value.summary()}")
-        return ClearedCandidate(candidate, found, allowed, fits, headers)
+        return ClearedCandidate(candidate, parents, allowed, fits, headers)
     return None
 
 
 def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
-    """The parents of each recipe that were found; those that were not are problems, all of them at once."""
+    """Return the parents of each recipe. Parents that cannot be found become problems, all of them together."""
     if problems.stop_at_once:
         return resolve_all_parents(recipes)
     search = search_parents(recipes)
@@ -435,5 +449,5 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     return search.found
 
 
-def _is_whole(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> bool:
-    return len(found) == len(recipe.references())
+def _is_whole(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:
+    return len(parents) == len(recipe.references())

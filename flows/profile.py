@@ -1,8 +1,9 @@
-"""The profile: what a person writes to say how a merge is released. Typed, strict, composed of each stage's settings.
+"""Define the profile, the file in which a user describes how a merge is released.
 
-A profile is a YAML file, or the same thing as the typed parameter of a Prefect deployment. Relative paths in it are
-relative to the file (``root``), so a profile and what it names can be moved together. An unknown or misspelt key, a
-value out of range, a guard that names no parent: all are reported at once, with the place and a suggestion.
+A profile is a YAML file or the typed parameter of a Prefect deployment. It is typed, strict and composed of the
+settings of each stage. Relative paths are relative to the file (``root``), so a profile and its files can be moved
+together. An unknown or misspelled key, a value out of range, a guard without a parent: mergegate reports all errors
+together, each with its location and a suggestion.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class ProfileSection(BaseModel):
-    """A group of settings: frozen, and no key that it does not know."""
+    """A group of settings. It is frozen and rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Checks(ProfileSection):
-    """What is checked before any weight is read."""
+    """Checks that run before any weight is read."""
 
     license: LicenseSettings = LicenseSettings()
     code: CodeSettings = CodeSettings()
@@ -132,61 +133,63 @@ class Profile(ProfileSection):
     overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
 
     def headline(self) -> str:
-        """``demo · ties of 2 over base``."""
-        own, *remedies = self.candidates()
+        """Summarize the profile in one line: ``demo · ties of 2 over base``."""
+        candidate, *remedies = self.candidates()
         more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
         more += ", then its best scale" if TUNE in self.remedies else ""
         more += ", then what a refusal proposes" if self.proposed else ""
-        otherwise = f" · {', '.join(self.overrides)}" if self.overrides else ""
-        return f"{self.name} · {own.recipe.summary()}{more}{otherwise}"
+        overrides = f" · {', '.join(self.overrides)}" if self.overrides else ""
+        return f"{self.name} · {candidate.recipe.summary()}{more}{overrides}"
 
     def asks(self, flow: str) -> ApprovalSettings | None:
-        """How a person is asked before the last step of a flow; None: nobody is."""
+        """Return the approval settings for the last step of a flow, or None if it needs no approval."""
         if flow != "shadow":
             return self.publish.asks if self.publish else None
-        wanted = self.shadow.approval if self.shadow else False
-        return (ApprovalSettings() if wanted else None) if isinstance(wanted, bool) else wanted
+        settings = self.shadow.approval if self.shadow else False
+        return (ApprovalSettings() if settings else None) if isinstance(settings, bool) else settings
 
     @model_validator(mode="after")
-    def _publishes_only_what_is_gated(self) -> Self:
+    def _require_evidence_to_publish(self) -> Self:
         if self.publish and not (self.perplexity or self.evaluate):
             raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
         return self
 
     @model_validator(mode="after")
-    def _searches_in_memory(self) -> Self:
+    def _require_in_memory_backend(self) -> Self:
         if self.sweep and self.evaluate and self.evaluate.backend != "hf":
             raise ValueError("a sweep asks networks in memory: evaluate.backend must be hf")
         return self
 
     @model_validator(mode="after")
-    def _shows_only_whom_the_licenses_were_asked_for(self) -> Self:
+    def _require_matching_visibility(self) -> Self:
         public = self.publish is not None and self.publish.is_public
         if public and self.checks.license.visibility != "public":
             raise ValueError("publish is public, so checks.license.visibility must be public too")
         return self
 
     @model_validator(mode="after")
-    def _proposes_last(self) -> Self:
+    def _require_auto_last(self) -> Self:
         if AUTO in self.remedies[:-1]:
             raise ValueError("remedies: 'auto' stands last: what a refusal proposes is tried after what is written")
         return self
 
     @model_validator(mode="after")
-    def _tunes_after_what_is_written(self) -> Self:
-        tuning = [one for one in self.remedies if isinstance(one, dict) and "tune" in one]
-        if wrong := next((one for one in tuning if one != TUNE), None):
-            raise ValueError(f"remedies: {wrong!r:.60}: what can be searched for is the scale: 'tune: scale'")
-        if tuning and (len(tuning) > 1 or next(one for one in reversed(self.remedies) if one != AUTO) != TUNE):
+    def _require_tune_after_written(self) -> Self:
+        tune_remedies = [remedy for remedy in self.remedies if isinstance(remedy, dict) and "tune" in remedy]
+        if unsupported := next((remedy for remedy in tune_remedies if remedy != TUNE), None):
+            raise ValueError(f"remedies: {unsupported!r:.60}: what can be searched for is the scale: 'tune: scale'")
+        if tune_remedies and (
+            len(tune_remedies) > 1 or next(remedy for remedy in reversed(self.remedies) if remedy != AUTO) != TUNE
+        ):
             raise ValueError("remedies: 'tune: scale' stands after all that is written, once")
         return self
 
     @property
     def tuning(self) -> Profile | None:
-        """The profile of the search that the remedy ``tune: scale`` stands for; None where it is not among them.
+        """The profile of the search behind the remedy ``tune: scale``. None if it is not among the remedies.
 
         Raises:
-            InvalidInput: for a profile without tasks, and a recipe without one scale.
+            InvalidInput: The profile has no tasks, or the recipe does not have exactly one scale.
         """
         return self._tuning
 
@@ -195,10 +198,11 @@ class Profile(ProfileSection):
         return self.tuned(TuningSize()) if TUNE in self.remedies else None
 
     def tuned(self, size: TuningSize) -> Profile:
-        """The same profile with a search for the scale of its merge, over the documents of its tasks.
+        """Return this profile with a search for the scale of its merge over the documents of its tasks.
 
         Raises:
-            InvalidInput: for a profile that searches already or has no task, and a recipe without one scale.
+            InvalidInput: The profile already has a search or has no task, or the recipe does not have exactly one
+                scale.
         """
         where = f"profile {self.name}"
         if self.sweep:
@@ -216,76 +220,84 @@ class Profile(ProfileSection):
 
     @property
     def proposed(self) -> int:
-        """How many remedies that follow from refusals are tried at most, after those that are written."""
+        """Maximum number of remedies that follow from refusals, after the written ones."""
         return MOST_PROPOSED if AUTO in self.remedies else 0
 
     def remedied(self, choice: RemedyChoice | None) -> Profile:
-        """The same profile, of which a run tries only the ``written`` remedies, or then also those that a refusal
-        proposes (``auto``), whatever it says itself; None: what it says."""
+        """Return this profile with another choice of remedies.
+
+        Args:
+            choice: ``written`` for the written remedies only, ``auto`` to also try the proposals of a refusal, None
+                for the setting of the profile.
+        """
         if choice is None or (choice == AUTO) == bool(self.proposed):
             return self
-        written = tuple(one for one in self.remedies if one != AUTO)
+        written = tuple(remedy for remedy in self.remedies if remedy != AUTO)
         return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The recipe, then the remedies in their order. Read and parsed once.
+        """Return the recipe, then the remedies in order. They are read and parsed once.
 
         Raises:
-            InvalidInput: for a recipe that cannot mean anything, or a change that does not fit the recipe.
+            InvalidInput: A recipe is invalid, or a change does not fit the recipe.
         """
         return self._candidates
 
     @property
     def is_as_read(self) -> bool:
-        """Whether the recipes that it names are what was read of them, if they were."""
-        if self.__dict__.get("_client_round") is not None:  # Clients come and go.
+        """Whether the recipe files, if already read, are unchanged since."""
+        if self.__dict__.get("_client_round") is not None:  # Clients may come and go at any time.
             return False
         return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
 
     @cached_property
     def _recipes_read(self) -> dict[Path, FileIdentity | None]:
-        """The files of recipes as they were before they were read."""
+        """Identities of the recipe files before they were read."""
         return self._recipe_files()
 
     def _recipe_files(self) -> dict[Path, FileIdentity | None]:
-        files = [self.root / one for one in (self.recipe, *self.remedies) if isinstance(one, Path)]
+        files = [self.root / path for path in (self.recipe, *self.remedies) if isinstance(path, Path)]
         return {file: _identity_of(file) for file in files}
 
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
         _ = self._recipes_read
-        own: Written | SearchedRecipe | Candidate = self.recipe
+        recipe: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
-            own = replace(searched, document=start_recipe(searched.document, self.sweep, searched.where))
-        written = [one for one in self.remedies if one not in (AUTO, TUNE)]
-        if (tonight := self._client_round) is not None:
-            read = recipe_of_documents(tonight[0].documents, tonight[1], f"profile {self.name}: recipe")
-            own = replace(read, text=tonight[0].text + read.text, remarks=tonight[0].remarks)
-        return candidate_recipes(own, written, self.root, f"profile {self.name}")
+            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.where))
+        written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
+        if (round_and_directory := self._client_round) is not None:
+            candidate = recipe_of_documents(
+                round_and_directory[0].documents, round_and_directory[1], f"profile {self.name}: recipe"
+            )
+            recipe = replace(
+                candidate, text=round_and_directory[0].text + candidate.text, remarks=round_and_directory[0].remarks
+            )
+        return candidate_recipes(recipe, written, self.root, f"profile {self.name}")
 
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:
-        """The round of clients that the recipe asks for, and what its paths are relative to; None for other recipes."""
-        if (found := clients_document(self.recipe, self.root)) is None:
+        """The round of clients that the recipe requests, with the directory of its paths. None for other recipes."""
+        if (document_and_directory := clients_document(self.recipe, self.root)) is None:
             return None
-        document, directory = found
+        document, directory = document_and_directory
         released = self.publish.current(self.root) if self.publish else None
-        made = client_round(
+        new_round = client_round(
             document,
             directory,
             f"profile {self.name}: recipe",
             released=released.directory if released else None,
-            digest_of=lambda place: client_digest(place, store().hashes),
-            kept_place=find_optimizer_state,
+            digest_of=lambda path: client_digest(path, store().hashes),
+            find_state=find_optimizer_state,
         )
-        return made, directory
+        return new_round, directory
 
     def searched_recipe(self) -> SearchedRecipe:
-        """The recipe with its holes open. Read once.
+        """Return the recipe with its placeholders unfilled. It is read once.
 
         Raises:
-            InvalidInput: for a recipe that cannot be read, or of several documents.
+            InvalidInput: The recipe cannot be read or has several documents.
         """
         return self._searched_recipe
 
@@ -295,29 +307,29 @@ class Profile(ProfileSection):
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
-        """See that every guard, and the judge, holds the merge against a model that there is.
+        """Check that every guard and the judge compare the merge with an existing model.
 
         Raises:
-            InvalidInput: naming the first that does not, with a suggestion.
+            InvalidInput: A reference does not exist. The error names the first one and a suggestion.
         """
         check_references(self.evaluate, self.perplexity, self.judge, parents)
 
     def pin_evidence(
-        self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, made: Collection[str] | None = None
+        self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, dtypes: Collection[str] | None = None
     ) -> Evidence:
-        """Tasks and documents by content, after seeing that every guard names a parent; and in which format models are
-        computed on this machine.
+        """Pin tasks and documents by content, and choose the format in which this machine computes the models.
 
         Args:
-            made: Formats of what is measured beside the parents; None: those that the recipes ask for.
+            made: Formats of the models measured in addition to the parents. Default: the formats that the recipes
+                declare.
 
         Raises:
-            InvalidInput: for a guard, a task or a file that is not there.
+            InvalidInput: A guard, a task or a file does not exist.
         """
         self.check_references(parents)
         evidence = pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
         if without_units := formats_without_units(device_kind()):
-            others = self._written_dtypes() if made is None else made
+            others = self._written_dtypes() if dtypes is None else dtypes
             evidence = with_supported_dtype(evidence, {*stored_dtypes(parents), *others}, without_units)
         searching = self if self.sweep else self.tuning
         if searching is None:
@@ -328,24 +340,24 @@ class Profile(ProfileSection):
         )
 
     def _written_dtypes(self) -> set[str]:
-        """Formats that the recipes ask for."""
-        written = (one.recipe.out_dtype or one.recipe.dtype for one in self.candidates())
+        """Return the formats that the recipes declare."""
+        written = (candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in self.candidates())
         return {dtype.torch_name for dtype in written if dtype}
 
     def sweep_view(self) -> str | None:
-        """Where the study of a sweep is written for others to look at: a file, or an address. None: nowhere."""
-        said = self.sweep.view if self.sweep else None
-        return said if said is None or "://" in said else str(self.root / said)
+        """Return the file or URL where the sweep's study is written for dashboards, or None."""
+        view = self.sweep.view if self.sweep else None
+        return view if view is None or "://" in view else str(self.root / view)
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
-        """The same profile for another recipe, whose paths are relative to ``root``; without remedies."""
+        """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
         return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
 
     def pin_sweep(self, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:
-        """What the sweep asks about, by content, and how the documents are divided.
+        """Pin the tasks of the sweep by content and split their documents.
 
         Raises:
-            InvalidInput: for a task that is not there, or terms that contradict each other.
+            InvalidInput: A task does not exist, or settings contradict each other.
         """
         assert self.sweep is not None
         guarded = {guard.task: guard.cluster_by for guard in (self.evaluate.tasks if self.evaluate else ())}
@@ -354,33 +366,34 @@ class Profile(ProfileSection):
         return pin_sweep(self.sweep, text, guarded, self.root, hashes, data, evidence.scoring.num_fewshot)
 
     def asked_tasks(self) -> tuple[str, ...]:
-        """Every task of the profile as it is written, each once: what the gate asks, and what a sweep searches."""
+        """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
-        """In which the models will be loaded on this machine to be measured, as it is written."""
-        found = [str(self.perplexity.dtype)] if self.perplexity else []
+        """Return the formats, as written, in which models are loaded for evaluation on this machine."""
+        dtypes = [str(self.perplexity.dtype)] if self.perplexity else []
         if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
-            found.append(self.evaluate.scoring.dtype)
-        return tuple(found)
+            dtypes.append(self.evaluate.scoring.dtype)
+        return tuple(dtypes)
 
 
 def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
-    """The typed profile.
+    """Load a profile.
 
     Args:
-        overrides: Of a file: what this run is told otherwise, as ``KEY=VALUE``.
+        source: Profile file, or an already parsed profile.
+        overrides: Settings to override for this run, as ``KEY=VALUE``.
 
     Raises:
-        InvalidInput: when the file cannot be read, is no YAML, or says something a profile cannot say.
+        InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
     """
     if isinstance(source, Profile):
-        said = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
-        return parse_profile({**said, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
+        data = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
+        return parse_profile({**data, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
     try:
         status = source.stat()
-    except OSError:  # whoever reads it says what is wrong with it
+    except OSError:  # _read_profile reports the error
         return _read_profile(source, tuple(overrides))
     identity = (status.st_ino, status.st_size, status.st_mtime_ns)
     profile = _profile_once(source.absolute(), source, tuple(overrides), identity)
@@ -392,13 +405,13 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profi
 
 @lru_cache(maxsize=8)
 def _profile_once(file: Path, source: Path, overrides: tuple[str, ...], identity: tuple[int, ...]) -> Profile:
-    """A profile is read once in a run: the command line wants its headline, the flow the rest."""
+    """Read a profile only once per run, because the command line needs its headline and the flow needs the rest."""
     return _read_profile(source, overrides)
 
 
 def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
     data = _mapping_in(source)
-    if _means_recipe(data):
+    if _is_recipe_document(data):
         raise InvalidInput(
             str(source),
             found="a recipe",
@@ -412,13 +425,13 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
             expected="the values themselves, where they belong",
             remedy="remove it; of one run: mergegate run PROFILE --set KEY=VALUE",
         )
-    said = with_overrides({"root": source.absolute().parent, **data}, overrides)
-    where = " ".join([str(source), *(f"--set {one}" for one in overrides)])
-    return parse_profile({**said, "overrides": overrides}, where)
+    values = with_overrides({"root": source.absolute().parent, **data}, overrides)
+    location = " ".join([str(source), *(f"--set {override}" for override in overrides)])
+    return parse_profile({**values, "overrides": overrides}, location)
 
 
 def _identity_of(file: Path) -> FileIdentity | None:
-    """None where no file can be: whoever reads it says why."""
+    """Return the identity of a file, or None if it cannot exist. Reading it later reports the reason."""
     try:
         return file_identity(file)
     except (OSError, ValueError):
@@ -426,49 +439,53 @@ def _identity_of(file: Path) -> FileIdentity | None:
 
 
 def profile_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a profile as a person writes it, for editors."""
+    """Return the JSON Schema (draft 2020-12) of a profile file, for editors."""
     schema = Profile.model_json_schema(mode="validation")
-    del schema["properties"]["root"]  # follows from where the file lies
+    del schema["properties"]["root"]  # follows from the location of the file
     schema["title"] = "mergegate: a profile"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def name_in(file: Path) -> str:
-    """The name that a profile file gives itself, also one that is no valid profile otherwise; empty where it has none.
+    """Return the name that a profile file declares, even if the profile is invalid. Empty if there is none.
 
     Raises:
-        InvalidInput: when the file cannot be read, or holds no mapping.
+        InvalidInput: The file cannot be read or does not contain a mapping.
     """
     name = _mapping_in(file).get("name")
     return name if isinstance(name, str) and is_release_name(name) else ""
 
 
 def is_release_name(name: str) -> bool:
-    """Whether a profile may be called so."""
+    """Return whether a profile may have this name."""
     return re.fullmatch(_NAME, name) is not None
 
 
 def is_recipe(file: Path) -> bool:
-    """Whether the file holds a recipe rather than a profile, which says one thing, and not ``merge_method``.
+    """Return whether the file contains a recipe, not a profile.
 
     Raises:
-        InvalidInput: as ``load_profile``.
+        InvalidInput: The file cannot be read, as in ``load_profile``.
     """
-    return any(isinstance(one, Mapping) and _means_recipe(one) for one in _documents_in(file))
+    return any(isinstance(document, Mapping) and _is_recipe_document(document) for document in _documents_in(file))
 
 
-def _means_recipe(document: Mapping[str, object]) -> bool:
-    """Whether a document has keys that only recipes have, so that a recipe with a misspelled method is read as one."""
+def _is_recipe_document(document: Mapping[str, object]) -> bool:
+    """Return whether a document has keys that only recipes have. A recipe with a misspelled method still counts."""
     if "merge_method" in document or "experts" in document:
         return True
     return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
 
 
 def parse_profile(data: Mapping[str, object], where: str) -> Profile:
-    """A profile from plain data; ``where`` is what messages call it.
+    """Parse a profile from plain data.
+
+    Args:
+        data: Content of a profile.
+        where: Location for error messages.
 
     Raises:
-        InvalidInput: with every fault of it at once.
+        InvalidInput: The data is invalid. The error lists all faults.
     """
     try:
         return Profile.model_validate(data)
@@ -489,59 +506,71 @@ def _documents_in(file: Path) -> list[object]:
 
 
 def settings_faults(error: ValidationError, where: str, model: type[BaseModel] = Profile) -> InvalidInput:
-    """What pydantic found wrong with a file of settings, all of it at once, in words for people.
+    """Convert a pydantic error about a settings file into one readable error with all faults.
 
     Args:
-        where: What messages call the file.
-        model: The settings; what they know is suggested for what they do not.
+        error: Error that pydantic raised.
+        where: Name of the file in messages.
+        model: Settings model. Its keys are suggested for unknown ones.
     """
-    places = [fault["loc"] for fault in error.errors()]
-    # A list with one bad item is also "too short"; of a place and what lies inside it, only the inside is news.
-    inside = {place[:depth] for place in places for depth in range(len(place))}
-    each = [(_place(fault["loc"]), *_fault(fault, model)) for fault in error.errors() if fault["loc"] not in inside]
-    # What may be a file or a mapping is wrong in two ways at one place.
-    ways: dict[str, list[tuple[str, str]]] = {}
-    for place, said, remedy in each:
-        ways.setdefault(place, []).append((said, remedy))
-    faults = [(place, join_expectations([said for said, _ in both]), both[0][1]) for place, both in ways.items()]
+    locations = [fault["loc"] for fault in error.errors()]
+    # pydantic also reports a list with one invalid item as "too short". If a location and one inside it both have
+    # faults, only the inner one is informative.
+    inside = {location[:depth] for location in locations for depth in range(len(location))}
+    messages = [
+        (_format_location(fault["loc"]), *_fault(fault, model))
+        for fault in error.errors()
+        if fault["loc"] not in inside
+    ]
+    # A value that may be a file or a mapping produces two faults at one location.
+    alternatives: dict[str, list[tuple[str, str]]] = {}
+    for location, message, remedy in messages:
+        alternatives.setdefault(location, []).append((message, remedy))
+    faults = [
+        (location, join_expectations([message for message, _ in choices]), choices[0][1])
+        for location, choices in alternatives.items()
+    ]
     if len(faults) == 1:
-        (place, found, remedy) = faults[0]
-        return InvalidInput(f"{where}: {place}" if place else where, found=found, remedy=remedy)
-    lines = "".join(f"\n  {place}: {found}" + (f"; {remedy}" if remedy else "") for place, found, remedy in faults)
+        (location, found, remedy) = faults[0]
+        return InvalidInput(f"{where}: {location}" if location else where, found=found, remedy=remedy)
+    lines = "".join(
+        f"\n  {location}: {found}" + (f"; {remedy}" if remedy else "") for location, found, remedy in faults
+    )
     return InvalidInput(where, found=f"{len(faults)} faults{lines}")
 
 
 def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:
-    """What is wrong and what to do, in our words where pydantic's are for programmers."""
+    """Return the problem and its fix. Replace pydantic's wording where it addresses programmers."""
     *parents, last = fault["loc"] or ("",)
     if fault["type"] == "extra_forbidden":
         return f"unknown key {last!r}", suggest(str(last), _keys_at(model, parents))
     if fault["type"] == "missing":
         return "is missing", "add it"
     message = expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
-    # Of a whole section the place says enough; some messages say themselves what was found.
-    is_said = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
-    return message if is_said else f"{format_value(fault['input'])}: {message}", ""
+    # The location is enough for a whole section, and some messages already show the input.
+    shows_input = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
+    return message if shows_input else f"{format_value(fault['input'])}: {message}", ""
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    """``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
+def _format_location(location: tuple[int | str, ...]) -> str:
+    """Format ``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
     text = ""
-    for before, part in zip((None, *location), location, strict=False):
-        if before == "publish" and part in publish_targets():  # pydantic's word for which of the targets it is
+    for previous, part in zip((None, *location), location, strict=False):
+        if previous == "publish" and part in publish_targets():  # pydantic's tag for the kind of target
             continue
-        if isinstance(part, str) and ("[" in part or part.startswith("function-")):  # for which type of a union
+        # pydantic's tag for a member of a union
+        if isinstance(part, str) and ("[" in part or part.startswith("function-")):
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
 def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
-    """Keys that the settings at ``location`` know, found by walking the types."""
-    for before, part in zip((None, *location), location, strict=False):
+    """Return the keys that the settings at ``location`` accept, by walking the types."""
+    for previous, part in zip((None, *location), location, strict=False):
         if isinstance(part, int):
             continue
-        if before == "publish" and part in publish_targets():
+        if previous == "publish" and part in publish_targets():
             model = publish_targets()[part]
             continue
         field = model.model_fields.get(part)
@@ -553,7 +582,7 @@ def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class inside ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """Return the settings class inside ``X``, ``X | None`` or ``tuple[X, ...]``."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((inner for part in typing.get_args(annotation) if (inner := _settings_in(part))), None)

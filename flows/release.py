@@ -1,12 +1,18 @@
-"""A release, from recipe to publication: the whole product on one page.
+"""Release a merge, from recipe to publication: the story of the whole product on one page.
 
-::
+The flow runs on this machine without a server, or on a Prefect worker with the same store::
 
-    mergegate run profiles/demo.yaml                                       # on this machine, no server
-    prefect deployment run release/release -p profile=profiles/demo.yaml   # on a worker; the same flow, the same store
+    mergegate run profiles/demo.yaml
+    prefect deployment run release/release -p profile=profiles/demo.yaml
 
-Every stage is cached by what goes into it: a run after a crash resumes where it left off, a run with nothing new ends
-in seconds, a changed threshold runs only the gate. Whatever refuses says where, what was found and what to do.
+1. ``preflight_profile`` checks everything that can be checked before any weight is read.
+2. ``try_candidates`` tries the recipe, then its remedies, until a merge passes.
+3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict.
+4. ``publish_attempt`` publishes the merge that passed, after manual approval if the profile requires it.
+
+Every stage is cached by the content of its inputs. A run after a crash resumes where it stopped, a run with nothing new
+ends in seconds, and a changed threshold runs only the gate again. Every refusal names its location, its cause and a
+fix.
 """
 
 from __future__ import annotations
@@ -69,8 +75,8 @@ from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, store
 from mergegate.tasks.store import Artifact
 
-# What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
-# money and a server minutes: only for what would otherwise be published.
+# Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
+# server costs minutes, so they run only for a merge that would be published.
 JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
@@ -81,35 +87,41 @@ def release(
     publish: bool = True,
     remedy: RemedyChoice | None = None,
 ) -> State[RunOutcome]:
-    """Make a verified release of a merge, or say clearly why not.
+    """Release a verified merge, or explain clearly why there is no release.
 
     Args:
-        profile: A profile file, relative to the project, or a whole profile.
-        overrides: What this run is told otherwise: 'evaluate.documents=200'.
-        publish: Whether what passes is published, where the profile says; else the run ends before that.
-        remedy: What is tried when the gate refuses: the remedies that the profile lists ('written'); after them also
-            what the refusal itself proposes ('auto'); absent: as the profile says.
+        profile: Profile file, relative to the project directory, or a parsed profile.
+        overrides: Profile settings to override in this run, for example 'evaluate.documents=200'.
+        publish: Whether to publish a merge that passes, if the profile has a target. If false, the run ends before
+            publication.
+        remedy: Remedies to try after the gate refuses: the list in the profile ('written'), or also remedies that
+            follow from the refusal ('auto'). Default: the setting of the profile.
     """
-    make = partial(make_release, publishing=publish)
+    story = partial(make_release, publishing=publish)
     return conclude_flow(
-        lambda: within_limits(make, load_profile(profile, overrides).remedied(remedy)), profile_name(profile), overrides
+        lambda: within_limits(story, load_profile(profile, overrides).remedied(remedy)),
+        profile_name(profile),
+        overrides,
     )
 
 
 def run_release_dry_pass(
     profile: Path, overrides: tuple[str, ...], publish: bool, remedy: RemedyChoice | None
 ) -> RunOutcome | None:
-    """What :func:`release` would come to, told by the same story, if it had nothing to do; else None. In a second, and
-    without Prefect: a quiet night costs nothing."""
+    """Return the outcome of :func:`release` if there is no work to do, otherwise None.
 
-    def make() -> RunOutcome:
-        read = load_profile(profile, overrides).remedied(remedy)
-        if read.runner.kind != "local":
+    The dry pass runs the same story in about a second, without Prefect, so a scheduled run with nothing new costs
+    almost nothing.
+    """
+
+    def story() -> RunOutcome:
+        loaded = load_profile(profile, overrides).remedied(remedy)
+        if loaded.runner.kind != "local":
             require_work_allowed("ask a cluster")
-        here = read.model_copy(update={"runner": RunnerSettings()})
-        return within_limits(partial(make_release, publishing=publish), here)
+        local = loaded.model_copy(update={"runner": RunnerSettings()})
+        return within_limits(partial(make_release, publishing=publish), local)
 
-    return run_dry_pass(make, "release", profile_name(profile), overrides)
+    return run_dry_pass(story, "release", profile_name(profile), overrides)
 
 
 def make_release(
@@ -118,19 +130,22 @@ def make_release(
     *,
     publishing: bool = True,
 ) -> RunOutcome:
-    """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
+    """Run the story of a release and return how it ends.
+
+    A check that refuses raises its error. If the gate refuses, the outcome carries the report.
+    """
     with open_runner(profile.runner) as runner:
-        # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
-        ready = preflight_profile(profile, Problems(stop_at_once=True))
-        assert ready.evidence is not None  # or its problem had been raised
+        # Find every problem with the target, recipe, remedies and evidence before any weight is read.
+        preflight = preflight_profile(profile, Problems(stop_at_once=True))
+        assert preflight.evidence is not None  # otherwise the preflight would have raised its problem
 
         attempt, earlier = try_candidates(
-            add_tuned_candidate(ready.cleared, profile, runner),
+            add_tuned_candidate(preflight.cleared, profile, runner),
             profile,
-            ready.evidence,
+            preflight.evidence,
             judgements,
             runner,
-            most=len(ready.cleared) + bool(profile.tuning) + profile.proposed,
+            limit=len(preflight.cleared) + bool(profile.tuning) + profile.proposed,
         )
     if isinstance(attempt, AlreadyReleased):
         return already_released_outcome(profile.name, attempt)
@@ -146,44 +161,44 @@ def make_release(
 def add_tuned_candidate(
     cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
 ) -> Iterator[ClearedCandidate]:
-    """What somebody wrote, the recipe and its remedies; then, where the profile says so, its best scale."""
+    """Yield the recipe and its written remedies, then the recipe at its best scale if the profile tunes it."""
     yield from cleared
-    if profile.tuning and (found := tuned_remedy(cleared[0], profile, runner)):
-        yield found
+    if profile.tuning and (tuned := tuned_remedy(cleared[0], profile, runner)):
+        yield tuned
 
 
 def try_candidates(
-    ahead: Iterator[ClearedCandidate],
+    candidates: Iterator[ClearedCandidate],
     profile: Profile,
     evidence: Evidence,
     judgements: Sequence[FurtherJudgement],
     runner: Runner,
     *,
-    most: int,
+    limit: int,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
-    """The first recipe whose merge passes the gate, else the last one; and what was tried before it.
+    """Return the attempt that passes the gate, or else the last attempt, and the attempts before it.
 
     Args:
-        ahead: What is tried first; after it, remedies that follow from the refusals.
-        most: How many are tried at most.
+        candidates: Candidates to try first. Remedies that follow from the refusals come after them.
+        limit: Maximum number of attempts.
     """
-    tried: list[Attempt | AlreadyReleased | FailedMerge] = []
-    while len(tried) < most and (one := next(ahead, None) or proposed_remedy(_refused(tried), profile)):
-        if tried:
-            announce(f"remedy {len(tried)}: {one.candidate.remedy}")
-        # Each could pass by chance: together they must not do so more often than one.
-        rule = evidence.rule.for_attempt(len(tried) + 1, most)
-        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements, runner))
-        if tried[-1].is_good:
+    attempts: list[Attempt | AlreadyReleased | FailedMerge] = []
+    while len(attempts) < limit and (cleared := next(candidates, None) or proposed_remedy(_refused(attempts), profile)):
+        if attempts:
+            announce(f"remedy {len(attempts)}: {cleared.candidate.remedy}")
+        # A merge could pass by chance. All attempts together must not do so more often than a single one.
+        rule = evidence.rule.for_attempt(len(attempts) + 1, limit)
+        attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgements, runner))
+        if attempts[-1].is_good:
             break
-    *earlier, last = tried
+    *earlier, last = attempts
     if isinstance(last, FailedMerge):
         raise last.refusal
     return last, _refused(earlier)
 
 
-def _refused(tried: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:
-    return [one for one in tried if not isinstance(one, AlreadyReleased)]
+def _refused(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:
+    return [attempt for attempt in attempts if not isinstance(attempt, AlreadyReleased)]
 
 
 def make_attempt(
@@ -193,17 +208,17 @@ def make_attempt(
     judgements: Sequence[FurtherJudgement],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
-    """Fetch what is not here, merge, measure, judge, explain."""
+    """Fetch missing weights, merge, measure, judge and explain one candidate."""
     recipe = cleared.candidate.recipe
-    fetch_weights(cleared.found, store().hashes)
-    parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
+    fetch_weights(cleared.parents, store().hashes)
+    parents = pin_checkpoints(cleared.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
     pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
     except (ChangedInput, DiskRefused):
-        raise  # It says nothing about the recipe: no remedy of it helps.
+        raise  # The error says nothing about the recipe, so no remedy would help.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged, pinned)
@@ -215,15 +230,17 @@ def make_attempt(
     if champion:
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
-    # The merge reads adapters as they are; what loads a model needs it whole.
+    # The merge reads adapters separately. To load a model for evaluation, its adapter must be applied first.
     parents = apply_adapters(select_named_parents(recipe, pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = apply_adapters([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
     gate = assessment.verdict.value
-    whole = replace(pinned, parents=parents)
-    explanation = explain_merge(whole, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
-    together = measure_ensemble(parents, evidence)
+    adapted_recipe = replace(pinned, parents=parents)
+    explanation = explain_merge(
+        adapted_recipe, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks
+    )
+    ensemble = measure_ensemble(parents, evidence)
     verdicts = [gate.as_verdict()]
     for judgement in judgements:
         if all(verdict.publishable for verdict in verdicts):
@@ -236,7 +253,7 @@ def make_attempt(
         assessment,
         explanation,
         tuple(verdicts),
-        ensemble=together,
+        ensemble=ensemble,
         expected_head=champion.head if champion else None,
     )
 
@@ -249,26 +266,27 @@ def publish_attempt(
     report: Artifact[Report],
     names: PublicNames,
 ) -> RunOutcome:
-    """Publish what passed; with a person's yes, where the profile asks for one."""
+    """Publish a merge that passed, after manual approval if the profile requires it."""
     license, numeric = attempt.cleared.license, numerics(profile.merge)
     state = None
-    if optimizer_steps(attempt.pinned):  # for the next round
+    if optimizer_steps(attempt.pinned):  # for the next round of clients
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
-    def released(approved: str | None = None) -> RunOutcome:
-        made = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
-        return reported_outcome(content, report, made)
+    def publish_now(approved: str | None = None) -> RunOutcome:
+        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        return reported_outcome(content, report, result)
 
     if target.asks is None:
-        return released()
-    # All that costs is done and kept: a run that waits for a person holds nothing, and goes on from here.
+        return publish_now()
+    # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
+    # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
     decision = require_decision(target.asks, content, unpublished.report, find_pending)
     if decision is None:
-        return released()
+        return publish_now()
     if not decision.publish:
         return unpublished.model_copy(update={"status": decision.status, "message": decision.sentence()})
-    outcome = released(approved=decision.digest)
+    outcome = publish_now(approved=decision.digest)
     return outcome.model_copy(update={"message": f"{outcome.message}\n{decision.sentence()}"})

@@ -1,12 +1,12 @@
-"""A look at a release that is watched on users' traffic: judge what is new, and promote it, roll it back or wait.
+"""Check a release that is watched on users' traffic: judge new pairs, then promote it, roll it back or wait.
 
 ::
 
-    mergegate shadow look profiles/support.yaml                            # one look, here
-    - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in nights.yaml: a worker looks
+    mergegate shadow look profiles/support.yaml                            # one look on this machine
+    - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in nights.yaml: a worker runs the looks
 
-The proxy records and routes; this decides. Whoever looks again finds what was judged in the ledger, and where nothing
-has come since nothing is done. How often is looked changes no error rate (``tasks.shadow.evidence``).
+The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so a look without new traffic
+does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).
 """
 
 from __future__ import annotations
@@ -40,27 +40,30 @@ from mergegate.tasks.report import ShadowContent
 def shadow(
     profile: Path | Profile, say: Literal["look", "promote", "roll back"] = "look", why: str = "", by: str = ""
 ) -> State[RunOutcome]:
-    """Look at a release that is watched, or say by hand what becomes of it.
+    """Evaluate a watched release, or decide about it manually.
 
     Args:
-        profile: A profile file with a section ``shadow``, relative to the project, or a whole profile.
-        say: By hand: what becomes of it, whatever the evidence says.
-        why: By hand: the reason, which is kept.
-        by: Who says so.
+        profile: Profile file with a section ``shadow``, relative to the project directory, or a parsed profile.
+        say: Manual decision, independent of the evidence. 'look' lets the evidence decide.
+        why: Reason of a manual decision. It is stored.
+        by: Name of the person who decides.
     """
     by_hand: Followed = "promoted" if say == "promote" else "rolled back"
-    make = make_look if say == "look" else partial(decide_by_hand, serving=by_hand, why=why, by=by)
-    return conclude_flow(lambda: within_limits(make, load_profile(profile)), profile_name(profile))
+    story = make_look if say == "look" else partial(decide_by_hand, serving=by_hand, why=why, by=by)
+    return conclude_flow(lambda: within_limits(story, load_profile(profile)), profile_name(profile))
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
-    """The story. Raises what a check refuses; a candidate that is rolled back comes back with its page."""
+    """Run the story of a look and return how it ends.
+
+    A check that refuses raises its error. If the candidate is rolled back, the outcome carries the page.
+    """
     watch = open_watch(profile)
     with watch.ledger() as ledger:
-        known = len(ledger.pairs)
+        judged_before = len(ledger.pairs)
         sample, lost = judge_new_pairs(watch, ledger, now) if watch.is_open else plan_judging(watch, ledger, now)
         verdict = watch.verdict(ledger)
-    told = watch.told()
+    reported = watch.told()
     content = watch.content(watch.routing, verdict, ledger, sample, lost, now())
     if watch.is_open:
         if verdict.outcome == "promote":
@@ -68,20 +71,20 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
         if verdict.outcome in ("roll back", "kill"):
             serving: Followed = "killed" if verdict.outcome == "kill" else "rolled back"
             return apply_decision(watch, content, serving, verdict.reason, now)
-        nothing_new = told.says(watch.routing) and len(ledger.pairs) == known
-        watch.tell("watch", told.alias_before)
+        nothing_new = reported.says(watch.routing) and len(ledger.pairs) == judged_before
+        watch.tell("watch", reported.alias_before)
         return conclude_shadow(content, "nothing new" if nothing_new else "waiting")
-    # The proxy has killed it, or somebody has decided by hand.
-    return conclude_shadow(content, "nothing new") if told.says(watch.routing) else report_once(watch, content)
+    # The proxy's kill switch or a manual decision came first.
+    return conclude_shadow(content, "nothing new") if reported.says(watch.routing) else report_once(watch, content)
 
 
 def decide_by_hand(
     profile: Profile, *, serving: Followed, why: str, by: str, now: Callable[[], float] = time.time
 ) -> RunOutcome:
-    """What somebody says becomes of it, whatever the evidence says; and why, for those who come after.
+    """Apply a manual decision, independent of the evidence, and store its reason for later readers.
 
     Raises:
-        InvalidInput: without a reason.
+        InvalidInput: The reason is empty.
     """
     if not why.strip():
         raise InvalidInput("--why", found="no reason", expected="--why TEXT: it is kept beside what was decided")
@@ -95,10 +98,10 @@ def decide_by_hand(
 
 
 def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
-    """What is known now. Asks nobody and changes nothing.
+    """Return the current state of a watched release without judging or changing anything.
 
     Raises:
-        InvalidInput: when nothing is watched.
+        InvalidInput: No release is watched.
     """
     watch = open_watch(profile)
     ledger = watch.read_ledger()

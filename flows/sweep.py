@@ -1,11 +1,11 @@
-"""A sweep: the free numbers of a recipe are searched, the winner is confirmed on documents that no trial saw, and then
-released like any other recipe; or no candidate is confirmed, and nothing is.
+"""Search the free values of a recipe, confirm the winner on documents that no trial saw, and release it.
 
 ::
 
     mergegate sweep profiles/demo-sweep.yaml
 
-Every scored trial is kept: a sweep that was killed goes on where it was, with the same trials and the same winner.
+If no candidate is confirmed, nothing is released. Every scored trial is stored. A sweep that was killed continues with
+the same trials and finds the same winner.
 """
 
 from __future__ import annotations
@@ -50,22 +50,25 @@ def sweep(profile: Path | Profile, release: bool = True, view: str | None = None
     """Search the free parameters of a profile's recipe, confirm the winner, and release it.
 
     Args:
-        profile: A profile file with a section ``sweep``, relative to the project, or a whole profile.
-        release: Whether a winner that is confirmed goes through the release flow.
-        view: Where the study is written for Optuna's dashboard, if not where the profile says.
+        profile: Profile file with a section ``sweep``, relative to the project directory, or a parsed profile.
+        release: Whether a confirmed winner goes through the release flow.
+        view: Location of the study for Optuna's dashboard. Default: the setting of the profile.
     """
-    make = partial(make_sweep, release=release, view=view)
-    return conclude_flow(lambda: within_limits(make, load_profile(profile)), profile_name(profile))
+    story = partial(make_sweep, release=release, view=view)
+    return conclude_flow(lambda: within_limits(story, load_profile(profile)), profile_name(profile))
 
 
 def make_sweep(profile: Profile, *, release: bool = True, view: str | None = None) -> RunOutcome:
-    """The story. Raises whatever a check refuses; that no candidate was confirmed comes back with its report."""
+    """Run the story of a sweep and return how it ends.
+
+    A check that refuses raises its error. If no candidate is confirmed, the outcome carries the report.
+    """
     search = prepare_search(profile)
-    with open_runner(profile.runner) as runner, open_trial_pool(search, profile, runner) as workshop:
-        power = workshop.power()
+    with open_runner(profile.runner) as runner, open_trial_pool(search, profile, runner) as pool:
+        power = pool.power()
         announce(power.brief())
-        study = run_search(workshop, study_view(profile, search, view or profile.sweep_view()))
-        verdict = run_confirmation(workshop, study)
+        study = run_search(pool, study_view(profile, search, view or profile.sweep_view()))
+        verdict = run_confirmation(pool, study)
     content = sweep_report(profile, search, study, verdict, power)
     page = store_sweep_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
@@ -76,23 +79,26 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     announce(f"confirmed: the winner is {file}")
     if not release:
         return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page, sweep=content)
-    released = make_release(profile.with_recipe(relocate_recipe(winner, search.directory, profile.root)))
-    return released.model_copy(update={"sweep": content})
+    outcome = make_release(profile.with_recipe(relocate_recipe(winner, search.directory, profile.root)))
+    return outcome.model_copy(update={"sweep": content})
 
 
-def study_view(profile: Profile, search: PreparedSearch, place: str | None) -> Callable[[Sequence[Trial]], object]:
-    """Who is told of each generation: Optuna's study, where somebody wants to look at it."""
-    if place is None:
+def study_view(profile: Profile, search: PreparedSearch, location: str | None) -> Callable[[Sequence[Trial]], object]:
+    """Return a callback for each generation that records it in Optuna's study, if the study has a location."""
+    if location is None:
         return lambda trials: None
     name = f"{profile.name} {study_key(search.space, search.settings)[:8]}"
-    return open_view(place, name, search.space.coordinates, search.objective).record
+    return open_view(location, name, search.space.coordinates, search.objective).record
 
 
 def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str) -> Path:
-    """The winner as a recipe file that can be merged, read and moved into a project."""
-    place = state_directory(home() / "sweeps")
-    file = place / f"{name}-winner.yaml"
+    """Save the winner as a recipe file that can be merged, read and moved into a project."""
+    directory_of_winner = state_directory(home() / "sweeps")
+    file = directory_of_winner / f"{name}-winner.yaml"
     write_state(
-        file, recipe_text(relocate_recipe(winner, directory, place), f"Found by `mergegate sweep`. {why}").encode()
+        file,
+        recipe_text(
+            relocate_recipe(winner, directory, directory_of_winner), f"Found by `mergegate sweep`. {why}"
+        ).encode(),
     )
     return file

@@ -1,6 +1,10 @@
-"""One attempt at a release: a recipe whose parents are found and allowed, merged, measured and decided on
-(``assessment``), asked for what else a profile wants (``judgements``), and kept as a frozen value (``attempt``); and
-what to merge, searched for (``search``)."""
+"""Run one attempt at a release, and search for recipes to attempt.
+
+* ``assessment`` measures a merge and decides about it.
+* ``judgements`` adds the verdicts of a judge and of a server, if the profile configures them.
+* ``attempt`` holds the result as a frozen value.
+* ``search`` looks for the recipe to merge.
+"""
 
 from mergegate.flows.attempt.assessment import Assessment, assess_merge, measure_ensemble
 from mergegate.flows.attempt.attempt import (

@@ -1,4 +1,4 @@
-"""One attempt at a release: a recipe whose parents are found and allowed, and what came of merging and judging it."""
+"""Define an attempt: a candidate with the results of merging and judging it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from mergegate.tasks.store import Artifact
 
 E = TypeVar("E", bound=BaseModel)
 
-_DIGITS = 16  # of a digest, as the history keeps it
+_DIGITS = 16  # digits of a digest in the history
 
 
 @dataclass(frozen=True)
 class JudgedMerge:
-    """A merge that passed so far, with all that another judgement may ask for.
+    """A merge that has passed so far, with everything that a further judgment may need.
 
     Args:
-        model: As a directory that any library loads.
-        adapted: Base and adapter, where the merge is an adapter.
+        model: Model as a directory that any library can load.
+        adapted: Base and adapter, if the merge is an adapter.
     """
 
     profile: Profile
@@ -47,17 +47,17 @@ class JudgedMerge:
     adapted: PinnedCheckpoint | None = None
 
 
-# A further judgement of a merge, or None where the profile does not ask for it.
+# A further judgment of a merge. It returns None if the profile does not configure it.
 FurtherJudgement = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A merge with all that was found out about it.
+    """A merge with everything that was measured and decided about it.
 
     Args:
-        verdicts: Every judgement in the order in which it was asked for, the gate's first.
-        expected_head: Of the target, when the champion was looked up: what may be replaced.
+        verdicts: Verdicts in the order of the judgments, the gate's first.
+        expected_head: Head of the target when the champion was looked up. Publication may replace only this head.
     """
 
     cleared: ClearedCandidate
@@ -71,22 +71,22 @@ class Attempt:
 
     @property
     def is_good(self) -> bool:
-        """Whether it may be published."""
+        """Whether the merge may be published."""
         return self.verdict.publishable
 
     @property
     def verdict(self) -> JointVerdict:
-        """What all judgements come to together."""
+        """Joint verdict of all judgments."""
         return combine_verdicts(self.verdicts)
 
     def evidence_of(self, kind: type[E]) -> E | None:
-        """The evidence of that kind, if any judgement has it."""
-        return next((one.evidence for one in self.verdicts if isinstance(one.evidence, kind)), None)
+        """Return the evidence of the given kind, or None if no verdict has it."""
+        return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
 
 
 @dataclass(frozen=True)
 class AlreadyReleased:
-    """A recipe whose merge is what is released today: there is nothing to compare it with."""
+    """A recipe whose merge is the current release, so there is nothing to compare it with."""
 
     cleared: ClearedCandidate
     release: ReleasedModel
@@ -95,48 +95,59 @@ class AlreadyReleased:
 
 @dataclass(frozen=True)
 class FailedMerge:
-    """A recipe whose merge was no model (NaN, zeros): there was nothing to judge."""
+    """A recipe whose merge is not a usable model (NaN or zeros), so there is nothing to judge."""
 
     cleared: ClearedCandidate
     refusal: Refused
     is_good: bool = False
 
 
-def open_remedies(attempt: Attempt, tried: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
-    """What may help an attempt, without what this run, or an earlier one under as strict a guard, was refused for.
+def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
+    """Return the remedies that may help an attempt and have not been refused yet.
+
+    This excludes recipes that were refused in this run, or in an earlier run under a guard at least as strict.
 
     Args:
-        tried: All attempts of the run.
+        attempts: All attempts of this run.
     """
     recipe = attempt.cleared.candidate.document
     if recipe is None:
         return attempt.explanation.remedies
-    contents = {name: digest for one in tried if isinstance(one, Attempt) for name, digest in _contents(one).items()}
+    contents = {
+        name: digest
+        for previous in attempts
+        if isinstance(previous, Attempt)
+        for name, digest in _contents(previous).items()
+    }
     refused = [*_refused_before(attempt, frozenset(contents.values()))]
-    for one in tried:
-        if (document := one.cleared.candidate.document) is not None:
-            refused.append(normalize_recipe(document, _contents(one) if isinstance(one, Attempt) else contents))
+    for previous in attempts:
+        if (document := previous.cleared.candidate.document) is not None:
+            refused.append(
+                normalize_recipe(document, _contents(previous) if isinstance(previous, Attempt) else contents)
+            )
     return drop_tried_remedies(attempt.explanation.remedies, recipe, refused, contents)
 
 
-def proposed_remedy(tried: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
-    """The remedy with the most to gain that all checks allow: of the attempt that came nearest to passing, the one with
-    the strongest reason. None where there is none left."""
-    for attempt in sorted((one for one in tried if isinstance(one, Attempt)), key=_shortfall):
-        for remedy in open_remedies(attempt, tried):
-            where = f"profile {profile.name}: the proposed remedy"
-            candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, where)
+def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
+    """Return the most promising remedy that passes all checks, or None if there is none left.
+
+    The attempt that came closest to passing goes first, and its remedy with the strongest reason.
+    """
+    for attempt in sorted((attempt for attempt in attempts if isinstance(attempt, Attempt)), key=_shortfall):
+        for remedy in open_remedies(attempt, attempts):
+            location = f"profile {profile.name}: the proposed remedy"
+            candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
             try:
                 return clear_further(candidate, profile)
             except (ChangedInput, DiskRefused):
-                raise  # It says nothing about the recipe.
+                raise  # The error says nothing about the recipe.
             except MergegateError as error:
                 announce(f"not tried: {remedy.text()}: {error.found}")
     return None
 
 
 def _shortfall(attempt: Attempt) -> float:
-    """Points by which the worst guard fell more than it may; infinite for a model that is no more a model."""
+    """Return the points by which the worst guard exceeds its limit, or infinity for a broken model."""
     gate = attempt.assessment.verdict.value
     if gate.drift is not None and gate.drift.broken:
         return math.inf
@@ -147,26 +158,32 @@ def _contents(attempt: Attempt) -> dict[str, str]:
     return {parent.ref: parent.digest[:_DIGITS] for parent in attempt.pinned.parents}
 
 
-def _refused_before(attempt: Attempt, known: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Recipes of runs that were refused for what would be refused here, too; by what their models hold, where that is
-    one of the ``known``."""
+def _refused_before(attempt: Attempt, digests: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Yield the recipes of earlier runs that were refused by a guard at least as strict.
+
+    Model names are replaced by content if their digest is one of ``digests``.
+    """
     gate = attempt.assessment.verdict.value
     for record in read_history(home() / "reports").records:
         if record.status != "refused" or not _as_strict(gate, record):
             continue
         try:
             documents = parse_yaml(record.recipe, "a recipe of the history")
-        except InvalidInput:  # of a long one only the beginning is kept
+        except InvalidInput:  # the history truncates long recipes
             continue
         if len(documents) == 1 and isinstance(documents[0], Mapping):
-            held = {parent.ref: parent.digest for parent in record.parents if parent.digest in known}
-            yield normalize_recipe(documents[0], held)
+            contents = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests}
+            yield normalize_recipe(documents[0], contents)
 
 
 def _as_strict(gate: GateVerdict, record: RunRecord) -> bool:
-    """Whether a guard that refused that run stands here, too, and allows no more."""
-    lost = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
-    # Of a guard that was not asked the limit of a suite may be all that is known: where in doubt, propose another.
-    unasked = {(guard.task, guard.reference) for guard in gate.not_run}
-    allowed = ((lost.get((guard.task, guard.reference)), guard.max_drop) for guard in gate.guards)
-    return not unasked.isdisjoint(lost) or any(then is not None and now <= then for then, now in allowed)
+    """Return whether a guard that refused that run is in this gate too and allows no more."""
+    refused_limits = {
+        (score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"
+    }
+    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
+    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
+    allowed = ((refused_limits.get((guard.task, guard.reference)), guard.max_drop) for guard in gate.guards)
+    return not skipped.isdisjoint(refused_limits) or any(
+        past is not None and current <= past for past, current in allowed
+    )

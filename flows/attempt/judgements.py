@@ -1,7 +1,7 @@
-"""What else a merge is asked for that passed the gate: a judge's word on its answers, and a real server's on itself.
+"""Judge a merge that passed the gate: its answers by a judge, and the model itself on a real server.
 
-Each takes the merge and returns a verdict, or None where the profile does not ask for it. A judgement of yours is one
-more function of this kind in the list of ``flows.release``.
+Each judgment takes the merge and returns a verdict, or None if the profile does not configure it. To add a judgment of
+your own, write a function of this kind and add it to ``JUDGEMENTS`` in ``flows.release``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mergegate.tasks.stage import Verdict, runtime
 
 
 def judge_answers(merge: JudgedMerge) -> Verdict | None:
-    """A judge compares the answers of the merge with those of the parent that the profile names."""
-    asked = merge.evidence.answers
-    if asked is None:
+    """Let a judge compare the answers of the merge with those of the parent that the profile names."""
+    comparison = merge.evidence.answers
+    if comparison is None:
         return None
-    reference = next(parent for parent in merge.parents if parent.name == asked.settings.guarded_by)
-    return judge_models(reference, merge.model, asked.prompts, asked.settings, runtime()).verdict.as_verdict()
+    reference = next(parent for parent in merge.parents if parent.name == comparison.settings.guarded_by)
+    return judge_models(reference, merge.model, comparison.prompts, comparison.settings, runtime()).verdict.as_verdict()
 
 
 def serve_merge(merge: JudgedMerge) -> Verdict | None:
-    """The merge behind a real server, asked what a server can get wrong."""
+    """Serve the merge on a real server and check the results that a server can get wrong."""
     served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents, merge.adapted)
     return served.as_verdict() if served else None

@@ -1,7 +1,9 @@
-"""A search for what to merge: everything that its candidates need, looked at before; the search and the confirmation as
-stages that people watch; and the remedy that comes out of one.
+"""Search for a recipe to merge.
 
-Every scored trial is kept: a search that was killed goes on where it was, with the same trials and the same winner.
+mergegate first checks everything that the candidates need. The search and the confirmation then run as stages with
+progress, and their result can become a remedy.
+
+Every scored trial is stored. A search that was killed continues with the same trials and finds the same winner.
 """
 
 from __future__ import annotations
@@ -49,25 +51,31 @@ from mergegate.tasks.sweep import (
 )
 
 
-def _nobody(trials: Sequence[Trial]) -> None:
-    """Who looks on where nobody does."""
+def _ignore_generation(trials: Sequence[Trial]) -> None:
+    """Ignore the trials of a finished generation."""
 
 
 @contextmanager
 def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) -> Iterator[TrialPool]:
-    """Where the trials of ``search`` are scored and kept; another search for the same waits."""
+    """Open the pool that scores and stores the trials of ``search``.
+
+    Another process that searches the same candidates waits until this one is done.
+    """
     scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
     with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
         yield TrialPool(search, runner, ledger, workers=profile.runner.at_a_time)
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
-    """Everything that a search needs, after all that can be wrong with any of its candidates: parents that may be
-    merged, fetched and pinned; documents divided; a space, an objective, hand-written recipes.
+    """Check all candidates of a search and prepare the inputs of the trials.
+
+    Returns:
+        Parents that may be merged, fetched and pinned; the split of the documents; the search space, the objective and
+        the hand-written recipes.
 
     Raises:
-        InvalidInput: for a profile that cannot be searched.
-        Refused: for a licence, a tokenizer, a machine that forbids one of the recipes.
+        InvalidInput: The profile cannot be searched.
+        Refused: A license, a tokenizer or the machine rules out one of the recipes.
     """
     if (settings := profile.sweep) is None:
         raise InvalidInput(
@@ -76,13 +84,15 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="what is free in its recipe, and what it is searched for",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, named = profile.searched_recipe(), sweep_candidates(profile)
-    ready = preflight_profile(profile, Problems(stop_at_once=True), named.searched, named.by_hand)
+    recipe, candidates = profile.searched_recipe(), sweep_candidates(profile)
+    ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
-    swept = profile.pin_sweep(ready.evidence, store().hashes)
-    objective = objective_of(settings, swept.names)
-    if by_distance := next((one.recipe for one in named.searched if one.recipe.needs_distances), None):
+    sweep_evidence = profile.pin_sweep(ready.evidence, store().hashes)
+    objective = objective_of(settings, sweep_evidence.names)
+    if by_distance := next(
+        (candidate.recipe for candidate in candidates.searched if candidate.recipe.needs_distances), None
+    ):
         raise InvalidInput(
             by_distance.where,
             found="models that are chosen, or weighed, by how far they are from each other",
@@ -90,17 +100,20 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             remedy="search without leave_out_beyond, or geometric_median",
         )
     by_ref = {parent.ref: parent for parent in parents}
-    first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
-    # What a candidate is merged from beside weights, whatever its values: texts are read once, before the search.
-    read = [prepare_recipe(one.recipe, by_ref.__getitem__, in_flow=True) for one in (*named.searched, *named.by_hand)]
+    first = plan_merge(candidates.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
+    # A candidate may need calibration texts in addition to weights. Read them once, before the search.
+    prepared = [
+        prepare_recipe(candidate.recipe, by_ref.__getitem__, in_flow=True)
+        for candidate in (*candidates.searched, *candidates.by_hand)
+    ]
     space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.where)
     by_hand = [
-        HandWritten(label, one.document or {}, recipe.directory)
-        for label, one in zip(recipe_labels(profile), named.by_hand, strict=True)
+        HandWritten(label, candidate.document or {}, recipe.directory)
+        for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
     ]
     return PreparedSearch(
         settings=settings,
-        method=named.searched[0].recipe.summary(),
+        method=candidates.searched[0].recipe.summary(),
         directory=recipe.directory,
         space=space,
         objective=objective,
@@ -108,7 +121,9 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         for_the_gate={task.name: task.documents or 0 for task in ready.evidence.tasks},
         setting=TrialSetting(
             parents=parents,
-            sets=trial_sets(swept, ready.evidence.windows or WindowSettings(), ready.evidence.scoring.time_limit),
+            sets=trial_sets(
+                sweep_evidence, ready.evidence.windows or WindowSettings(), ready.evidence.scoring.time_limit
+            ),
             asked=objective.asked,
             scoring=ready.evidence.scoring,
             windows=ready.evidence.windows or WindowSettings(),
@@ -118,17 +133,18 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             base=reference_parent(parents) if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
             threads=max(1, usable_cores() // profile.runner.at_a_time),
-            measured={what: found for recipe in read for what, found in recipe.calibration_results().items()},
+            measured={source: digest for recipe in prepared for source, digest in recipe.calibration_results().items()},
         ),
     )
 
 
 class NamedCandidates(NamedTuple):
-    """Recipes that together name all that is merged in a sweep.
+    """Recipes that together name every model a sweep merges.
 
     Args:
-        searched: The one with the holes at their start values; then it with another choice in one place.
-        by_hand: Those that a winner must beat, in the order of the profile, with paths as in the searched one.
+        searched: The recipe with its placeholders at their start values, followed by variants that each make one other
+            choice.
+        by_hand: Recipes that a winner must beat, in profile order, with paths relative to the searched recipe.
     """
 
     searched: tuple[Candidate, ...]
@@ -136,28 +152,32 @@ class NamedCandidates(NamedTuple):
 
 
 def sweep_candidates(profile: Profile) -> NamedCandidates:
-    """What a sweep has to be allowed to merge.
+    """Return every recipe that a sweep must be allowed to merge.
 
     Raises:
-        InvalidInput: for a recipe that cannot mean anything, or holes and parameters that do not fit.
+        InvalidInput: A recipe is invalid, or its placeholders and the parameters do not match.
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
     files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
-    others = [relocate_recipe(one.document, one.directory, recipe.directory) for one in files]
-    read = candidate_recipes(
+    hand_written = [
+        relocate_recipe(recipe_file.document, recipe_file.directory, recipe.directory) for recipe_file in files
+    ]
+    recipes = candidate_recipes(
         replace(recipe, document=start_recipe(recipe.document, profile.sweep, recipe.where)),
-        [replace(recipe, document=document) for document in (*choices, *others)],
+        [replace(recipe, document=document) for document in (*choices, *hand_written)],
         profile.root,
         f"profile {profile.name}",
     )
-    return NamedCandidates(read[: 1 + len(choices)], read[1 + len(choices) :])
+    return NamedCandidates(recipes[: 1 + len(choices)], recipes[1 + len(choices) :])
 
 
 def recipe_labels(profile: Profile) -> list[str]:
-    """What people call the further recipes that a winner must beat: their files' names, or where two are alike all of
-    what the profile says."""
+    """Return labels for the additional recipes that a winner must beat.
+
+    A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
+    """
     assert profile.sweep is not None
     files = profile.sweep.hand_written
     names = [profile.name, *(Path(file).stem for file in files)]
@@ -165,43 +185,45 @@ def recipe_labels(profile: Profile) -> list[str]:
 
 
 def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
-    """All models that a candidate may be made of, each once, with their weights here."""
-    found = tuple({one.ref: one for each in cleared for one in each.found}.values())
-    fetch_weights(found, store().hashes)
-    return pin_checkpoints(found, store().hashes, profile.checks.code.trusted)
+    """Return every model that a candidate may use, once each, after fetching its weights."""
+    parents = tuple({parent.ref: parent for candidate in cleared for parent in candidate.parents}.values())
+    fetch_weights(parents, store().hashes)
+    return pin_checkpoints(parents, store().hashes, profile.checks.code.trusted)
 
 
-def run_search(workshop: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = _nobody) -> Study:
-    """The search, as a stage that people watch."""
-    with report_stage("search", "") as said:
-        study = workshop.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
-        said.status, said.summary = "made" if study.new else "cached", study.summary()
+def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = _ignore_generation) -> Study:
+    """Run the search as a stage with progress."""
+    with report_stage("search", "") as stage:
+        study = pool.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
+        stage.status, stage.summary = "made" if study.new else "cached", study.summary()
     return study
 
 
-def run_confirmation(workshop: TrialPool, study: Study) -> Confirmation | NothingToConfirm:
-    """The one test, as a stage that people watch."""
-    with report_stage("confirm", "") as said:
-        verdict = workshop.confirm(study)
-        said.status, said.summary = "made" if verdict.confirmed else "refused", verdict.sentence()
+def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToConfirm:
+    """Run the confirmation test as a stage with progress."""
+    with report_stage("confirm", "") as stage:
+        verdict = pool.confirm(study)
+        stage.status, stage.summary = "made" if verdict.confirmed else "refused", verdict.sentence()
     return verdict
 
 
 def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) -> ClearedCandidate | None:
-    """A profile's own recipe at the scale that a search found, after all checks; None where none was confirmed.
+    """Return the profile's own recipe at the scale that a search found, or None if no scale was confirmed.
+
+    The new recipe has passed all checks.
 
     Args:
-        cleared: The recipe.
-        profile: Has the remedy ``tune: scale``.
-        runner: Who scores the trials.
+        cleared: Recipe to tune.
+        profile: Profile with the remedy ``tune: scale``.
+        runner: Runner that scores the trials.
     """
     assert profile.tuning is not None
     require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
     search = prepare_search(profile.tuning)
-    with open_trial_pool(search, profile.tuning, runner) as workshop:
-        study = run_search(workshop)
-        verdict = run_confirmation(workshop, study)
+    with open_trial_pool(search, profile.tuning, runner) as pool:
+        study = run_search(pool)
+        verdict = run_confirmation(pool, study)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return None
     change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}

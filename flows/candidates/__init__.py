@@ -1,7 +1,8 @@
-"""The recipes that a profile would release: its own, then the remedies, in the order in which they are tried.
+"""Build the candidate recipes of a profile: its own recipe, then the remedies in order.
 
-``candidates.py`` reads them. ``clients.py`` makes the recipe of tonight's round out of the clients that are there.
-``tuning.py`` says where the scale of a recipe is searched for.
+* ``candidates`` reads them.
+* ``clients`` builds the recipe of a round from the available clients.
+* ``tuning`` sets up the search for the scale of a recipe.
 """
 
 from mergegate.flows.candidates.candidates import (

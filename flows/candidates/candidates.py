@@ -1,4 +1,4 @@
-"""The recipes that a profile would release: its own, then the remedies, in the order in which they are tried."""
+"""Read the candidate recipes of a profile: its own recipe, then the remedies in order."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, parse_yaml, read_text, read_yaml
 from mergegate.merge_core.recipe import apply_overrides
 
-# In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
+# In a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
 Written = LocalPath | dict[str, Any]
-# In place of a remedy: what the refusal itself proposes. Of these so many are tried at most: each costs a night's merge
-# and part of the error that a run may make, and after three the diagnosis is hardly to be believed.
+# Placeholder for remedies that follow from the refusal, and their maximum number. Each attempt costs a full merge and
+# part of the error rate of the run, and after three attempts the diagnosis is unlikely to be right.
 AUTO: Literal["auto"] = "auto"
 MOST_PROPOSED = 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe, and how a person would speak of it.
+    """One recipe, with its label for users.
 
     Args:
-        remedy: What is changed: ``density: 0.3`` or the name of a file; empty for the profile's own recipe.
-        recipe: What is merged.
+        remedy: Description of the change: ``density: 0.3`` or a file name. Empty for the profile's own recipe.
+        recipe: Recipe to merge.
         text: The recipe as YAML.
-        change: Of the profile's own recipe, which makes it this one; None for another recipe.
-        remarks: Who takes part and who does not, of a round of clients.
+        change: Change of the profile's own recipe that produces this one. None for an independent recipe.
+        remarks: For a round of clients: which clients take part and which do not.
     """
 
     remedy: str
@@ -43,19 +43,19 @@ class Candidate:
 
     @property
     def document(self) -> Mapping[str, Any] | None:
-        """The recipe as plain data; None for one of several documents."""
+        """The recipe as plain data. None for a recipe of several documents."""
         documents = parse_yaml(self.text, self.recipe.where)
         return documents[0] if len(documents) == 1 else None
 
 
 @dataclass(frozen=True)
 class SearchedRecipe:
-    """A recipe in which some values are to be searched for.
+    """A recipe in which some values are to be searched.
 
     Args:
-        document: As its YAML says it, with ``$name`` for what is free.
-        directory: What its paths are relative to.
-        where: What messages call it.
+        document: Content of its YAML, with ``$name`` as placeholder for each free value.
+        directory: Directory that its paths are relative to.
+        where: Name of the recipe in messages.
     """
 
     document: Mapping[str, Any]
@@ -64,10 +64,10 @@ class SearchedRecipe:
 
 
 def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
-    """Read a recipe whose holes are still open; a relative path is relative to ``root``.
+    """Read a recipe whose placeholders are still unfilled. A relative path is relative to ``root``.
 
     Raises:
-        InvalidInput: For a file that is not there, is no YAML, or has not one document.
+        InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
     """
     if not isinstance(written, Path):
         return SearchedRecipe(written, root, f"{where}: recipe")
@@ -83,10 +83,10 @@ def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
 
 
 def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, where: str) -> Candidate:
-    """What somebody would release who wrote these documents into a file in ``directory``.
+    """Build the candidate that these documents would describe as a file in ``directory``.
 
     Raises:
-        InvalidInput: For a recipe that cannot mean anything.
+        InvalidInput: The recipe is invalid.
     """
     return _inline(documents, "", directory, where)
 
@@ -94,13 +94,16 @@ def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path,
 def candidate_recipes(
     own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, where: str
 ) -> tuple[Candidate, ...]:
-    """The recipe ``own`` and its remedies; relative paths are relative to ``root``.
+    """Read the recipe ``own`` and its remedies. Relative paths are relative to ``root``.
 
     Args:
-        own, remedies: Of a recipe that is searched, with its holes filled; ``own`` may have been read already.
+        own: Recipe of the profile. It may already be parsed.
+        remedies: Remedies in order. For a searched recipe, all placeholders must be filled.
+        root: Directory that paths are relative to.
+        where: Name of the profile in messages.
 
     Raises:
-        InvalidInput: For a recipe that cannot mean anything, or a change that does not fit the recipe.
+        InvalidInput: A recipe is invalid, or a change does not fit the recipe.
     """
     if isinstance(own, Candidate):
         first = own
@@ -109,41 +112,43 @@ def candidate_recipes(
     else:
         first = _candidate(own, "", root, f"{where}: recipe")
     first = replace(first, change={})
-    found = [first]
+    candidates = [first]
     for position, remedy in enumerate(remedies):
-        place = f"{where}: remedies[{position}]"
+        location = f"{where}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
-            found.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.where))
+            candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.where))
         elif isinstance(remedy, Path):
-            found.append(_candidate(remedy, str(remedy), root, place))
+            candidates.append(_candidate(remedy, str(remedy), root, location))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
-            found.append(_candidate(remedy, "another recipe", root, place))
+            candidates.append(_candidate(remedy, "another recipe", root, location))
         else:
             if first.document is None:
                 raise InvalidInput(
-                    place,
+                    location,
                     found="changes of a recipe of several documents",
                     expected="changes of one document",
                     remedy="name a whole recipe",
                 )
-            found.append(changed_candidate(first, remedy, root, place))
-    return tuple(found)
+            candidates.append(changed_candidate(first, remedy, root, location))
+    return tuple(candidates)
 
 
-def changed_candidate(of: Candidate, change: Mapping[str, Any], root: Path, where: str) -> Candidate:
-    """Another candidate that differs from one of a single document by ``change``.
+def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path, where: str) -> Candidate:
+    """Build another candidate from one of a single document by applying ``change``.
 
     Raises:
-        InvalidInput: For a change that does not fit the recipe.
+        InvalidInput: The change does not fit the recipe.
     """
-    assert of.document is not None
+    assert original.document is not None
     words = ", ".join(f"{name}: {_in_line(value)}" for name, value in change.items())
-    made = _inline([apply_overrides(of.document, change, where)], words, of.recipe.directory or root, where)
-    return replace(made, change=None if of.change is None else {**of.change, **change})
+    candidate = _inline(
+        [apply_overrides(original.document, change, where)], words, original.recipe.directory or root, where
+    )
+    return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
 def _in_line(value: object) -> str:
-    """Plain data as a person writes it, in a line of YAML."""
+    """Format plain data on one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -1,20 +1,22 @@
-"""Rounds of clients: models that others have trained from the last release, merged into the next.
+"""Build rounds of clients: models that others trained from the last release, merged into the next one.
+
+A recipe of clients looks like this::
 
     recipe:
       merge_method: median                  # task_arithmetic (the mean), trimmed_mean, geometric_median, ...
-      base_model: models/base               # of the first round; then the last release at the target
-      clients: [clients/*]                  # directories: patterns, or names that must be there; models or adapters
-      samples: {clients/a: 1200}            # how much each has seen; else 'samples' in a client's card; else all alike
-      at_least: 2                           # clients with something new, for a round to take place
-      momentum: 0.9                         # how much of the last round's step is taken again; or
+      base_model: models/base               # of the first round; later rounds start from the last release at the target
+      clients: [clients/*]                  # directories of models or adapters: patterns, or names that must exist
+      samples: {clients/a: 1200}            # training samples per client; or 'samples' in a client's card; or equal
+      at_least: 2                           # minimum number of clients with something new
+      momentum: 0.9                         # fraction of the last round's step to repeat; or
       adam: {rate: 0.01}                    # see server_step.py
       leave_out_beyond: 5                   # see docs/methods.md
 
-Who takes part is decided by what lies there: a client that is not there, has no whole checkpoint, is of another shape,
-or is the very one that the last release was made of, is left out and named. A LoRA adapter takes part as the model that
-the round begins with, with the adapter on it; it is late by its own bytes, whatever it was applied to. Where nothing is
-new the last round's recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is
-checked, released and made again.
+The content of the directories decides which clients take part. A client is left out and named if it does not exist, has
+no complete checkpoint, has another shape, or is already part of the last release. A LoRA adapter takes
+part as the model at the start of the round with the adapter applied. Its own bytes decide whether it is late, not the
+model it was applied to. If nothing is new, the last round's recipe is used again, so that a scheduled run has nothing
+to do. The result is a plain recipe, which is checked, released and reproduced like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergegate.flows.candidates.last_round import begun_with, counted, is_as_made, kept_states, last_recipe
+from mergegate.flows.candidates.last_round import (
+    is_reproducible,
+    last_recipe,
+    optimizer_states,
+    previous_base,
+    used_digests,
+)
 from mergegate.flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
@@ -43,12 +51,11 @@ _PATTERN = frozenset("*?[")
 
 @dataclass(frozen=True)
 class ClientRound:
-    """The recipe of a round, and who does not take part.
+    """The recipe of a round, and the clients that do not take part.
 
     Args:
-        documents: A plain recipe: what the clients make together; after it, with momentum or Adam, the step that is
-            taken.
-        remarks: A line for each client that is left out, and for what the round begins with.
+        documents: A plain recipe that combines the clients. With momentum or Adam, a further document takes the step.
+        remarks: One line for each client that is left out, and one for the model at the start of the round.
     """
 
     documents: tuple[Mapping[str, Any], ...]
@@ -56,13 +63,13 @@ class ClientRound:
 
     @property
     def text(self) -> str:
-        """The remarks as comments of YAML."""
+        """The remarks as YAML comments."""
         return "".join(f"# {' '.join(remark.split())}\n" for remark in self.remarks)
 
 
 @dataclass(frozen=True)
 class _Client:
-    """A client that can take part: its directory, digest of its files, how much it has seen, what it brings."""
+    """A client that can take part: its directory, the digest of its files, its sample count and its kind."""
 
     name: str
     digest: str
@@ -70,20 +77,20 @@ class _Client:
     adapter: bool
 
     def model(self, base: str) -> str:
-        """As a recipe names it whose round begins with ``base``."""
+        """Return the name of the client in a recipe whose round starts with ``base``."""
         return f"{base}+{self.name}" if self.adapter else self.name
 
 
 def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
-    """A recipe of clients and the directory of its paths; None for any other recipe."""
-    found: object = written
+    """Return a recipe of clients and the directory of its paths, or None for any other recipe."""
+    document: object = written
     directory = root
     if isinstance(written, Path):
         documents: Sequence[object] = ()
-        with suppress(MergegateError, OSError, ValueError):  # whoever reads it as a recipe says what is wrong with it
+        with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
             documents = read_yaml(root / written, "a recipe in YAML")
-        found, directory = documents[0] if len(documents) == 1 else None, (root / written).parent
-    return (found, directory) if isinstance(found, Mapping) and "clients" in found else None
+        document, directory = documents[0] if len(documents) == 1 else None, (root / written).parent
+    return (document, directory) if isinstance(document, Mapping) and "clients" in document else None
 
 
 def client_round(
@@ -93,94 +100,98 @@ def client_round(
     *,
     released: Path | None,
     digest_of: Callable[[Path], str],
-    kept_place: Callable[[str], Path | None] = lambda stored: None,
+    find_state: Callable[[str], Path | None] = lambda stored: None,
 ) -> ClientRound:
-    """Tonight's round.
+    """Build the recipe of this round.
 
     Args:
         document: A recipe of clients.
-        directory: What its paths are relative to.
-        where: What messages call it.
-        released: The checkpoint that is published now; None before the first round.
-        digest_of: Digest of what lies in a directory, as of :func:`client_digest`.
-        kept_place: Where something lies that an optimizer has kept, by what a provenance calls its place.
+        directory: Directory that its paths are relative to.
+        where: Name of the recipe in messages.
+        released: Checkpoint that is published now. None before the first round.
+        digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
+        find_state: Function that finds stored optimizer state by its location in a provenance.
 
     Raises:
-        InvalidInput: The document says something that has no meaning.
+        InvalidInput: The document is invalid.
         Refused: There are too few clients for a first round.
     """
-    said = _said(document, where)
-    samples, at_least = said.samples, said.at_least
+    settings = _parse_settings(document, where)
+    samples, at_least = settings.samples, settings.at_least
     base = os.path.relpath(released, directory) if released else document.get("base_model")
     if not isinstance(base, str):
         raise InvalidInput(where, found="no 'base_model'", expected="what the clients of the first round started from")
     remarks: list[str] = []
-    begun = _opened(directory / base)
+    start = _open_or_none(directory / base)
     present = []
-    for name, place in _places(said.patterns, directory, remarks, f"{where}: clients"):
+    for name, path in _client_directories(settings.patterns, directory, remarks, f"{where}: clients"):
         try:
-            adapter = _brings_adapter(place)
-            _require_like(begun, _adapted(begun, base, name, place) if adapter else open_checkpoint(place))
-            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples), adapter))
+            adapter = _brings_adapter(path)
+            _require_like(start, _adapted(start, base, name, path) if adapter else open_checkpoint(path))
+            present.append(_Client(name, digest_of(path), _samples_of(name, path, samples), adapter))
         except (MergegateError, OSError) as error:
             why = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
-            remarks.append(f"{name}: left out: {_without_place(why, place)}")
-    used = counted(released) if released else frozenset()
+            remarks.append(f"{name}: left out: {_without_local_path(why, path)}")
+    used = used_digests(released) if released else frozenset()
     late = [client for client in present if client.digest in used]
-    taking = [client for client in present if client.digest not in used]
-    if released and len(taking) < at_least:
-        few = f"{len(taking)} of {len(present)} clients have something new"
-        wanted = f", {at_least} are wanted" if taking else ""
-        stands = (*remarks, f"{few}{wanted}: the last round stands")
-        if is_as_made(released, directory, digest_of):
-            return ClientRound(last_recipe(released), stands)
-        # Its recipe would make something else by now, or nothing.
-        itself = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
-        return ClientRound((itself,), (*stands, "what it was made of is not all there any more, or is another"))
-    if len(taking) < at_least:
+    participants = [client for client in present if client.digest not in used]
+    if released and len(participants) < at_least:
+        reason = f"{len(participants)} of {len(present)} clients have something new"
+        minimum = f", {at_least} are wanted" if participants else ""
+        remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round stands")
+        if is_reproducible(released, directory, digest_of):
+            return ClientRound(last_recipe(released), remarks_and_reason)
+        # The recipe would now build something else, or fail.
+        unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
+        return ClientRound(
+            (unchanged,), (*remarks_and_reason, "what it was made of is not all there any more, or is another")
+        )
+    if len(participants) < at_least:
         raise Refused(
             f"{where}: clients",
-            found=f"{len(taking)} that can take part" + (f"; {remarks[0]}" if remarks else ""),
+            found=f"{len(participants)} that can take part" + (f"; {remarks[0]}" if remarks else ""),
             expected=f"at least {at_least}",
             remedy="wait for them, or lower at_least",
         )
     remarks += [f"{client.name}: left out: late, it is the one that the last round was made of" for client in late]
     if released:
         remarks.append(f"the round begins with the last release, {released.name}")
-    made = _recipe(document, base, taking, where)
-    documents: tuple[Mapping[str, Any], ...] = (made,)
-    if said.adam:
-        kept = kept_states(released, kept_place, digest_of) if released else {}
-        documents = with_adam(made, {name: os.path.relpath(one, directory) for name, one in kept.items()}, said.adam)
-        remarks += _on_adam(released, kept)
-    elif said.momentum and released:
-        if before := begun_with(released, directory, digest_of):
-            remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
-            documents = with_momentum(made, before, said.momentum)
+    recipe = _recipe(document, base, participants, where)
+    documents: tuple[Mapping[str, Any], ...] = (recipe,)
+    if settings.adam:
+        states = optimizer_states(released, find_state, digest_of) if released else {}
+        documents = with_adam(
+            recipe, {name: os.path.relpath(state, directory) for name, state in states.items()}, settings.adam
+        )
+        remarks += _adam_remarks(released, states)
+    elif settings.momentum and released:
+        if earlier_base := previous_base(released, directory, digest_of):
+            remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is taken again")
+            documents = with_momentum(recipe, earlier_base, settings.momentum)
         else:
             remarks.append("without momentum: what the last round began with is not there any more")
     return ClientRound(documents, tuple(remarks))
 
 
-def _on_adam(released: Path | None, kept: Mapping[str, Path]) -> list[str]:
+def _adam_remarks(released: Path | None, states: Mapping[str, Path]) -> list[str]:
     if released is None:
         return []
-    if kept:
+    if states:
         return ["Adam goes on with what the last round has kept"]
     return ["Adam begins anew: the last round has kept nothing for it, or it is not there any more"]
 
 
-def client_digest(place: Path, hashes: HashMemo) -> str:
-    """Digest of the files of a whole checkpoint, or of an adapter alone.
+def client_digest(path: Path, hashes: HashMemo) -> str:
+    """Return the digest of the files of a complete checkpoint, or of an adapter alone.
 
     Raises:
-        InvalidInput: For a directory that is neither.
+        InvalidInput: The directory is neither.
     """
-    return adapter_files_digest(place, hashes) if _brings_adapter(place) else checkpoint_digest(place, hashes)
+    return adapter_files_digest(path, hashes) if _brings_adapter(path) else checkpoint_digest(path, hashes)
 
 
-class _Said(NamedTuple):
-    """What a recipe says of clients."""
+class _ClientSettings(NamedTuple):
+    """Settings of a recipe of clients."""
 
     patterns: list[str]
     samples: Mapping[str, float]
@@ -189,13 +200,17 @@ class _Said(NamedTuple):
     adam: Adam | None
 
 
-def _said(document: Mapping[str, Any], where: str) -> _Said:
-    usual: tuple[object, ...] = ((), {}, 1, 0, None)
-    patterns, samples, at_least, momentum, adam = map(document.get, CLIENT_KEYS, usual)
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
+def _parse_settings(document: Mapping[str, Any], where: str) -> _ClientSettings:
+    defaults: tuple[object, ...] = ((), {}, 1, 0, None)
+    patterns, samples, at_least, momentum, adam = map(document.get, CLIENT_KEYS, defaults)
+    if (
+        not isinstance(patterns, list)
+        or not patterns
+        or not all(isinstance(value, str) and value for value in patterns)
+    ):
         raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
-    sound = isinstance(samples, Mapping) and all(_is_count(one) for one in samples.values())
-    if not sound:
+    is_valid = isinstance(samples, Mapping) and all(_is_count(value) for value in samples.values())
+    if not is_valid:
         raise InvalidInput(f"{where}: samples", found=f"{samples!r:.60}", expected="a number above 0 for each client")
     if type(at_least) is not int or at_least < 1:
         raise InvalidInput(f"{where}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
@@ -203,87 +218,89 @@ def _said(document: Mapping[str, Any], where: str) -> _Said:
         raise InvalidInput(f"{where}: momentum", found=f"{momentum!r:.60}", expected="a number from 0, below 1")
     if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
         raise InvalidInput(f"{where}: {wrong}", found="beside clients", expected="either: clients are the models")
-    taken = parse_adam(adam, f"{where}: adam")
-    if taken and momentum:
+    settings = parse_adam(adam, f"{where}: adam")
+    if settings and momentum:
         raise InvalidInput(f"{where}: adam", found="beside momentum", expected="either: Adam has a momentum, beta1")
-    return _Said(patterns, samples, at_least, float(momentum), taken)
+    return _ClientSettings(patterns, samples, at_least, float(momentum), settings)
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _places(patterns: Sequence[str], directory: Path, remarks: list[str], where: str) -> Iterator[tuple[str, Path]]:
-    """Each client once, by its name; those that are named and not there are remarked."""
+def _client_directories(
+    patterns: Sequence[str], directory: Path, remarks: list[str], where: str
+) -> Iterator[tuple[str, Path]]:
+    """Yield each client once, with its name. Add a remark for each named client that does not exist."""
     seen: set[Path] = set()
     for pattern in patterns:
-        named = not _PATTERN & set(pattern)
+        is_name = not _PATTERN & set(pattern)
         try:
             path = expand_user_path(pattern)
             start = Path(path.anchor) if path.is_absolute() else directory
-            found = [directory / path] if named else sorted(start.glob(str(path.relative_to(path.anchor))))
-            places = [place for place in found if place.is_dir()]
+            candidates = [directory / path] if is_name else sorted(start.glob(str(path.relative_to(path.anchor))))
+            directories = [candidate for candidate in candidates if candidate.is_dir()]
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidInput(
                 where,
                 found=f"{pattern!r:.60}, which no directory can match: {error}",
                 expected="directories, or patterns",
             ) from None
-        if not places:
-            remarks.append(f"{pattern}: left out: " + ("not there" if named else "nothing is there"))
-        for place in places:
-            if place.resolve() not in seen:
-                seen.add(place.resolve())
-                yield os.path.relpath(place, directory), place
+        if not directories:
+            remarks.append(f"{pattern}: left out: " + ("not there" if is_name else "nothing is there"))
+        for candidate in directories:
+            if candidate.resolve() not in seen:
+                seen.add(candidate.resolve())
+                yield os.path.relpath(candidate, directory), candidate
 
 
-def _without_place(said: str, place: Path) -> str:
-    """What is said of a client without where it lies on this machine: a release tells it to strangers."""
-    for known in (place, place.absolute(), place.resolve()):
-        said = said.replace(f"{known}/", "").replace(str(known), "its directory")
-    return said
+def _without_local_path(message: str, path: Path) -> str:
+    """Remove the local path of a client from a message, because a release shows the message to others."""
+    for prefix in (path, path.absolute(), path.resolve()):
+        message = message.replace(f"{prefix}/", "").replace(str(prefix), "its directory")
+    return message
 
 
-def _opened(place: Path) -> Checkpoint | None:
-    """The base; whoever checks the recipe says what is wrong with it."""
+def _open_or_none(path: Path) -> Checkpoint | None:
+    """Open the base, or return None. Checking the recipe reports the error."""
     with suppress(MergegateError):
-        return open_checkpoint(place)
+        return open_checkpoint(path)
     return None
 
 
-def _brings_adapter(place: Path) -> bool:
-    """Whether a client is an adapter: what has a configuration of its own is a model, whatever else lies there."""
-    return is_adapter(place) and not (place / "config.json").exists()
+def _brings_adapter(path: Path) -> bool:
+    """Return whether a client is an adapter. A directory with a configuration file is always a model."""
+    return is_adapter(path) and not (path / "config.json").exists()
 
 
-def _adapted(begun: Checkpoint | None, base: str, name: str, place: Path) -> Checkpoint | None:
-    """What the round begins with, with the adapter of a client on it; None where that cannot be opened.
+def _adapted(start: Checkpoint | None, base: str, name: str, path: Path) -> Checkpoint | None:
+    """Apply the adapter of a client to the model at the start of the round. None if that cannot be opened.
 
     Raises:
-        InvalidInput: The adapter cannot be applied, or not be named in a recipe.
+        InvalidInput: The adapter cannot be applied, or a recipe cannot name it.
     """
     if "+" in base:
         raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a model that takes another")
     if "@" in name or "+" in name:
         raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name that a recipe can have")
-    adapter = open_adapter(place)
-    return apply_adapter(begun, adapter) if begun else None
+    adapter = open_adapter(path)
+    return apply_adapter(start, adapter) if start else None
 
 
 def _require_like(base: Checkpoint | None, client: Checkpoint | None) -> None:
     """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
     for name, tensor in base.tensors.items() if base and client else ():
         assert client is not None
-        own = client.tensors.get(name)
-        if own is None or own.shape != tensor.shape:
-            found = "missing" if own is None else f"shape {list(own.shape)}"
+        actual = client.tensors.get(name)
+        if actual is None or actual.shape != tensor.shape:
+            found = "missing" if actual is None else f"shape {list(actual.shape)}"
             raise InvalidInput(name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
 
 
-def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | None:
-    if name in said:
-        return float(said[name])
-    card = read_card(place)
+def _samples_of(name: str, path: Path, declared: Mapping[str, float]) -> float | None:
+    if name in declared:
+        return float(declared[name])
+    card = read_card(path)
     if card.problem and "samples" not in card.metadata:
         raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected="a model card whose front matter is YAML")
     value = card.metadata.get("samples")
@@ -296,14 +313,14 @@ def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], 
     plain = {key: value for key, value in document.items() if key not in CLIENT_KEYS}
     name = plain.setdefault("merge_method", TASK_ARITHMETIC.name)
     method = find_method(name, f"{where}: merge_method")
-    known = [client for client in clients if client.samples is not None]
-    if known and len(known) < len(clients):
+    counted_clients = [client for client in clients if client.samples is not None]
+    if counted_clients and len(counted_clients) < len(clients):
         lacking = next(client.name for client in clients if client.samples is None)
         raise InvalidInput(
             f"{where}: samples", found=f"none of {lacking}", expected="of each client, or of none: others have some"
         )
     weighted = method.parameter("weight") is not None
-    if known and not weighted:
+    if counted_clients and not weighted:
         raise InvalidInput(
             f"{where}: samples",
             found=f"{method.name}, for which all clients count alike",

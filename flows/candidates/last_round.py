@@ -1,4 +1,4 @@
-"""What the last release tells the next round: what it was made of, what it began with, what its optimizer has kept."""
+"""Read the parents, the base and the optimizer state of the last release for the next round."""
 
 from __future__ import annotations
 
@@ -14,79 +14,87 @@ from mergegate.tasks.checkpoints import files_digest
 from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
-def counted(released: Path) -> frozenset[str]:
-    """Digests of all that a release was made of, also of what its round left out; of adapters by themselves, too."""
+def used_digests(released: Path) -> frozenset[str]:
+    """Return the digests of everything a release was built from, including clients left out and adapters alone."""
     try:
         parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]
         adapters = [
-            one["annotations"]["adapter"]["files"] for one in parents if "adapter" in one.get("annotations", {})
+            parent["annotations"]["adapter"]["files"]
+            for parent in parents
+            if "adapter" in parent.get("annotations", {})
         ]
-        return frozenset((*(str(one["digest"]["sha256"]) for one in parents), *map(files_digest, adapters)))
+        return frozenset((*(str(parent["digest"]["sha256"]) for parent in parents), *map(files_digest, adapters)))
     except (OSError, MergegateError, KeyError, TypeError, AttributeError):
         return frozenset()
 
 
 def last_recipe(released: Path) -> tuple[Mapping[str, Any], ...]:
-    """The documents that a release was made by.
+    """Return the documents of the recipe of a release.
 
     Raises:
-        InvalidInput: They cannot be read.
+        InvalidInput: The recipe cannot be read.
     """
     documents = read_yaml(released / RECIPE, "the recipe of the last release")
-    found = tuple(one for one in documents if isinstance(one, Mapping))
-    if not found or len(found) < len(documents):
+    mappings = tuple(document for document in documents if isinstance(document, Mapping))
+    if not mappings or len(mappings) < len(documents):
         raise InvalidInput(str(released / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
-    return found
+    return mappings
 
 
-def is_as_made(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
-    """Whether all that a release was made of is still there and the same. Of the Hub, and where none can tell: yes."""
+def is_reproducible(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
+    """Return whether everything a release was built from still exists unchanged.
 
-    def same(parent: Mapping[str, Any]) -> bool:
+    Models on the Hub count as unchanged, and so does a release without readable provenance.
+    """
+
+    def is_unchanged(parent: Mapping[str, Any]) -> bool:
         notes, digest = parent.get("annotations", {}), parent["digest"]
         adapter, reference = notes.get("adapter"), parse_reference(parent["name"], PROVENANCE)
         if notes.get("role") == "text" or (adapter or digest).get("gitCommit"):
             return True
-        place, wanted = reference.path, digest["sha256"]
-        if adapter:  # what it is applied to is a parent of its own
-            place, wanted = str(reference.adapter), files_digest(adapter["files"])
-        return (directory / expand_user_path(place)).is_dir() and digest_of(
-            directory / expand_user_path(place)
-        ) == wanted
+        path, expected_digest = reference.path, digest["sha256"]
+        if adapter:  # the model it is applied to is a parent of its own
+            path, expected_digest = str(reference.adapter), files_digest(adapter["files"])
+        return (directory / expand_user_path(path)).is_dir() and digest_of(
+            directory / expand_user_path(path)
+        ) == expected_digest
 
     try:
         parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]
     except (OSError, MergegateError, KeyError, TypeError):
         return True
     try:
-        return all(map(same, parents))
+        return all(map(is_unchanged, parents))
     except (OSError, MergegateError, KeyError, TypeError, AttributeError, ValueError):
         return False
 
 
-def begun_with(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
-    """What the last round began with, as its recipe names it, if it is still there and still the same."""
+def previous_base(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
+    """Return the base of the last round as its recipe names it, if it still exists unchanged."""
     with suppress(MergegateError, OSError, ValueError):
         *_, last = last_recipe(released)
         base = last.get("base_model")
-        if isinstance(base, str) and (directory / base).is_dir() and digest_of(directory / base) in counted(released):
+        if (
+            isinstance(base, str)
+            and (directory / base).is_dir()
+            and digest_of(directory / base) in used_digests(released)
+        ):
             return base
     return None
 
 
-def kept_states(
-    released: Path, place_of: Callable[[str], Path | None], digest_of: Callable[[Path], str]
+def optimizer_states(
+    released: Path, find_state: Callable[[str], Path | None], digest_of: Callable[[Path], str]
 ) -> dict[str, Path]:
-    """Where that lies by name which the optimizer of the last round has kept: all of it, as its provenance tells, or
-    nothing."""
-    found: dict[str, Path] = {}
+    """Return the stored optimizer state of the last round by name: everything in its provenance, or nothing."""
+    states: dict[str, Path] = {}
     with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        for one in _predicate(released)["runDetails"]["byproducts"]:
-            place = place_of(str(one["annotations"]["stored"]))
-            if place is None or digest_of(place) != one["digest"]["sha256"]:
+        for product in _predicate(released)["runDetails"]["byproducts"]:
+            path = find_state(str(product["annotations"]["stored"]))
+            if path is None or digest_of(path) != product["digest"]["sha256"]:
                 return {}
-            found[str(one["name"])] = place
-    return found
+            states[str(product["name"])] = path
+    return states
 
 
 def _predicate(released: Path) -> Any:

@@ -1,15 +1,14 @@
-"""The step that a server takes when it has what the clients changed together: that itself, with momentum, or by Adam.
+"""Take the step of a server after the clients: the combined change itself, with momentum, or by Adam.
 
-Each is plain documents after the one of the round, ``w + D``, whose ``lambda`` is in ``D``.
+Each step consists of plain documents after the one of the round, ``w + D``. ``D`` includes the ``lambda``.
 
-Momentum needs no state beside the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
-https://arxiv.org/abs/1909.06335; the rate is the method's ``lambda``) the last step is ``w - w_before = rate v``, so
-that ``w' = w + rate D + momentum (w - w_before)``: the round, and task arithmetic of it and of the release before the
-last.
+Momentum needs no state except the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
+https://arxiv.org/abs/1909.06335; the rate is the method's ``lambda``), the last step is ``w - w_before = rate v``.
+Therefore ``w' = w + rate D + momentum (w - w_before)``: task arithmetic of the round and the release before the last.
 
-Adam (Reddi et al. 2020, https://arxiv.org/abs/2003.00295) needs the mean of the changes of all rounds, and of their
-squares, which no release holds. Each is a document of its own, of the round and of what the last round has kept of it;
-what it makes is kept beside the release (:mod:`tasks.merge.optimizer`).
+Adam (Reddi et al. 2020, https://arxiv.org/abs/2003.00295) needs the running means of the changes of all rounds and of
+their squares, which a release does not contain. Each mean is a document of its own, computed from the round and the
+stored mean of the last round. The results are stored next to the release (:mod:`tasks.merge.optimizer`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import TASK_ARITHMETIC
 
-ROUND, MEAN, SQUARES = "round", "mean", "squares"  # what the documents before the last are called
-# What the step that is taken says, and not the documents before it.
+ROUND, MEAN, SQUARES = "round", "mean", "squares"  # names of the documents before the last
+# Keys that apply to the final step and not to the documents before it.
 _OF_THE_RESULT = frozenset(("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template"))
 
 Document = Mapping[str, Any]
@@ -30,7 +29,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Adam:
-    """Settings of FedAdam, called as in the paper; ``rate`` is its eta."""
+    """Settings of FedAdam with the names of the paper. ``rate`` is its eta."""
 
     rate: float
     beta1: float = 0.9
@@ -38,74 +37,74 @@ class Adam:
     tau: float = 1e-3
 
 
-def parse_adam(said: object, where: str) -> Adam | None:
-    """``{rate: 0.01}``, and more; None where nothing is said.
+def parse_adam(settings: object, where: str) -> Adam | None:
+    """Parse ``{rate: 0.01}`` and the optional keys. None if there are no settings.
 
     Raises:
-        InvalidInput: Something else, a key that is none, or a number outside of its range.
+        InvalidInput: The value is not a mapping with ``rate``, has an unknown key, or a number is out of range.
     """
-    if said is None:
+    if settings is None:
         return None
-    known = [field.name for field in fields(Adam)]
-    if not isinstance(said, Mapping) or "rate" not in said:
+    names = [field.name for field in fields(Adam)]
+    if not isinstance(settings, Mapping) or "rate" not in settings:
         raise InvalidInput(
             where,
-            found=f"{said!r:.60}",
-            expected=f"{{rate: ...}}: about how far a weight goes in a round; and {', '.join(known[1:])}",
+            found=f"{settings!r:.60}",
+            expected=f"{{rate: ...}}: about how far a weight goes in a round; and {', '.join(names[1:])}",
         )
-    if unknown := next((key for key in said if key not in known), None):
+    if unknown := next((key for key in settings if key not in names), None):
         raise InvalidInput(
-            f"{where}.{unknown}", found="unknown key", expected=", ".join(known), remedy=suggest(str(unknown), known)
+            f"{where}.{unknown}", found="unknown key", expected=", ".join(names), remedy=suggest(str(unknown), names)
         )
-    for key, value in said.items():
+    for key, value in settings.items():
         mean = key.startswith("beta")
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and (0 <= value < 1 if mean else 0 < value < float("inf"))):
             expected = "a number from 0, below 1" if mean else "a number above 0"
             raise InvalidInput(f"{where}.{key}", found=f"{value!r:.60}", expected=expected)
-    return Adam(**{str(key): float(value) for key, value in said.items()})
+    return Adam(**{str(key): float(value) for key, value in settings.items()})
 
 
-def with_momentum(made: Document, before: str, momentum: float) -> tuple[Document, ...]:
-    """A round, and the step that is taken when the last one (from ``before`` to its base) goes on."""
+def with_momentum(round_document: Document, before: str, momentum: float) -> tuple[Document, ...]:
+    """Return the round, and a step that continues the last one (from ``before`` to its base)."""
     models = [
         {"model": ROUND, "parameters": {"weight": 1.0}},
         {"model": before, "parameters": {"weight": -momentum}},
     ]
-    return _round(made), _step(made, TASK_ARITHMETIC.name, models)
+    return _round(round_document), _step(round_document, TASK_ARITHMETIC.name, models)
 
 
-def with_adam(made: Document, kept: Mapping[str, str], adam: Adam) -> tuple[Document, ...]:
-    """A round, both means with it, and the step that follows from them.
+def with_adam(round_document: Document, states: Mapping[str, str], adam: Adam) -> tuple[Document, ...]:
+    """Return the round, both running means updated with it, and the step that follows from them.
 
     Args:
-        kept: The means of the rounds before, by name; none where it begins anew.
+        states: Means of the earlier rounds, by name. Empty to start over.
     """
 
     def mean(name: str, method: str, keep: float) -> Document:
-        models = [{"model": ROUND}, *([{"model": kept[name]}] if name in kept else [])]
-        said = {"name": name, "merge_method": method, "base_model": made["base_model"], "models": models}
-        return {**said, "parameters": {"keep": keep}, "dtype": "float32"}
+        models = [{"model": ROUND}, *([{"model": states[name]}] if name in states else [])]
+        document = {"name": name, "merge_method": method, "base_model": round_document["base_model"], "models": models}
+        return {**document, "parameters": {"keep": keep}, "dtype": "float32"}
 
-    step = _step(made, "adam", [{"model": MEAN}, {"model": SQUARES}])
+    step = _step(round_document, "adam", [{"model": MEAN}, {"model": SQUARES}])
     return (
-        _round(made),
+        _round(round_document),
         mean(MEAN, "moving_mean", adam.beta1),
         mean(SQUARES, "moving_squares", adam.beta2),
         {**step, "parameters": {"rate": adam.rate, "tau": adam.tau}},
     )
 
 
-def _round(made: Document) -> Document:
-    """What the clients make together, in float32."""
+def _round(round_document: Document) -> Document:
+    """Return the combined change of the clients in float32."""
     return {
-        **{key: value for key, value in made.items() if key not in _OF_THE_RESULT},
+        **{key: value for key, value in round_document.items() if key not in _OF_THE_RESULT},
         "name": ROUND,
         "dtype": "float32",
     }
 
 
-def _step(made: Document, method: str, models: list[dict[str, Any]]) -> Document:
-    """The document whose result is released."""
-    of_the_result = {key: value for key, value in made.items() if key in _OF_THE_RESULT}
-    return {"merge_method": method, "base_model": made["base_model"], "models": models, **of_the_result}
+def _step(round_document: Document, method: str, models: list[dict[str, Any]]) -> Document:
+    """Return the document whose result is released."""
+    result_keys = {key: value for key, value in round_document.items() if key in _OF_THE_RESULT}
+    return {"merge_method": method, "base_model": round_document["base_model"], "models": models, **result_keys}

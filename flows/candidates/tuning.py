@@ -1,10 +1,10 @@
-"""The scale of a merge (``lambda``) at which it is surest of what it says, searched without right answers.
+"""Set up a search for the scale of a merge (``lambda``) at which the model is most certain, without labels.
 
-A plain method at its best scale comes close to elaborate ones at theirs, and the scale at which predictions have the
-least entropy is close to the one that right answers would choose. A model may be sure and wrong, so this is a search
-like any other: confirmed on documents that no candidate saw, and judged by the gate before it is released.
+A plain method at its best scale comes close to elaborate methods at theirs, and the scale with the lowest prediction
+entropy is close to the best scale on labeled data. A model can be certain and wrong. So this is a search like any
+other, confirmed on documents that no candidate saw and judged by the gate before the release.
 
-``mergegate tune`` asks for it, and the remedy ``tune: scale``.
+``mergegate tune`` and the remedy ``tune: scale`` use it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.sweep import SweepSettings
 
 TUNE: Mapping[str, str] = {"tune": "scale"}  # as a remedy
-SCALE = "lambda"  # as recipes call it
-_RANGE = 2.5  # times smaller and larger than what is written
+SCALE = "lambda"  # key in recipes
+_RANGE = 2.5  # factor below and above the written value
 
 
 class TuningSize(NamedTuple):
-    """How much a search for a scale may take.
+    """Size of a search for a scale.
 
     Args:
-        trials: Candidates.
-        search, confirmation: Documents of each task that the search looks at, and the confirmation; the gate has the
-            others.
+        trials: Number of candidates.
+        search: Documents per task for the search.
+        confirmation: Documents per task for the confirmation. The gate uses the rest.
     """
 
     trials: int = 16
@@ -40,10 +40,10 @@ class TuningSize(NamedTuple):
 def scale_search(
     recipe: SearchedRecipe, tasks: Sequence[str], size: TuningSize
 ) -> tuple[dict[str, Any], SweepSettings]:
-    """The recipe with a hole where its scale stands, and what fills it, over the documents of ``tasks``.
+    """Return the recipe with a placeholder for its scale, and the search settings over the documents of ``tasks``.
 
     Raises:
-        InvalidInput: for a recipe without one scale.
+        InvalidInput: The recipe does not have exactly one scale.
     """
     start = _scale_in(recipe.document, recipe.where)
     parameters = {**(recipe.document.get("parameters") or {}), SCALE: f"${SCALE}"}
@@ -60,7 +60,7 @@ def scale_search(
 
 
 def has_searchable_scale(recipe: str) -> bool:
-    """Whether :func:`scale_search` would find what it searches for in a recipe as YAML."""
+    """Return whether a recipe in YAML has a scale that :func:`scale_search` can search."""
     try:
         documents = parse_yaml(recipe, "recipe")
         return len(documents) == 1 and isinstance(documents[0], Mapping) and _scale_in(documents[0], "recipe") > 0
@@ -69,37 +69,37 @@ def has_searchable_scale(recipe: str) -> bool:
 
 
 def _scale_in(recipe: Mapping[str, Any], where: str) -> float:
-    """What the recipe multiplies the merged task vector by.
+    """Return the factor by which the recipe multiplies the merged task vector.
 
     Raises:
-        InvalidInput: when it has no such number, or several.
+        InvalidInput: The recipe has no such number, or several.
     """
     if "clients" in recipe:
         raise InvalidInput(where, found="a round of clients", expected="a recipe that is the same every night")
     method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
     parameter = method.parameter(SCALE)
     if parameter is None:
-        scaled = ", ".join(name for name, one in merge_methods().items() if one.parameter(SCALE))
+        scaled = ", ".join(name for name, candidate in merge_methods().items() if candidate.parameter(SCALE))
         raise InvalidInput(
             f"{where}: merge_method",
             found=f"{method.name}, which has no '{SCALE}'",
             expected=f"a method whose result has a scale: {scaled}",
             remedy="an average of fine-tunes is task_arithmetic with the same weights, on their base",
         )
-    everywhere = list(_values_of(recipe))
-    said = (recipe.get("parameters") or {}).get(SCALE, parameter.default) if len(everywhere) < 2 else everywhere
-    if isinstance(said, bool) or not isinstance(said, (int, float)) or not said > 0:
+    values = list(_values_of(recipe))
+    scale = (recipe.get("parameters") or {}).get(SCALE, parameter.default) if len(values) < 2 else values
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale > 0:
         raise InvalidInput(
             f"{where}: {SCALE}",
-            found=f"{said!r}",
+            found=f"{scale!r}",
             expected="one number above 0, under the recipe's own 'parameters'",
             remedy="mergegate sweep searches for several numbers at once",
         )
-    return float(said)
+    return float(scale)
 
 
 def _values_of(node: Any) -> Iterator[Any]:
-    """Every value that the scale has anywhere in a recipe."""
+    """Yield every value of the scale anywhere in a recipe."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             if key == SCALE:
@@ -107,5 +107,5 @@ def _values_of(node: Any) -> Iterator[Any]:
             else:
                 yield from _values_of(value)
     elif isinstance(node, (list, tuple)):
-        for one in node:
-            yield from _values_of(one)
+        for item in node:
+            yield from _values_of(item)

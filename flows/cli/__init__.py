@@ -1,4 +1,4 @@
-"""The command line: one file a command, what a person watches, and how it ends as an exit code."""
+"""Implement the command line: one file per command, progress on the terminal, and exit codes."""
 
 from mergegate.flows.cli.app import main
 

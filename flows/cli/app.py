@@ -1,7 +1,7 @@
-"""The command line: commands and exit codes, nothing else.
+"""Define the commands and exit codes of the command line.
 
-Which end has which exit code says ``merge_core.errors.EXIT_CODES``. Heavy imports wait until a command needs them:
-``mergegate --help`` answers at once.
+``merge_core.errors.EXIT_CODES`` maps every outcome to its exit code. Heavy imports wait until a command needs them, so
+that ``mergegate --help`` answers immediately.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 def local_path(text: str | Path) -> Path:
-    """Parse a path on the command line. The import waits, because pydantic is slow to import."""
+    """Parse a path on the command line. The import is deferred because pydantic is slow to import."""
     from mergegate.merge_core.parsing import parse_path
 
     return parse_path(os.fspath(text))
@@ -76,7 +76,7 @@ Verbose = Annotated[
 
 
 class RemedyOption(StrEnum):
-    """What is tried when the gate refuses."""
+    """Remedies to try when the gate refuses."""
 
     WRITTEN = "written"
     AUTO = "auto"
@@ -86,7 +86,7 @@ class RemedyOption(StrEnum):
 def root_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Say the version, or go on to the command."""
+    """Print the version, or continue with the command."""
     with _refusals(False):
         require_posix(os.name)
     if version:
@@ -127,30 +127,30 @@ def run_command(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
+    """Release a merge: check, merge, evaluate, gate, publish. Stages that are already cached are reused."""
     with _refusals(as_json or events):
         _prepare_environment()
-        otherwise = tuple(overrides or ())
+        all_overrides = tuple(overrides or ())
         if dry:
             from mergegate.flows.cli.dry_run import dry_run
             from mergegate.flows.profile import load_profile
 
-            read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
-            read = read if publish else read.model_copy(update={"publish": None})
-            raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
+            loaded = load_profile(profile, all_overrides).remedied(remedy.value if remedy else None)
+            loaded = loaded if publish else loaded.model_copy(update={"publish": None})
+            raise typer.Exit(dry_run(loaded, _console(as_json), as_json, tuple(price or ())))
         from mergegate.flows.release import release, run_release_dry_pass
 
         console = _console(as_json or events)
-        read = _read_profile(profile, "release", otherwise)
-        # Prefect keeps what a flow is given: the name of the file, not what stands in it.
+        loaded = _read_profile(profile, "release", all_overrides)
+        # Pass the file name, because Prefect stores the parameters of a flow.
         choice: Any = remedy.value if remedy else None
-        told = (profile, otherwise, publish, choice)
-        outcome = _watched(
-            partial(release, *told, return_state=True),
-            read.remedied(choice).headline(),
+        arguments = (profile, all_overrides, publish, choice)
+        outcome = _run_watched(
+            partial(release, *arguments, return_state=True),
+            loaded.remedied(choice).headline(),
             profile,
             console,
-            look=partial(run_release_dry_pass, *told),
+            look=partial(run_release_dry_pass, *arguments),
             approve=approve,
             events=events,
             verbose=verbose,
@@ -158,7 +158,7 @@ def run_command(
         if events:
             from mergegate.flows.cli.json_events import print_event
 
-            print_event("finished", **_told(outcome))
+            print_event("finished", **_outcome_json(outcome))
         else:
             _print_outcome(console, outcome, as_json, profile)
     raise typer.Exit(outcome.exit_code)
@@ -171,7 +171,7 @@ def demo_command(
     ] = Path("mergegate-demo"),
     as_json: Json = False,
 ) -> None:
-    """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
+    """Copy the demo models into a directory and release them there: half a minute, no network, no account."""
     with _refusals(as_json):
         from mergegate.flows.cli.demo import PROFILE, place_demo
 
@@ -196,19 +196,19 @@ def sweep_command(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
+    """Search the free values of a recipe, confirm the winner on documents that no trial saw, and release it."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.sweep import look_on, swept_profile, view_of
         from mergegate.flows.sweep import sweep
 
         console = _console(as_json)
-        given = swept_profile(profile, console)
-        read = _read_profile(given, "sweep")
-        view = view_of(read) if dashboard else None
+        profile_to_sweep = swept_profile(profile, console)
+        loaded = _read_profile(profile_to_sweep, "sweep")
+        view = view_of(loaded) if dashboard else None
         wait = look_on(view, console) if view else lambda: None
-        flow = partial(sweep, given, release=release, view=view, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)
+        flow = partial(sweep, profile_to_sweep, release=release, view=view, return_state=True)
+        outcome = _run_watched(flow, loaded.headline(), profile, console, verbose=verbose)
         _print_outcome(console, outcome, as_json)
         wait()
     raise typer.Exit(outcome.exit_code)
@@ -226,16 +226,16 @@ def tune_command(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Find the scale ('lambda') at which a merge is surest of what it says; right answers are not needed."""
+    """Find the scale ('lambda') at which a merge is most certain of its answers, without labels."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.candidates import TuningSize
         from mergegate.flows.sweep import sweep
 
-        read = _read_profile(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
+        loaded = _read_profile(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
         console = _console(as_json)
-        flow = partial(sweep, read, release=release, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)
+        flow = partial(sweep, loaded, release=release, return_state=True)
+        outcome = _run_watched(flow, loaded.headline(), profile, console, verbose=verbose)
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -246,17 +246,17 @@ def shadow_look_command(
     approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Judge what is new, then promote what is watched, roll it back, or wait for more."""
+    """Judge new pairs, then promote the watched release, roll it back, or wait for more."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.shadow_look import print_look
         from mergegate.flows.shadow import shadow
 
         console = _console(as_json)
-        read = _read_profile(profile, "shadow")
+        loaded = _read_profile(profile, "shadow")
         flow = partial(shadow, profile, return_state=True)
-        outcome = _watched(flow, f"{read.name} on users' traffic", profile, console, approve=approve)
-        print_look(_told(outcome) if as_json else None, outcome, console)
+        outcome = _run_watched(flow, f"{loaded.name} on users' traffic", profile, console, approve=approve)
+        print_look(_outcome_json(outcome) if as_json else None, outcome, console)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -266,7 +266,7 @@ def shadow_promote_command(
     why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Promote what is watched by hand, whatever the evidence says."""
+    """Promote the watched release manually, independent of the evidence."""
     _decide_by_hand(profile, "promote", why, as_json)
 
 
@@ -276,7 +276,7 @@ def shadow_rollback_command(
     why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Give all users back to the parent by hand, whatever the evidence says."""
+    """Route all users back to the parent manually, independent of the evidence."""
     _decide_by_hand(profile, "roll back", why, as_json)
 
 
@@ -285,7 +285,7 @@ def shadow_status_command(
     profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     as_json: Json = False,
 ) -> None:
-    """What serves users, and what is shown so far; asks nobody and changes nothing."""
+    """Show which model serves users and the evidence so far, without judging or changing anything."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.shadow_look import print_state
@@ -302,11 +302,11 @@ def _decide_by_hand(profile: Path, say: str, why: str, as_json: bool) -> None:
 
         require_reason(why)
         console = _console(as_json)
-        read = _read_profile(profile, "shadow")
+        loaded = _read_profile(profile, "shadow")
         flow = partial(shadow, profile, say=say, why=why, by=who_is_here(), return_state=True)
-        outcome = _watched(flow, f"{read.name} on users' traffic", profile, console)
-        print_look(_told(outcome) if as_json else None, outcome, console)
-    # What was asked for has been done, also where that is to roll back.
+        outcome = _run_watched(flow, f"{loaded.name} on users' traffic", profile, console)
+        print_look(_outcome_json(outcome) if as_json else None, outcome, console)
+    # The command did its job, even if that was a rollback.
     raise typer.Exit(0 if outcome.status in ("promoted", "rolled back") else outcome.exit_code)
 
 
@@ -317,7 +317,7 @@ def server_command(
         int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of nights.yaml, or 4200")
     ] = None,
 ) -> None:
-    """Serve Prefect's API and its pages for this project; MERGEGATE_DATABASE=postgresql://… for a team."""
+    """Serve Prefect's API and pages for this project. Set MERGEGATE_DATABASE=postgresql://… for a team."""
     with _refusals(False):
         from mergegate.flows.cli.server import run_server
 
@@ -328,7 +328,7 @@ def server_command(
 def worker_command(
     once: Annotated[bool, typer.Option("--once", help="Carry out what is due now, and end.")] = False,
 ) -> None:
-    """Carry out what is deployed and due, one run at a time, in this project's directory."""
+    """Run due deployments, one at a time, in this project's directory."""
     with _refusals(False):
         from mergegate.flows.cli.server import become_worker
 
@@ -337,12 +337,12 @@ def worker_command(
 
 @app.command("deploy")
 def deploy_command(as_json: Json = False) -> None:
-    """Keep the server in step with nights.yaml: deployments, schedules, who is told. Twice does nothing."""
+    """Sync the server with nights.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
     with _refusals(as_json):
         _prepare_environment()
-        from mergegate.flows.cli.deploy import deploy_nights
+        from mergegate.flows.cli.deploy import deploy_schedules
 
-        deploy_nights(_console(as_json), as_json)
+        deploy_schedules(_console(as_json), as_json)
 
 
 @app.command("trigger")
@@ -351,7 +351,7 @@ def trigger_command(
     wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with its exit code.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have a worker make a release now, and print the address of the run's page."""
+    """Let a worker make a release now, and print the URL of the run's page."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.trigger import trigger_run
@@ -370,7 +370,7 @@ def shadow_command(
         bool, typer.Option("--again", help="Watch it anew, though it was killed, rolled back or promoted.")
     ] = False,
 ) -> None:
-    """Stand before parent and candidate, answer users, and record both (also: mergegate shadow PROFILE)."""
+    """Run the proxy before parent and candidate: answer users and record both (also: mergegate shadow PROFILE)."""
     with _refusals(False):
         _prepare_environment()
         from mergegate.flows.cli.shadow import serve_shadow
@@ -418,7 +418,7 @@ def approve_command(
     reason: Annotated[str, typer.Option(help="Why; for a no, what people are told.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Say yes or no to a release that waits for approval on the server, after showing what it is."""
+    """Approve or reject a release that waits on the server, after showing its evidence."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.approve import approve_run
@@ -437,13 +437,13 @@ def merge_command(
     share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Only merge: recipe in, checkpoint out; what is made already is not made again. Nothing is checked but headers."""
+    """Merge only: recipe in, checkpoint out. An existing identical merge is reused. Only headers are checked."""
     with _refusals(as_json):
         from mergegate.flows.cli.merge import merge_to
 
         record = merge_to(recipe, out, seed=seed, device=device, share=share, console=_console(as_json))
         if as_json:
-            _print_made(record)
+            _print_created(record)
 
 
 @app.command("check")
@@ -454,7 +454,7 @@ def check_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
+    """Find every problem before any weight is read, and list all findings, worst first."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.check import check_file
@@ -468,7 +468,7 @@ def fetch_data_command(
     profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with evaluate.data.")],
     as_json: Json = False,
 ) -> None:
-    """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
+    """Fetch the datasets of a profile's tasks into the directory evaluate.data, for offline runs."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.fetch_data import fetch_data
@@ -491,7 +491,7 @@ def extract_lora_command(
     dtype: Annotated[str, typer.Option(help="Format of the factors: float32, bfloat16 or float16.")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """Make a LoRA adapter of a fine-tune and its base, and say what it leaves out."""
+    """Extract a LoRA adapter from a fine-tune and its base, and report the remaining error."""
     with _refusals(as_json):
         from mergegate.flows.cli.extract import extract_to
         from mergegate.merge_core.adapters import ExtractionSettings
@@ -499,7 +499,7 @@ def extract_lora_command(
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
         record = extract_to(finetuned, base, out, settings, console=_console(as_json))
         if as_json:
-            _print_made(record)
+            _print_created(record)
 
 
 @app.command("init")
@@ -523,7 +523,7 @@ def init_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a recipe and a profile for your models, checked before you see them. Overwrites nothing."""
+    """Write a recipe and a profile for your models that pass the checks. Never overwrites files."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.init import InitRequest, init_project, is_interactive
@@ -566,7 +566,7 @@ def plan_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a merge will need, from headers alone: bytes, memory, disk, time, cost. No weight is read or downloaded."""
+    """Forecast bytes, memory, disk, time and cost of a merge from headers. No weight is read or downloaded."""
     with _refusals(as_json):
         from mergegate.flows.cli.plan import plan_file
 
@@ -584,7 +584,7 @@ def smoke_command(
     key_from: Annotated[str | None, typer.Option(help="Of a URL: environment variable with its key.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve a checkpoint and ask it, before anybody else does: a table of checks, what was seen, what should be."""
+    """Serve a checkpoint, send test requests, and print a table of checks with actual and expected results."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.smoke import smoke_target
@@ -598,7 +598,7 @@ def smoke_command(
 
 @app.command("methods")
 def methods_command(as_json: Json = False) -> None:
-    """The merge methods, with their parameters, ranges and defaults."""
+    """List the merge methods with their parameters, ranges and defaults."""
     with _refusals(as_json):
         from mergegate.flows.cli.methods import print_methods
 
@@ -617,13 +617,13 @@ def transplant_command(
     device: Annotated[str, typer.Option(help="Where combinations are computed: cpu, cuda or cuda:N.")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Give a model another one's tokenizer: shared tokens keep their rows, the others get combinations of them."""
+    """Give a model another model's tokenizer: shared tokens keep their rows, others get combinations of them."""
     with _refusals(as_json):
         from mergegate.flows.cli.transplant import transplant_to
 
-        made = transplant_to(model, donor, out, method=method, k=k, device=device, console=_console(as_json))
+        record = transplant_to(model, donor, out, method=method, k=k, device=device, console=_console(as_json))
         if as_json:
-            _print_made(made)
+            _print_created(record)
 
 
 @app.command("compare")
@@ -638,14 +638,14 @@ def compare_command(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
+    """Judge checkpoint B against checkpoint A with a profile's evidence and guards. Merges and publishes nothing."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.compare import compare as compare_checkpoints
 
         console = _console(as_json)
         flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
-        outcome = _watched(
+        outcome = _run_watched(
             flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console, verbose=verbose
         )
         _print_outcome(console, outcome, as_json)
@@ -663,7 +663,7 @@ def gate_command(
     ],
     as_json: Json = False,
 ) -> None:
-    """Judge results that lm-eval has written (with --log_samples) by a profile's guards. No model is run."""
+    """Judge results that lm-eval has written (with --log_samples) with a profile's guards. No model is run."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.gate import gate_results
@@ -679,7 +679,7 @@ def doctor_command(
     mend: Annotated[bool, typer.Option("--mend", help="Set aside what is damaged, remove what nobody needs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Look at this project's state: what is damaged, set aside or left over, and how large it is."""
+    """Examine this project's state: damaged, set-aside and leftover files, and their sizes."""
     with _refusals(as_json):
         from mergegate.flows.cli.doctor import examine_project
 
@@ -693,7 +693,7 @@ def history_command(
     last: Annotated[int, typer.Option("--last", min=1, help="How many are shown.")] = 30,
     as_json: Json = False,
 ) -> None:
-    """How the runs of this project ended, the newest first."""
+    """List how the runs of this project ended, newest first."""
     with _refusals(as_json):
         from mergegate.flows.cli.history import print_history
 
@@ -702,7 +702,7 @@ def history_command(
 
 @app.command("status")
 def status_command(as_json: Json = False) -> None:
-    """What runs now, what is due, how each profile ended last, how large the store is."""
+    """Show active runs, schedules, the last result of each profile and the size of the store."""
     with _refusals(as_json):
         from mergegate.flows.cli.status import print_status
 
@@ -716,7 +716,7 @@ def open_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Open a report in a browser; where there is none, print where it lies."""
+    """Open a report in a browser. Without a browser, print its path."""
     with _refusals(as_json):
         from mergegate.flows.cli.status import open_report
 
@@ -728,7 +728,7 @@ def explain_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's id or its beginning, a version, or a profile.")],
     as_json: Json = False,
 ) -> None:
-    """What a past run decided, and why."""
+    """Explain the decision of a past run."""
     with _refusals(as_json):
         from mergegate.flows.cli.status import explain_run
 
@@ -737,7 +737,7 @@ def explain_command(
 
 @store_app.command("ls")
 def store_ls_command(as_json: Json = False) -> None:
-    """Every artifact: of which stage and model, its size and age, and why it is kept."""
+    """List every artifact: stage, model, size, age, and the reason why it is kept."""
     with _refusals(as_json):
         from mergegate.flows.cli.store import list_artifacts
 
@@ -746,7 +746,7 @@ def store_ls_command(as_json: Json = False) -> None:
 
 @store_app.command("du")
 def store_du_command(as_json: Json = False) -> None:
-    """How large the store is, by stage, and how much of that is needed."""
+    """Show the size of the store by stage, and how much of it is needed."""
     with _refusals(as_json):
         from mergegate.flows.cli.store import print_sizes
 
@@ -755,7 +755,7 @@ def store_du_command(as_json: Json = False) -> None:
 
 @store_app.command("verify")
 def store_verify_command(as_json: Json = False) -> None:
-    """Read every byte and compare it with its hash; exit code 3 where something is damaged."""
+    """Read every byte of the store and compare it with its hash. Exit code 3 if anything is damaged."""
     with _refusals(as_json):
         from mergegate.flows.cli.store import verify_store
 
@@ -778,7 +778,7 @@ def store_gc_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what no run, no release and no profile's last runs need. Safe beside runs."""
+    """Remove artifacts that no run, no release and no profile's last runs need. Safe during runs."""
     with _refusals(as_json):
         from mergegate.flows.cli.store import collect_store
 
@@ -793,7 +793,7 @@ def verify_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
+    """Verify a release against its own claims: every byte, the provenance, the card, the signature."""
     with _refusals(as_json):
         from mergegate.flows.cli.verify import verify_release
 
@@ -810,7 +810,7 @@ def reproduce_command(
     device: Annotated[str, typer.Option(help="auto (as the release says), cpu, cuda or cuda:N.")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Make the weights of a release again from its recipe and its parents, and compare them to the byte."""
+    """Rebuild the weights of a release from its recipe and parents, and compare them byte by byte."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.verify import reproduce_release
@@ -819,26 +819,26 @@ def reproduce_command(
 
 
 def main() -> None:
-    """Entry point of the ``mergegate`` command."""
+    """Run the ``mergegate`` command."""
     require_utf8_paths()
     prepare_streams()
-    # Tables of tensors are trees of a million objects, made in a second: looked through for cycles every 700 objects,
-    # that would be two.
+    # Tables of tensors are trees of a million objects, created within a second. Scanning them for cycles every 700
+    # objects would double that time.
     gc.set_threshold(100_000, 20, 20)
     try:
         command_line(app)()
     except OSError as error:  # typer's own output, which no command writes: --help on a full disk
         refusal = _refusal_of(error)
-        _say_no(refusal, as_json=False)
+        _print_refusal(refusal, as_json=False)
         raise SystemExit(refusal.exit_code) from None
     finally:
         close_streams()
-        # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
+        # The imports of a run create a million objects. One more scan for cycles would take seconds at exit.
         gc.freeze()
 
 
 def _prepare_environment() -> None:
-    """What must be set before Prefect and the Hugging Face libraries are imported."""
+    """Set the environment before Prefect and the Hugging Face libraries are imported."""
     from mergegate.flows.prefect_api import configure
 
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
@@ -846,28 +846,28 @@ def _prepare_environment() -> None:
 
 
 def _console(as_json: bool) -> Any:
-    """Where lines for people go: standard output, or nowhere when that carries JSON."""
+    """Return the console for human-readable lines. It is quiet if standard output carries JSON."""
     from rich.console import Console
 
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
 def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> Any:
-    """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
+    """Load a profile and its recipes. A refused profile gets a report page like any other run."""
     from mergegate.flows.outcome import record_refused_run
     from mergegate.flows.profile import load_profile
 
     try:
-        read = load_profile(profile, overrides)
-        read.headline()
+        loaded = load_profile(profile, overrides)
+        loaded.headline()
     except MergegateError as error:
         if isinstance(profile, Path):
             record_refused_run(error, profile, flow)
         raise
-    return read
+    return loaded
 
 
-def _watched(
+def _run_watched(
     flow: Callable[[], Any],
     headline: str,
     profile: Path,
@@ -878,10 +878,10 @@ def _watched(
     events: bool = False,
     verbose: bool = False,
 ) -> Any:
-    """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs.
+    """Run a flow with progress on the terminal and Prefect's API available, and return its outcome.
 
     Args:
-        look: The outcome without the flow, where nothing is to be done; else None.
+        look: Function that returns the outcome without the flow if there is no work, otherwise None.
     """
     from mergegate.flows.cli.approve import TerminalApproval
     from mergegate.flows.cli.json_events import EventLines
@@ -898,8 +898,8 @@ def _watched(
     progress.headline(headline, f"profile {profile}")
     if not has_server():
         with watching():
-            if (found := look()) is not None:
-                return found
+            if (cached_outcome := look()) is not None:
+                return cached_outcome
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
@@ -912,22 +912,22 @@ def _watched(
     outcome = flow_outcome(state)
     if isinstance(outcome, RunOutcome):
         return outcome
-    # Prefect's API says of a full disk only that it failed.
+    # Prefect's API reports a full disk only as a failure.
     require_writable(Path(os.environ["MERGEGATE_HOME"]))
     if isinstance(outcome, Exception):
         raise outcome
     raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
 
 
-def _told(outcome: Any) -> dict[str, Any]:
-    """The outcome in the shape of every JSON object."""
+def _outcome_json(outcome: Any) -> dict[str, Any]:
+    """Return the outcome in the shape of every JSON object."""
     findings = [asdict(outcome.stopped_by)] if outcome.stopped_by else []
     return {**outcome.model_dump(mode="json"), "findings": findings}
 
 
 def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | None = None) -> None:
     if as_json:
-        print(json.dumps(_told(outcome), indent=1))
+        print(json.dumps(_outcome_json(outcome), indent=1))
         return
     from mergegate.flows.cli.summary import print_next, print_summary
 
@@ -936,35 +936,35 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
         print_next(console, outcome, profile)
 
 
-def _print_made(record: dict[str, Any]) -> None:
-    """What a command made, in the shape of every JSON object."""
+def _print_created(record: dict[str, Any]) -> None:
+    """Print the result of a command in the shape of every JSON object."""
     from mergegate.flows.cli.output import print_answer
 
-    said = "made" if record.pop("new", True) else "nothing new"
-    print_answer(said, said, record)
+    status = "made" if record.pop("new", True) else "nothing new"
+    print_answer(status, status, record)
 
 
 @contextmanager
 def _refusals(as_json: bool) -> Iterator[None]:
-    """Turn what a user, a disk or the system can cause into one message and an exit code. No traceback for it."""
+    """Turn errors caused by a user, a disk or the system into one message and an exit code, without a traceback."""
     try:
         yield
         sys.stdout.flush()
     except MergegateError as error:
-        _say_no(error, as_json)
+        _print_refusal(error, as_json)
         raise typer.Exit(error.exit_code) from None
     except OSError as error:
         refusal = _refusal_of(error)
-        _say_no(refusal, as_json)
+        _print_refusal(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except UnicodeEncodeError as error:
-        # Python represents bytes that are not UTF-8 by lone surrogates, which cannot be encoded.
+        # Python represents bytes that are not UTF-8 as lone surrogates, which cannot be encoded.
         text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
         refusal = DiskRefused(text, found="a name that is not text", expected="UTF-8", remedy="rename it")
-        _say_no(refusal, as_json)
+        _print_refusal(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
-    except (KeyboardInterrupt, typer.Abort):  # the latter where a question was asked
-        _say("interrupted", INTERRUPTED, as_json)
+    except (KeyboardInterrupt, typer.Abort):  # typer.Abort comes from a prompt
+        _print_message("interrupted", INTERRUPTED, as_json)
         raise typer.Exit(EXIT_CODES["interrupted"]) from None
 
 
@@ -989,12 +989,12 @@ def _has_working_directory() -> bool:
     return True
 
 
-def _say_no(error: MergegateError, as_json: bool) -> None:
-    _say(error.status, str(error), as_json, *findings_of(error))
+def _print_refusal(error: MergegateError, as_json: bool) -> None:
+    _print_message(error.status, str(error), as_json, *findings_of(error))
 
 
-def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
-    """The message, where it can still be said: the disk that is full may hold our output, too."""
+def _print_message(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
+    """Print the message if possible. The output itself may be on a full disk."""
     try:
         if as_json:
             from mergegate.flows.cli.output import print_answer

@@ -1,4 +1,4 @@
-"""Approval on a terminal: ``mergegate approve`` for runs that wait on a server; the question of ``mergegate run``."""
+"""Approve on a terminal: ``mergegate approve`` for runs that wait on a server, and the prompt of ``mergegate run``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.cli.server import optional_nights
+from mergegate.flows.cli.server import load_optional_schedules
 from mergegate.flows.prefect_api import (
     ApprovalRequest,
     Decision,
@@ -25,34 +25,34 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 
 
 def approve_run(named: str | None, console: Console, as_json: bool, *, reject: bool, reason: str) -> None:
-    """Answer the run that waits for approval, and say what was decided about.
+    """Answer the run that waits for approval, and print the decision.
 
     Args:
-        named: Id or name of the run, or of the profile; None: the only one that waits.
+        named: Id or name of the run, or name of the profile. None: the only run that waits.
 
     Raises:
-        InvalidInput: when none waits, or several and none is named; for a no without a reason.
-        Refused: when the run does not take the answer.
+        InvalidInput: No run waits, several wait and none is named, or a rejection has no reason.
+        Refused: The run rejects the answer.
     """
     if reject and not reason.strip():
         raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")
-    site = find_site(optional_nights())
+    site = find_site(load_optional_schedules())
     with site_client(site) as client:
         run = select_waiting_run(waiting_runs(client), named)
         if not as_json:
             console.print(Markdown(run.summary))
         answer_run(client, run, publish=not reject, by=who_is_here(), reason=reason)
-    said = "rejected" if reject else "approved"
+    decision = "rejected" if reject else "approved"
     if as_json:
-        told = {"profile": run.profile, "version": run.version, "run": str(run.id), "page": site.run_page(run.id)}
-        print_answer(said, f"{said} {run.profile} {run.version}", told)
+        facts = {"profile": run.profile, "version": run.version, "run": str(run.id), "page": site.run_page(run.id)}
+        print_answer(decision, f"{decision} {run.profile} {run.version}", facts)
     else:
-        console.print(f"{said} {run.profile} {run.version}; a worker goes on with it", markup=False)
+        console.print(f"{decision} {run.profile} {run.version}; a worker goes on with it", markup=False)
         console.print(f"  {site.run_page(run.id)}", markup=False)
 
 
 def who_is_here() -> str:
-    """``user@machine``."""
+    """Return ``user@machine``."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError, ImportError):
@@ -60,16 +60,16 @@ def who_is_here() -> str:
 
 
 class TerminalApproval:
-    """Asks whoever sits here; given beforehand, asks nobody."""
+    """Prompts the user on this terminal for approval, unless it was approved in advance."""
 
     def __init__(self, progress: TerminalProgress, console: Console, *, beforehand: bool) -> None:
         self._progress, self._console, self._beforehand = progress, console, beforehand
 
     def __call__(self, request: ApprovalRequest) -> Decision:
-        """What is said.
+        """Return the decision of the user.
 
         Raises:
-            Refused: when there is no terminal, or nobody answers.
+            Refused: There is no terminal, or no one answers.
         """
         version, digest = request.pending.version, request.pending.digest
         if self._beforehand:

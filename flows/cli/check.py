@@ -1,4 +1,4 @@
-"""``mergegate check``: everything that can be wrong, found before any weight is read; all at once, worst first."""
+"""``mergegate check``: find every problem before any weight is read, and list all findings, worst first."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.run_plan import plan_night
+from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.cli.sweep import swept_profile
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
 from mergegate.merge_core import Finding, load_recipe
 from mergegate.merge_core.errors import FindingGroup, group_findings, shown
 
-_LONGEST = 2000  # characters of a prompt that are shown
+_LONGEST = 2000  # characters of a prompt to show
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
 
 class CheckReport(BaseModel):
-    """What a check found."""
+    """Result of a check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str
     remarks: tuple[Finding, ...]
     summary: tuple[str, ...]
-    examples: tuple[TaskExample, ...] = ()  # a document of each task, as each parent reads it
-    seconds: float | None = None  # that a run would take here, as far as that is known
-    rough: bool = False  # whether that is a guess, from sizes and a short measurement
+    examples: tuple[TaskExample, ...] = ()  # one document of each task, as each parent reads it
+    seconds: float | None = None  # estimated duration of a run on this machine, if known
+    rough: bool = False  # whether it is a guess from sizes and a short measurement
 
 
 def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
-    """Check a profile or a recipe, say what was found, and return the exit code.
+    """Check a profile or a recipe, print the findings, and return the exit code.
 
     Args:
-        verbose: Say each finding, also those that have one cause, and what each parent is asked.
+        verbose: Whether to list findings with the same cause separately, and the prompt that each parent reads.
 
     Raises:
-        InvalidInput: for a file that cannot mean anything.
+        InvalidInput: The file is invalid.
     """
-    problems, night = Problems(stop_at_once=False), None
+    problems, planned = Problems(stop_at_once=False), None
     if is_recipe(file):
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
     elif (profile := load_profile(swept_profile(file, console))).sweep is None:
-        ready = preflight_profile(profile, problems)
-        if (night := plan_night(profile, ready, problems.examples)) and night.left:
-            problems.summary.append(f"time: {night.time()}")
+        preflight = preflight_profile(profile, problems)
+        if (planned := plan_run(profile, preflight, problems.examples)) and planned.left:
+            problems.summary.append(f"time: {planned.time()}")
     else:
         from mergegate.flows.attempt import sweep_candidates
 
-        named = sweep_candidates(profile)
-        preflight_profile(profile, problems, named.searched, named.by_hand)
+        candidates = sweep_candidates(profile)
+        preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
     report = CheckReport(
         file=str(file),
         remarks=problems.worst_first(),
         summary=tuple(dict.fromkeys(problems.summary)),
         examples=tuple(problems.examples),
-        seconds=night.seconds if night else None,
-        rough=bool(night and night.rough),
+        seconds=planned.seconds if planned else None,
+        rough=bool(planned and planned.rough),
     )
     if as_json:
         status = "sound" if problems.status == "passed" else problems.status
-        blocking = sum(one.severity == "block" for one in report.remarks)
+        blocking = sum(finding.severity == "block" for finding in report.remarks)
         message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
         print_answer(status, message, report.model_dump(mode="json"), report.remarks)
         return problems.exit_code
@@ -76,10 +76,10 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
 
 
 def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
-    """Each finding with what to do about it, worst first; then what is well.
+    """Print each finding with its remedy, worst first, then the successful checks.
 
     Args:
-        verbose: Say each alone, also those that have one cause.
+        verbose: Whether to list findings with the same cause separately.
     """
     groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
     for group in groups:
@@ -96,21 +96,21 @@ def print_findings(findings: Sequence[Finding], problems: Problems, console: Con
 
 
 def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
-    """Each text once, with those who read it so, and in how many tokens."""
+    """Print each distinct text once, with the models that read it and the number of tokens."""
     readers: dict[tuple[str, str, str], list[str]] = {}
-    for one in examples:
-        reader = f"{one.parent} ({one.preview.summary()})"
-        task = f"{one.task} ({one.asked})" if one.asked else one.task
-        readers.setdefault((task, one.preview.prompt, one.preview.answer), []).append(reader)
-    for (task, prompt, answer), who in readers.items():
-        console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(who)}", style="bold"))
+    for example in examples:
+        reader = f"{example.parent} ({example.preview.summary()})"
+        task = f"{example.task} ({example.asked})" if example.asked else example.task
+        readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
+    for (task, prompt, answer), models in readers.items():
+        console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(models)}", style="bold"))
         for text in shown(_cut(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
         console.print(Text(f"    ▸ {shown(_cut(answer)).strip()}", style="green"))
 
 
 def _cut(text: str) -> str:
-    """The beginning and the end of a long text: examples stand first, the question last."""
+    """Shorten a long text to its beginning and end: examples come first, the question last."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"

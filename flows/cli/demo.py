@@ -1,6 +1,7 @@
-"""The demo family where there is no clone of this project: a copy in a directory of the user's own, to look into.
+"""``mergegate demo``: copy the demo models into a directory of the user's own.
 
-The wheel carries ``profiles/`` as data (``share/mergegate`` of the environment); in a clone it lies beside ``flows/``.
+The wheel includes ``profiles/`` as data (``share/mergegate`` of the environment). In a clone, the directory is next to
+``flows/``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ PROFILE = Path("profiles", "demo.yaml")
 
 
 def place_demo(directory: Path) -> bool:
-    """Copy the demo's profiles, recipes, models and data into ``directory``, unless they are there already.
+    """Copy the demo's profiles, recipes, models and data into ``directory``, unless they already exist.
 
     Returns:
         Whether they were copied now.
 
     Raises:
-        InvalidInput: when something else is there, or this installation has no demo.
+        InvalidInput: The directory has other content, or this installation does not include the demo.
     """
     if (directory / PROFILE).is_file():
         return False
@@ -32,7 +33,7 @@ def place_demo(directory: Path) -> bool:
             expected="the demo, or a place for it",
             remedy="name another: mergegate demo DIRECTORY",
         )
-    source = _shipped()
+    source = _demo_source()
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
         source, directory / PROFILE.parent, ignore=shutil.ignore_patterns("__pycache__", "*.py"), dirs_exist_ok=True
@@ -40,19 +41,19 @@ def place_demo(directory: Path) -> bool:
     return True
 
 
-def _shipped() -> Path:
-    """``profiles/`` of the clone or of the installed distribution."""
-    beside = Path(__file__).resolve().parents[2] / PROFILE
-    if beside.is_file():
-        return beside.parent
+def _demo_source() -> Path:
+    """Return ``profiles/`` of the clone or of the installed distribution."""
+    in_clone = Path(__file__).resolve().parents[2] / PROFILE
+    if in_clone.is_file():
+        return in_clone.parent
     try:
         installed = [file for file in files("mergegate") or () if file.parts[-2:] == PROFILE.parts]
     except PackageNotFoundError:
         installed = []
     for file in installed:
-        place = Path(str(file.locate())).resolve()
-        if place.is_file():
-            return place.parent
+        path = Path(str(file.locate())).resolve()
+        if path.is_file():
+            return path.parent
     raise InvalidInput(
         "the demo",
         found="not a part of this installation",

@@ -1,4 +1,4 @@
-"""``mergegate deploy``: the server kept in step with ``nights.yaml``. Called twice, the second time does nothing."""
+"""``mergegate deploy``: keep the server in step with ``nights.yaml``. A second call changes nothing."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ from mergegate.flows.prefect_api import (
 _MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
 
 
-def deploy_nights(console: Console, as_json: bool) -> None:
-    """Make, change and remove deployments until the server has what the file says, and print what was done.
+def deploy_schedules(console: Console, as_json: bool) -> None:
+    """Create, change and remove deployments until the server matches the file, and print the changes.
 
     Raises:
-        InvalidInput: for a file or a profile that means nothing, or a server that does not answer or let us in.
+        InvalidInput: The file or a profile is invalid, or the server does not answer or denies access.
     """
-    nights = load_schedules(Path(NIGHTS))
-    site = find_site(nights)
-    wanted = desired_deployments(nights, site.root)
+    schedules = load_schedules(Path(NIGHTS))
+    site = find_site(schedules)
+    deployments = desired_deployments(schedules, site.root)
     with site_client(site) as client:
         make_pool(client)
-        done = sync_deployments(client, wanted, site)
-        ids = {one.name: one.id for one in done}
-        rules = sync_rules(client, desired_rules(nights, wanted), nights.tell, ids, site)
+        changes = sync_deployments(client, deployments, site)
+        ids = {change.name: change.id for change in changes}
+        rules = sync_rules(client, desired_rules(schedules, deployments), schedules.tell, ids, site)
     if as_json:
-        more = {"server": site.address, "deployments": [one._asdict() for one in done], "rules": dict(rules)}
-        print_answer("deployed", f"{len(done)} deployments", more)
+        more = {"server": site.address, "deployments": [change._asdict() for change in changes], "rules": dict(rules)}
+        print_answer("deployed", f"{len(changes)} deployments", more)
         return
-    about = {one.full_name: one.told() for one in wanted}
-    width = max(len(one.name) for one in done)
-    for one in done:
-        console.print(Text(f"  {_MARKS[one.change]} {one.name:<{width}}  {about.get(one.name, 'removed')}".rstrip()))
-    for name, change in rules:
-        if change != "unchanged":
-            console.print(Text(f"  {_MARKS[change]} {name.removeprefix('mergegate: ')}"))
-    changes = [*(one.change for one in done), *(change for _, change in rules)]
-    console.print(f"{site.address}: {', '.join(_counts(changes))}")
+    descriptions = {deployment.full_name: deployment.told() for deployment in deployments}
+    width = max(len(change.name) for change in changes)
+    for change in changes:
+        description = descriptions.get(change.name, "removed")
+        console.print(Text(f"  {_MARKS[change.change]} {change.name:<{width}}  {description}".rstrip()))
+    for name, rule_change in rules:
+        if rule_change != "unchanged":
+            console.print(Text(f"  {_MARKS[rule_change]} {name.removeprefix('mergegate: ')}"))
+    kinds = [*(change.change for change in changes), *(rule_change for _, rule_change in rules)]
+    console.print(f"{site.address}: {', '.join(_counts(kinds))}")
 
 
 def _counts(changes: Sequence[str]) -> list[str]:

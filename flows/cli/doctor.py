@@ -1,7 +1,7 @@
-"""``mergegate doctor``: what this project's state is like, and what may be done about it.
+"""``mergegate doctor``: examine this project's state and repair it.
 
-A run needs no doctor: damage is a miss, and is made again. This says what was found, set aside and left over, and how
-large everything is; ``--mend`` sets aside what is damaged and removes what nobody reads.
+A run needs no doctor, because it treats damage as a cache miss and rebuilds. This command reports files that are
+damaged, set aside or left over, and all sizes. ``--mend`` sets damaged files aside and removes unused ones.
 """
 
 from __future__ import annotations
@@ -31,73 +31,84 @@ _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 
 
 def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
-    """Print what is found; the exit code: 3 where something is damaged and stays so, else 0.
+    """Print the findings, and return the exit code: 3 if damage remains, otherwise 0.
 
     Raises:
-        OSError: when the state cannot be read, or not be mended.
+        OSError: The state cannot be read or repaired.
     """
-    place = home()
-    found = list(_examine(place))
-    done = [_mended(one) if mend else "" for one in found]
-    sick = any(one.kind == "damaged" and not what for one, what in zip(found, done, strict=True))
-    sizes = {name: directory_bytes(place / name) for name in _FOLDERS if (place / name).exists()}
+    directory = home()
+    findings = list(_examine(directory))
+    actions = [_mend(finding) if mend else "" for finding in findings]
+    is_damaged = any(
+        finding.kind == "damaged" and not action for finding, action in zip(findings, actions, strict=True)
+    )
+    sizes = {name: directory_bytes(directory / name) for name in _FOLDERS if (directory / name).exists()}
     if as_json:
-        told = [
-            {"kind": one.kind, "path": str(one.path), "what": one.what, "bytes": one.bytes, "done": what}
-            for one, what in zip(found, done, strict=True)
+        rows = [
+            {
+                "kind": finding.kind,
+                "path": str(finding.path),
+                "what": finding.what,
+                "bytes": finding.bytes,
+                "done": action,
+            }
+            for finding, action in zip(findings, actions, strict=True)
         ]
-        more = {"home": str(place), "sizes": sizes, "found": told}
-        print_answer("damaged" if sick else "sound", f"{len(told)} things found", more)
-        return 3 if sick else 0
+        more = {"home": str(directory), "sizes": sizes, "found": rows}
+        print_answer("damaged" if is_damaged else "sound", f"{len(rows)} things found", more)
+        return 3 if is_damaged else 0
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-    console.print(f"{place}: {listed or 'nothing here yet'}")
-    for one, what in zip(found, done, strict=True):
-        ending = f" → {what}" if what else ""
-        console.print(f"  {one.kind:<10}  {one.path} ({format_bytes(one.bytes)}): {one.what}{ending}", markup=False)
-    if not found:
+    console.print(f"{directory}: {listed or 'nothing here yet'}")
+    for finding, action in zip(findings, actions, strict=True):
+        ending = f" → {action}" if action else ""
+        console.print(
+            f"  {finding.kind:<10}  {finding.path} ({format_bytes(finding.bytes)}): {finding.what}{ending}",
+            markup=False,
+        )
+    if not findings:
         console.print("  nothing is damaged, nothing is left over")
-    elif sick:
+    elif is_damaged:
         console.print("  the next run makes again what it needs of it; mergegate doctor --mend tidies up now")
-    return 3 if sick else 0
+    return 3 if is_damaged else 0
 
 
-def _mended(found: StateFinding) -> str:
-    """What was done about it. Of the history only the lines that are damaged go."""
-    if found.path.name != HISTORY or not found.path.is_file():
-        return mend_state(found)
-    mend_history(found.path.parent)
+def _mend(finding: StateFinding) -> str:
+    """Repair a finding and return a description. In the history, only damaged lines are removed."""
+    if finding.path.name != HISTORY or not finding.path.is_file():
+        return mend_state(finding)
+    mend_history(finding.path.parent)
     return "set aside; its whole lines are kept"
 
 
-def _examine(place: Path) -> Iterator[StateFinding]:
-    if not place.is_dir():
+def _examine(directory: Path) -> Iterator[StateFinding]:
+    if not directory.is_dir():
         return
-    for entry in sorted(place.iterdir()):
+    for entry in sorted(directory.iterdir()):
         if ASIDE not in entry.name and entry.name in _FOLDERS and not entry.is_dir():
             yield set_aside_count(entry, "no directory")
-        elif (passed := is_leftover(entry)) is not None:
-            yield passed
-    yield from examine_store(place / "store")
-    yield from examine_database(place / "prefect" / "prefect.db")
+        elif (finding := is_leftover(entry)) is not None:
+            yield finding
+    yield from examine_store(directory / "store")
+    yield from examine_database(directory / "prefect" / "prefect.db")
     for damage in anchor_faults():
         yield set_aside_count(damage.path, damage.why)
     for folder in ("anchors", "prefect", "reports", "runs"):
-        if (place / folder).is_dir():
-            for entry in sorted((place / folder).iterdir()):
-                if (passed := is_leftover(entry)) is not None:
-                    yield passed
+        if (directory / folder).is_dir():
+            for entry in sorted((directory / folder).iterdir()):
+                if (finding := is_leftover(entry)) is not None:
+                    yield finding
                 elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
                     yield set_aside_count(entry, "no file")
-    yield from _of_the_reports(place / "reports")
+    yield from _examine_reports(directory / "reports")
 
 
-def _of_the_reports(reports: Path) -> Iterator[StateFinding]:
+def _examine_reports(reports: Path) -> Iterator[StateFinding]:
     if not reports.is_dir():
         return
     if damage := read_history(reports).said_of_damage():
         yield set_aside_count(reports / HISTORY, damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
-        if (passed := is_leftover(page)) is not None:
-            yield passed
+        if (finding := is_leftover(page)) is not None:
+            yield finding
         elif page.is_symlink() or not page.is_file():
             yield set_aside_count(page, "no file")

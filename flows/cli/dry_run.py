@@ -1,7 +1,7 @@
-"""``mergegate run --dry-run``: all checks, what the merge needs, what is cached stage by stage, what is left to make.
+"""``mergegate run --dry-run``: run all checks, and show for each stage whether it is cached.
 
-No weight is read and nothing is made, but for what ``mergegate check`` counts and measures. How long it takes says
-``flows.cli.night``.
+This reads no weights and changes nothing, apart from the counts and measurements of ``mergegate check``. The module
+``flows.cli.run_plan`` estimates the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 from mergegate.flows.cli.check import print_findings
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
-from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_night
+from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_run
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.wording import format_duration, format_roughly
@@ -25,25 +25,25 @@ from mergegate.tasks.preflight import plan_cached
 
 
 def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:
-    """Say all that is known before the run, and return the exit code that its checks would give.
+    """Print everything that is known before the run, and return the exit code of its checks.
 
     Raises:
-        InvalidInput: for a recipe that cannot mean anything.
+        InvalidInput: The recipe is invalid.
     """
-    named = named_prices(prices)
+    prices_by_name = named_prices(prices)
     problems = Problems(stop_at_once=False)
-    ready = preflight_profile(profile, problems)
-    night = plan_night(profile, ready, problems.examples)
-    seconds = night.seconds if night else None
-    cost = {name: seconds / 3600 * price for name, price in named.items()} if seconds is not None else {}
-    message = night.sentence() if night else "its checks say no; see the findings"
+    preflight = preflight_profile(profile, problems)
+    planned = plan_run(profile, preflight, problems.examples)
+    seconds = planned.seconds if planned else None
+    cost = {name: seconds / 3600 * price for name, price in prices_by_name.items()} if seconds is not None else {}
+    message = planned.sentence() if planned else "its checks say no; see the findings"
     findings = problems.worst_first()
     if as_json:
         status = "ready" if problems.status == "passed" else problems.status
         more = {
-            "stages": [asdict(one) for one in night.stages] if night else [],
+            "stages": [asdict(stage) for stage in planned.stages] if planned else [],
             "seconds": seconds,
-            "rough": night.rough if night else False,
+            "rough": planned.rough if planned else False,
             "cost": cost,
             "attempts": len(profile.candidates()) + profile.proposed,
             "overrides": profile.overrides,
@@ -51,12 +51,12 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
         print_answer(status, message, more, findings)
         return problems.exit_code
     print_findings(findings, problems, console)
-    if night:
-        own = next(one for one in ready.cleared if one.candidate is profile.candidates()[0])
-        if (forecast := _forecast(profile, own, named)) is not None:
+    if planned:
+        cleared = next(item for item in preflight.cleared if item.candidate is profile.candidates()[0])
+        if (forecast := _forecast(profile, cleared, prices_by_name)) is not None:
             print_forecast(forecast, console)
         console.print()
-        console.print(_table(night))
+        console.print(_table(planned))
         console.print()
     console.print(Text(f"dry run: {message}", style="bold"))
     for line in _further(profile):
@@ -67,7 +67,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
 
 
 def _further(profile: Profile) -> Iterator[str]:
-    """What a refusal would be followed by, each with a merge of its own to be made and measured."""
+    """Yield what follows a refusal. Each item costs a merge and an evaluation of its own."""
     written = len(profile.candidates()) - 1
     if written:
         yield f"when the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
@@ -78,27 +78,27 @@ def _further(profile: Profile) -> Iterator[str]:
         yield f"{then} up to {profile.proposed} that the refusal proposes, not counted above"
 
 
-def _forecast(profile: Profile, own: ClearedCandidate, prices: dict[str, float]) -> Forecast | None:
-    """What the merge needs; by the plan that the check has made, where it was made now."""
-    recipe = own.candidate.recipe
-    planned, _ = plan_cached(recipe, own.found, own.headers, profile.checks.tokenizer.accepted)
+def _forecast(profile: Profile, cleared: ClearedCandidate, prices: dict[str, float]) -> Forecast | None:
+    """Forecast the needs of the merge, with the plan of the checks if it is cached."""
+    recipe = cleared.candidate.recipe
+    planned, _ = plan_cached(recipe, cleared.parents, cleared.headers, profile.checks.tokenizer.accepted)
     if planned.plan is None:
         return None
-    return forecast_of(recipe, own.found, planned.plan, Path(), "auto", prices, None)
+    return forecast_of(recipe, cleared.parents, planned.plan, Path(), "auto", prices, None)
 
 
-def _table(night: PlannedRun) -> Table:
+def _table(planned: PlannedRun) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("stage", "of", "in the store", "takes"):
         table.add_column(column)
-    for one in night.stages:
-        there = "to be made" if one.stage != "evaluate" else f"{one.missing:,} documents to ask"
-        state = Text("cached", "cyan") if one.cached else Text(there, "yellow")
-        table.add_row(one.stage, Text(one.subject), state, _takes(one))
+    for stage in planned.stages:
+        open_work = "to be made" if stage.stage != "evaluate" else f"{stage.missing:,} documents to ask"
+        state = Text("cached", "cyan") if stage.cached else Text(open_work, "yellow")
+        table.add_row(stage.stage, Text(stage.subject), state, _takes(stage))
     return table
 
 
-def _takes(one: PlannedStage) -> str:
-    if one.seconds is None:
+def _takes(stage: PlannedStage) -> str:
+    if stage.seconds is None:
         return ""
-    return f"roughly {format_roughly(one.seconds)}" if one.rough else format_duration(one.seconds)
+    return f"roughly {format_roughly(stage.seconds)}" if stage.rough else format_duration(stage.seconds)

@@ -1,4 +1,4 @@
-"""``mergegate extract-lora``: an adapter from a fine-tune and its base, with the error that each factor leaves."""
+"""``mergegate extract-lora``: extract an adapter from a fine-tune and its base, and print the error of each factor."""
 
 from __future__ import annotations
 
@@ -18,51 +18,57 @@ _SHOWN = 5
 def extract_to(
     tuned: str, base: str, out: Path, settings: ExtractionSettings, *, console: Console
 ) -> dict[str, object]:
-    """Write the adapter that makes ``tuned`` of ``base`` to ``out``, and return what was made, as plain data.
+    """Write the adapter that turns ``base`` into ``tuned`` to ``out``, and return the result as plain data.
 
     Raises:
-        InvalidInput: for checkpoints that are not there or do not fit, or an ``out`` that exists.
-        Refused: for one that the Hub does not give, or that is changed while it is read.
+        InvalidInput: A checkpoint does not exist, the two do not fit, or ``out`` exists.
+        Refused: The Hub denies access to a checkpoint, or one changed while it was read.
     """
-    with new_directory(out) as place:
-        made = _extract(tuned, base, place, settings, console)
-    return _said(out, made, console)
+    with new_directory(out) as directory:
+        extracted = _extract(tuned, base, directory, settings, console)
+    return _print_extracted(out, extracted, console)
 
 
-def _extract(tuned: str, base: str, place: Path, settings: ExtractionSettings, console: Console) -> Extracted:
-    found = [find_checkpoint(name) for name in (tuned, base)]
-    if snapshots := [one for parent in found for one in parent.snapshots]:
+def _extract(tuned: str, base: str, directory: Path, settings: ExtractionSettings, console: Console) -> Extracted:
+    checkpoints = [find_checkpoint(name) for name in (tuned, base)]
+    if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
         with console.status("fetching weights"):
             download_snapshots(snapshots, store().hashes)
-    looked = identify_parents(found)
+    identities = identify_parents(checkpoints)
     with console.status("reading headers") as status:
-        made = extract_adapter(
-            open_parent(found[0]),
-            open_parent(found[1]),
+        extracted = extract_adapter(
+            open_parent(checkpoints[0]),
+            open_parent(checkpoints[1]),
             base,
             settings,
             lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),
         )
-    write_adapter(made.adapter, place)
-    require_same_files(looked)
-    return made
+    write_adapter(extracted.adapter, directory)
+    require_same_files(identities)
+    return extracted
 
 
-def _said(out: Path, made: Extracted, console: Console) -> dict[str, object]:
-    worst = sorted(made.errors, key=lambda one: -one.error)
-    for one in worst[:_SHOWN]:
-        console.print(f"  {one.module}: rank {one.rank} leaves {one.error:.1%} of the change")
+def _print_extracted(out: Path, extracted: Extracted, console: Console) -> dict[str, object]:
+    worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
+    for module_error in worst[:_SHOWN]:
+        console.print(
+            f"  {module_error.module}: rank {module_error.rank} leaves {module_error.error:.1%} of the change"
+        )
     if len(worst) > _SHOWN:
         console.print(f"  and {len(worst) - _SHOWN} modules with smaller errors")
     size = sum(file.stat().st_size for file in out.iterdir())
     console.print(
-        f"{out}: {len(made.errors)} modules with factors, {len(made.adapter.whole)} saved whole,"
-        f" {made.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; {made.error:.2%} of the change is left out"
+        f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.whole)} saved whole,"
+        f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
+        f"{extracted.error:.2%} of the change is left out"
     )
     return {
         "out": str(out),
-        "error": made.error,
-        "unchanged": made.unchanged,
-        "saved_whole": sorted(made.adapter.whole),
-        "modules": {one.module: {"rank": one.rank, "error": one.error} for one in made.errors},
+        "error": extracted.error,
+        "unchanged": extracted.unchanged,
+        "saved_whole": sorted(extracted.adapter.whole),
+        "modules": {
+            module_error.module: {"rank": module_error.rank, "error": module_error.error}
+            for module_error in extracted.errors
+        },
     }

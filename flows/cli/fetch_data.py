@@ -1,4 +1,4 @@
-"""``mergegate fetch-data``: the datasets that a profile's tasks are loaded from, into the directory that it names."""
+"""``mergegate fetch-data``: fetch the datasets of a profile's tasks into the directory that the profile names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mergegate.tasks.evaluation import (
 
 
 def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[FetchedDataset]:
-    """Fetch what is not there yet, and say what came.
+    """Fetch missing datasets, and print and return them.
 
     Raises:
-        InvalidInput: for a profile without ``evaluate.data``, or a dataset that cannot be had.
+        InvalidInput: The profile has no ``evaluate.data``, or a dataset is not available.
     """
     profile = load_profile(file)
     if profile.evaluate is None or profile.evaluate.data is None:
@@ -34,21 +34,24 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
             remedy="add 'data: eval-data' under 'evaluate'",
         )
     root = (profile.root / profile.evaluate.data).absolute()
-    asked: list[TaskDataset] = []
+    datasets: list[TaskDataset] = []
     for task in profile.asked_tasks():
         require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
-        asked += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
-    found: list[FetchedDataset] = []
+        datasets += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
+    fetched: list[FetchedDataset] = []
 
-    def note(one: FetchedDataset) -> None:
-        found.append(one)
-        what = f"fetched at {one.revision[:12]}" if one.revision else "is there"
-        console.print(f"{one.name}: {what}", markup=False)
+    def note(dataset: FetchedDataset) -> None:
+        fetched.append(dataset)
+        status = f"fetched at {dataset.revision[:12]}" if dataset.revision else "is there"
+        console.print(f"{dataset.name}: {status}", markup=False)
 
-    fetch_datasets(asked, root, note)
+    fetch_datasets(datasets, root, note)
     if as_json:
-        told = [{"dataset": one.name, "revision": one.revision, "directory": str(one.directory)} for one in found]
-        print_answer("fetched", f"{len(found)} datasets in {root}", {"directory": str(root), "datasets": told})
-    elif not found:
+        rows = [
+            {"dataset": dataset.name, "revision": dataset.revision, "directory": str(dataset.directory)}
+            for dataset in fetched
+        ]
+        print_answer("fetched", f"{len(fetched)} datasets in {root}", {"directory": str(root), "datasets": rows})
+    elif not fetched:
         console.print("nothing to fetch: the data of all tasks lie beside them")
-    return found
+    return fetched

@@ -1,4 +1,4 @@
-"""The first recipe that fits some models: how they are written in it, what the headers let through, the dtype."""
+"""Find the first recipe that fits some models, according to their headers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint
 
 
 def named_model(text: str, base: str) -> ResolvedCheckpoint:
-    """A model; a directory with an adapter is one that is applied to the base."""
-    place = expand_user_path(text)
-    is_adapter = (place / "adapter_config.json").is_file() and not (place / "config.json").is_file()
+    """Find a model. A directory with an adapter is applied to the base."""
+    path = expand_user_path(text)
+    is_adapter = (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
     return find_checkpoint(f"{base}+{text}" if is_adapter else text)
 
 
 def written_in(parent: ResolvedCheckpoint, out: Path) -> object:
-    """A model as a recipe in ``out`` writes it: directories relative to that."""
+    """Return a model as written in a recipe in ``out``, with relative directories."""
     if parent.adapter is not None:
         model, _, adapter = parent.ref.partition("+")
         return f"{_relative(model, out)}+{_relative(adapter, out)}"
@@ -33,25 +33,25 @@ def written_in(parent: ResolvedCheckpoint, out: Path) -> object:
 
 
 def _relative(text: str, out: Path) -> str:
-    place = expand_user_path(text)
-    if not place.is_dir():
+    directory = expand_user_path(text)
+    if not directory.is_dir():
         return text
-    path = Path(os.path.relpath(place.absolute(), out)).as_posix()
+    path = Path(os.path.relpath(directory.absolute(), out)).as_posix()
     return path if path.startswith(".") else f"./{path}"
 
 
 def fitting_recipe(
     method: str, written: Sequence[object], out: Path, name: str
 ) -> tuple[RecipeDraft, str, tuple[ResolvedCheckpoint, ...]]:
-    """The first draft that the headers let through, the dtype in which most of the weights are, and its parents.
+    """Return the first draft that fits according to the headers, the dtype of most weights, and its parents.
 
     Args:
-        method: The only one that is wanted; empty: any.
-        written: The base, then the models, as a recipe in ``out`` writes them.
-        name: What messages call the recipe by.
+        method: Merge method to use. Empty: any.
+        written: The base, then the models, as written in a recipe in ``out``.
+        name: Name of the recipe in messages.
 
     Raises:
-        MergegateError: what is wrong with the first draft, where none fits.
+        MergegateError: No draft fits. The error is that of the first draft.
     """
     base, *models = written
     problems: list[MergegateError] = []
@@ -65,19 +65,19 @@ def fitting_recipe(
         loses_template = any(finding.where.endswith(": chat template") for finding in cleared.findings)
         if loses_template and _has_one_template(cleared.opened.values()):
             draft = with_template(draft)
-        return draft, _dtype(cleared.opened.values()), cleared.found
+        return draft, _dtype(cleared.opened.values()), cleared.parents
     raise problems[0]
 
 
 def _has_one_template(parents: Iterable[Checkpoint]) -> bool:
-    """Whether one chat template leads among them: a base mostly has none, and its fine-tunes share one."""
-    found = Counter(template for parent in parents if (template := parent.chat_template) is not None)
-    leading = [count for _, count in found.most_common(2)]
+    """Return whether one chat template is the most common. Often the fine-tunes share one and the base has none."""
+    templates = Counter(template for parent in parents if (template := parent.chat_template) is not None)
+    leading = [count for _, count in templates.most_common(2)]
     return len(leading) == 1 or (len(leading) == 2 and leading[0] > leading[1])
 
 
 def _dtype(parents: Iterable[Checkpoint]) -> str:
-    """That of most bytes, of those that a recipe can name; float32 where none is."""
+    """Return the dtype of most bytes, limited to dtypes that a recipe can name. Default: float32."""
     sizes: Counter[str] = Counter()
     for parent in parents:
         for tensor in parent.tensors.values():

@@ -1,13 +1,13 @@
-"""``mergegate gate``: the verdict on results that lm-eval has written already. No model is run, nothing is published.
+"""``mergegate gate``: judge results that lm-eval has already written. No model is run, nothing is published.
 
 ::
 
     mergegate gate merge=out/merge reverser=out/reverser shifter=out/shifter --profile profiles/demo.yaml
     mergegate gate merge=out/merge reference=out/parent --profile profiles/demo.yaml
 
-Each directory is what ``lm_eval run --output_path`` wrote about one model, with ``--log_samples``. The guards are those
-of the profile (``best parent`` and ``champion`` among them), and the rule is that of the stage ``gate``; ``reference``,
-named alone, stands for every model that a guard names.
+Each directory is the output of ``lm_eval run --output_path`` for one model, with ``--log_samples``. The guards are
+those of the profile (including ``best parent`` and ``champion``), and the rule is that of the stage ``gate``. A single
+``reference`` replaces every model that a guard names.
 """
 
 from __future__ import annotations
@@ -44,24 +44,23 @@ MERGE, REFERENCE = "merge", "reference"
 
 
 def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
-    """Judge results on disk by the guards of a profile.
+    """Judge results on disk with the guards of a profile.
 
     Args:
-        entries: ``NAME=DIRECTORY`` of each model: ``merge``, and ``reference`` or those that the guards name.
+        entries: ``NAME=DIRECTORY`` of each model: ``merge``, and ``reference`` or the models that the guards name.
 
     Raises:
-        InvalidInput: for a model that is missing or named twice, results that cannot be believed, or such that do not
-            compare.
+        InvalidInput: A model is missing or named twice, or results are invalid or not comparable.
     """
     profile = load_profile(profile_file)
     if profile.evaluate is None:
         raise InvalidInput(
             f"{profile_file}: evaluate", found="no task that is guarded", expected="evaluate: {tasks: [...]}"
         )
-    places = _places(entries)
-    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", places)
-    results = _read(guards, {name: find_results(place) for name, place in places.items()})
-    for guard, name in ((held, name) for held in guards for name in reference_models(held, places, MERGE)):
+    directories = _parse_directories(entries)
+    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
+    results = _read(guards, {name: find_results(directory) for name, directory in directories.items()})
+    for guard, name in ((judged, name) for judged in guards for name in reference_models(judged, directories, MERGE)):
         where = f"{guard.task}: {MERGE} against {name}"
         ours, theirs = results[name, guard.task], results[MERGE, guard.task]
         require_same_conditions(ours, theirs, where)
@@ -72,39 +71,39 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         scores = _as_artifacts(results, Path(scratch))
         verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
-        return _outcome(profile, verdict, scores, places)
+        return _outcome(profile, verdict, scores, directories)
 
 
-def _places(entries: Sequence[str]) -> dict[str, Path]:
-    places: dict[str, Path] = {}
+def _parse_directories(entries: Sequence[str]) -> dict[str, Path]:
+    directories: dict[str, Path] = {}
     for entry in entries:
-        name, equals, place = entry.partition("=")
-        if not (name and equals and place):
+        name, equals, directory = entry.partition("=")
+        if not (name and equals and directory):
             raise InvalidInput(
                 entry, found="no model and directory", expected="NAME=DIRECTORY, such as merge=out/merge"
             )
-        if name in places:
+        if name in directories:
             raise InvalidInput(entry, found=f"a second directory for {name}", expected="one a model")
-        places[name] = Path(place)
-    if MERGE not in places:
+        directories[name] = Path(directory)
+    if MERGE not in directories:
         raise InvalidInput(
             "RESULTS",
-            found=f"no results of the merge, only of {', '.join(places)}",
+            found=f"no results of the merge, only of {', '.join(directories)}",
             expected=f"{MERGE}=DIRECTORY",
-            remedy=suggest(MERGE, places),
+            remedy=suggest(MERGE, directories),
         )
-    if len(places) < 2:
+    if len(directories) < 2:
         raise InvalidInput("RESULTS", found="only the merge", expected=f"{REFERENCE}=DIRECTORY, or its parents by name")
-    return places
+    return directories
 
 
-def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[str, Path]) -> tuple[Guard, ...]:
-    """The guards by the names that lm-eval calls their tasks, each compared with results that there are."""
-    references = set(places) - {MERGE}
+def _guards(written: Sequence[Guard], root: Path, where: str, directories: Mapping[str, Path]) -> tuple[Guard, ...]:
+    """Return the guards with lm-eval's task names, each compared with results that exist."""
+    references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
     guards = []
     for position, guard in enumerate(written):
-        if not alone and not reference_models(guard, places, MERGE):
+        if not alone and not reference_models(guard, directories, MERGE):
             raise InvalidInput(
                 f"{where}[{position}].guarded_by",
                 found=f"{guard.guarded_by!r}, of which no results are given",
@@ -118,20 +117,20 @@ def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[st
     return distinct_guards(guards)
 
 
-def _read(guards: Sequence[Guard], found: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
-    """Results by model and task: of the merge on every task, of each reference on those that it guards."""
+def _read(guards: Sequence[Guard], files: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
+    """Read the results by model and task: the merge on every task, each reference on the tasks that it guards."""
     results: dict[tuple[str, str], TaskResults] = {}
     for guard in guards:
         field = None if guard.cluster_by == "task" else guard.cluster_by
-        for name in (*reference_models(guard, found, MERGE), MERGE):
-            known = results.get((name, guard.task))
-            if known is None or field is not None:  # two guards of a task agree on the field, or one has none
-                results[name, guard.task] = read_task(found[name], guard.task, field)
+        for name in (*reference_models(guard, files, MERGE), MERGE):
+            result = results.get((name, guard.task))
+            if result is None or field is not None:  # two guards of a task agree on the field, or one has none
+                results[name, guard.task] = read_task(files[name], guard.task, field)
     return results
 
 
 def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path) -> dict[str, list[Artifact[Scores]]]:
-    """The results as the stage ``evaluate`` would have left them, so that one gate judges both."""
+    """Convert the results to artifacts of the stage ``evaluate``, so that the same gate judges both."""
     scores: dict[str, list[Artifact[Scores]]] = {}
     for number, ((model, task), result) in enumerate(results.items()):
         directory = scratch / str(number)
@@ -151,14 +150,14 @@ def _outcome(
     profile: Profile,
     verdict: GateVerdict,
     scores: Mapping[str, Sequence[Artifact[Scores]]],
-    places: Mapping[str, Path],
+    directories: Mapping[str, Path],
 ) -> RunOutcome:
     ordered = [*(name for name in scores if name != MERGE), MERGE]
     content = ReportContent(
         name=profile.name,
         method="results of lm-eval",
         recipe="",
-        models=tuple(_reported(name, places[name], scores[name]) for name in ordered),
+        models=tuple(_reported(name, directories[name], scores[name]) for name in ordered),
         licence="",
         obligations=(),
         verdict=verdict,
@@ -172,11 +171,11 @@ def _outcome(
     return RunOutcome(status="refused", message=f"{profile.name} does not pass the gate\n{why}", content=content)
 
 
-def _reported(name: str, place: Path, parts: Sequence[Artifact[Scores]]) -> ReportedModel:
+def _reported(name: str, directory: Path, parts: Sequence[Artifact[Scores]]) -> ReportedModel:
     return ReportedModel(
         name=name,
         role="merge" if name == MERGE else "parent",
-        ref=str(place),
+        ref=str(directory),
         digest=digest([part.digest for part in parts]),
         licence="",
         scores=join_parts(parts),

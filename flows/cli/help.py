@@ -1,4 +1,4 @@
-"""How help speaks: arguments by their names in capitals (``mergegate run PROFILE``), commands by whole sentences."""
+"""Format help texts: arguments by name in capitals (``mergegate run PROFILE``), commands as full sentences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import typer.main
 
 
 class FirstIsProfile(typer.core.TyperGroup):
-    """Commands, of which ``serve`` may go without its name: ``mergegate shadow PROFILE``."""
+    """A command group in which ``serve`` may be omitted: ``mergegate shadow PROFILE``."""
 
     unnamed = "serve"
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names; where it names none, the unnamed one, with that word."""
+        """Return the command that the first word names, or else the default command with that word as argument."""
         return super().resolve_command(ctx, args if args[0] in self.commands else [self.unnamed, *args])
 
 
 def command_line(app: typer.Typer) -> Any:
-    """The command that ``app`` declares, with all those below it: call it to run it."""
+    """Return the command that ``app`` declares, with all its subcommands. Call it to run it."""
     command = typer.main.get_command(app)
     _prepare(command)
     return command
@@ -30,6 +30,6 @@ def _prepare(command: Any) -> None:
         if parameter.param_type_name == "argument" and parameter.metavar is None:
             parameter.metavar = (parameter.name or "").upper()
     for below in getattr(command, "commands", {}).values():
-        # Left alone, the list of commands breaks off in the middle of each one's sentence.
+        # By default, the list of commands truncates sentences.
         below.short_help = below.short_help or f"{below.help.partition('. ')[0].rstrip('.')}."
         _prepare(below)

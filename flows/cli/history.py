@@ -1,10 +1,10 @@
-"""``mergegate history``: how the runs of this project ended, the newest first.
+"""``mergegate history``: list how the runs of this project ended, newest first.
 
 ::
 
     mergegate history                     # all profiles
     mergegate history support-assistant   # one of them
-    mergegate history --json              # everything that is known, as one JSON object
+    mergegate history --json              # all recorded facts, as one JSON object
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from mergegate.tasks.stage import home
 
 
 def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:
-    """A line for each run, in at most 80 columns, the newest first.
+    """Print one line per run, newest first, in at most 80 columns.
 
     Args:
-        profile: Whose; absent: of all.
-        most: Runs that are shown.
+        profile: Name of a profile. Default: all profiles.
+        most: Maximum number of runs.
 
     Raises:
-        InvalidInput: for a profile of which no run is known.
+        InvalidInput: No run of the profile is recorded.
     """
     reports = home() / "reports"
     history = read_history(reports)
-    runs = [one for one in reversed(history.records) if profile in (None, one.profile)]
+    runs = [run for run in reversed(history.records) if profile in (None, run.profile)]
     if profile is not None and not runs:
-        known = {one.profile for one in history.records}
+        names = {run.profile for run in history.records}
         raise InvalidInput(
             "mergegate history",
             found=f"{profile!r}, of which no run is known",
-            expected=suggest(profile, known) if known else "a profile that has run here",
+            expected=suggest(profile, names) if names else "a profile that has run here",
         )
     if as_json:
-        told = [one.model_dump(mode="json") for one in runs[:most]]
-        more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": told}
+        rows = [run.model_dump(mode="json") for run in runs[:most]]
+        more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": rows}
         print_answer("listed", f"{len(runs)} runs are known", more)
         return
     if runs:
@@ -61,21 +61,21 @@ def print_history(console: Console, as_json: bool, profile: str | None = None, m
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
-    """All columns have a width of their own: together they have 80 characters or less."""
+    """Return a table with fixed column widths of at most 80 characters in total."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     names, tasks = (17, 11) if with_profile else (0, 28)
     for title, width in (("ended", 16), ("profile", names), ("outcome", 11), ("version", 12), ("lost most", tasks)):
         if width:
             table.add_column(title, width=width, no_wrap=True, overflow="ellipsis")
     table.add_column("took", width=8, justify="right", no_wrap=True)
-    for one in runs:
-        lost = worst_drop(one)
+    for run in runs:
+        worst = worst_drop(run)
         table.add_row(
-            format_run_time(one),
-            *([Text(one.profile)] if with_profile else []),
-            Text(one.status, style=OUTCOME_STYLES[outcome_of_status(one.status)]),
-            Text(one.version or ""),
-            Text(f"{lost.drop:.1f} {lost.task}" if lost else ""),
-            format_duration(one.seconds),
+            format_run_time(run),
+            *([Text(run.profile)] if with_profile else []),
+            Text(run.status, style=OUTCOME_STYLES[outcome_of_status(run.status)]),
+            Text(run.version or ""),
+            Text(f"{worst.drop:.1f} {worst.task}" if worst else ""),
+            format_duration(run.seconds),
         )
     return table

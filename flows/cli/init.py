@@ -1,13 +1,13 @@
-"""``mergegate init``: a recipe and a profile for models that somebody has, which pass ``check`` as they are.
+"""``mergegate init``: write a recipe and a profile for existing models that pass ``check`` without changes.
 
 ::
 
-    mergegate init models/base models/math models/code                 # asks what it cannot know
-    mergegate init acme/base acme/math acme/code --yes --out nightly   # asks nothing
+    mergegate init models/base models/math models/code                 # prompts for missing facts
+    mergegate init acme/base acme/math acme/code --yes --out nightly   # no prompts
 
-Method and numbers follow from headers and tokenizers, tasks from what the cards claim, the licence section from what
-they declare. Nothing is written before the draft has gone through the same checks as ``mergegate check``, and no file
-is ever overwritten. What a person has to settle is said, and stands in the files as a comment.
+Method and values follow from headers and tokenizers, tasks from the claims of the model cards, and the license section
+from the declared licenses. The draft passes the checks of ``mergegate check`` before files are written, and no file is
+ever overwritten. Open decisions are printed, and written to the files as comments.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from mergegate.tasks.preflight import SAMPLE
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
 from mergegate.tasks.stage import home, store
 
-# How a held-out text is called, and where it lies: here, in the new directory, beside the models.
+# Names of a held-out text. It is searched in the working directory, the new directory and the models' directories.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
-# Uses, the one that asks for the most first.
+# Uses, the most demanding one first.
 _USES = (("commercial", "public"), ("commercial", "private"), ("research", "public"), ("research", "private"))
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """What a person wants, as far as they have said; empty: not said."""
+    """Arguments of ``mergegate init``. Empty values are not specified."""
 
     base: str
     models: tuple[str, ...]
@@ -73,21 +73,21 @@ class InitRequest:
 
 
 def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
-    """Write a recipe and a profile, say what was decided and why, and return the exit code of their check.
+    """Write a recipe and a profile, print all decisions, and return the exit code of their check.
 
     Raises:
-        InvalidInput: for models that are not there or fit nothing, and for files that exist.
-        Refused: for a repository that may not be read, or a Hub that cannot be reached.
+        InvalidInput: A model does not exist, no recipe fits, or a file exists.
+        Refused: A repository denies access, or the Hub is not available.
     """
     if not request.models:
         raise InvalidInput("mergegate init", found="no model", expected="the base, then the models to merge")
-    found = [named_model(text, request.base) for text in (request.base, *request.models)]
-    with directory_for_new_files(request.out.absolute()):  # paths through it are looked up before anything is written
-        return _init_in(request, found, request.out.absolute(), console, as_json)
+    models = [named_model(text, request.base) for text in (request.base, *request.models)]
+    with directory_for_new_files(request.out.absolute()):  # relative paths are resolved before files are written
+        return _init_in(request, models, request.out.absolute(), console, as_json)
 
 
 def _init_in(
-    request: InitRequest, found: Sequence[ResolvedCheckpoint], out: Path, console: Console, as_json: bool
+    request: InitRequest, models: Sequence[ResolvedCheckpoint], out: Path, console: Console, as_json: bool
 ) -> int:
     def free_name(name: str) -> str:
         if not is_release_name(name):
@@ -97,13 +97,13 @@ def _init_in(
 
     name = _answer(request, "name of the release", request.name, _default_name(request.models), free_name)
     files = _files(out, name)
-    draft, dtype, parents = fitting_recipe(request.method, [written_in(one, out) for one in found], out, name)
+    draft, dtype, parents = fitting_recipe(request.method, [written_in(model, out) for model in models], out, name)
     console.print(Text(f"recipe   {load_recipe(draft.recipe, where='draft').summary()}", style="bold"))
     console.print(f"         {draft.why}".replace("\n# ", "\n         "))
 
     license = _license(request, parents, name, out)
     console.print(Text(f"licence  {license.purpose}, {license.visibility}", style="bold"))
-    documents, is_sample = _documents(request, found, out)
+    documents, is_sample = _documents(request, models, out)
     guards = _guards(request, parents, out, console)
     profile = ProfileDraft(
         name=name,
@@ -127,14 +127,16 @@ def _written_out(
     console: Console,
     as_json: bool,
 ) -> int:
-    """Write schemas, text, recipe and profile; then check the profile as it stands there."""
+    """Write schemas, text, recipe and profile, then check the profile in its final location."""
     from mergegate.flows.cli.schema import schema_text
 
     out = files[0].parent
-    place = home() / "schema"
-    schemas = {kind: Path(os.path.relpath(place / f"{kind}.json", out)).as_posix() for kind in ("profile", "recipe")}
+    directory = home() / "schema"
+    schemas = {
+        kind: Path(os.path.relpath(directory / f"{kind}.json", out)).as_posix() for kind in ("profile", "recipe")
+    }
     for kind in schemas:
-        write_state(state_directory(place) / f"{kind}.json", schema_text(kind).encode())
+        write_state(state_directory(directory) / f"{kind}.json", schema_text(kind).encode())
     sample = "".join(f"{line}\n\n" for line in SAMPLE if line.strip())
     write_new_files(
         {
@@ -176,19 +178,19 @@ def _default_name(models: Sequence[str]) -> str:
 
 
 def _files(out: Path, name: str) -> tuple[Path, Path]:
-    """The recipe and the profile."""
+    """Return the paths of the recipe and the profile."""
     return out / f"{name}.recipe.yaml", out / f"{name}.yaml"
 
 
-def _answer(request: InitRequest, question: str, said: str, default: str, check: Callable[[str], str]) -> str:
-    """What a flag has said, or else a person says; else the default. All of it goes through ``check``."""
-    if said or not request.asks:
-        return check(said or default)
+def _answer(request: InitRequest, question: str, option: str, default: str, check: Callable[[str], str]) -> str:
+    """Return the value of an option, or the user's answer, or the default, after ``check``."""
+    if option or not request.asks:
+        return check(option or default)
     return ask(question, default, check)
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
-    """The most demanding use that the cards allow; else the one that a person could still settle."""
+    """Return the most demanding use that the licenses allow, or else one that a user can still approve."""
     table = license_table(LicenseSettings(), out)
     declared = read_licenses(parents, table)
     verdicts = {}
@@ -199,7 +201,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
     purpose, visibility = min(_USES, key=lambda use: rank[verdicts[use].combination.status])
     verdict = verdicts[purpose, visibility]
     reasons = [reason for reason in verdict.combination.reasons if reason.status != "allowed"]
-    subjects = list(dict.fromkeys(one.license or one.model for reason in reasons for one in reason.about))
+    subjects = list(dict.fromkeys(subject.license or subject.model for reason in reasons for subject in reason.about))
     accept = ""
     if subjects and (request.asks or request.accept):
         if not request.accept:
@@ -217,7 +219,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
 
 
 def _acceptance(text: str) -> str:
-    """``text``, if a profile may say it of a doubt; empty: nobody has accepted anything."""
+    """Return ``text`` if it is a valid acceptance. Empty: nothing is accepted."""
     try:
         LicenseSettings(accepted={"a doubt": text} if text else {})
     except ValidationError:
@@ -225,11 +227,15 @@ def _acceptance(text: str) -> str:
     return text
 
 
-def _documents(request: InitRequest, found: Sequence[ResolvedCheckpoint], out: Path) -> tuple[str, bool]:
-    """The held-out text, relative to the profile, and whether it is our own sample."""
-    beside = [one.directory.parent for one in found if one.revision is None]
-    places = dict.fromkeys([Path.cwd(), out, *beside, *(place.parent for place in beside)])
-    there = next((place / text for place in places for text in _TEXTS if (place / text).is_file()), None)
+def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: Path) -> tuple[str, bool]:
+    """Return the held-out text, relative to the profile, and whether it is our own sample."""
+    model_directories = [model.directory.parent for model in models if model.revision is None]
+    directories = dict.fromkeys(
+        [Path.cwd(), out, *model_directories, *(directory.parent for directory in model_directories)]
+    )
+    existing = next(
+        (directory / text for directory in directories for text in _TEXTS if (directory / text).is_file()), None
+    )
 
     def readable(text: str) -> str:
         if text == _OUR_SAMPLE:
@@ -239,33 +245,33 @@ def _documents(request: InitRequest, found: Sequence[ResolvedCheckpoint], out: P
         return text
 
     question = f"held-out text (jsonl with 'text', or plain; '{_OUR_SAMPLE}': a few lines of ours)"
-    said = "" if request.documents is None else str(request.documents)
-    chosen = _answer(request, question, said, os.path.relpath(there) if there else _OUR_SAMPLE, readable)
-    if chosen == _OUR_SAMPLE:
+    option = "" if request.documents is None else str(request.documents)
+    answer = _answer(request, question, option, os.path.relpath(existing) if existing else _OUR_SAMPLE, readable)
+    if answer == _OUR_SAMPLE:
         return _SAMPLE_FILE, True
-    return Path(os.path.relpath(Path(chosen).absolute(), out)).as_posix(), False
+    return Path(os.path.relpath(Path(answer).absolute(), out)).as_posix(), False
 
 
 def _guards(
     request: InitRequest, parents: Sequence[ResolvedCheckpoint], out: Path, console: Console
 ) -> tuple[GuardDraft, ...]:
-    """Tasks that were asked for, and those that the cards claim, each guarded by the first that claims it."""
-    asked = {}
+    """Return the requested tasks, then those in the cards' claims, each guarded by the first model with the claim."""
+    requested = {}
     for text in request.tasks:
         task, _, guard = text.partition("=")
         written = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
-        asked[written] = GuardDraft(written, guard or "best parent", "as you asked")
+        requested[written] = GuardDraft(written, guard or "best parent", "as you asked")
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
         for task in claimed_tasks(card.fields):
             claimed.setdefault(task, GuardDraft(task, parent.name, f"the card of {parent.name} speaks of it"))
-    # What a person names is checked with the rest; a claim that cannot be tried here is only mentioned.
-    tried = [_tried(guard, out, console) for guard in claimed.values() if guard.task not in asked]
-    return (*asked.values(), *tried)
+    # Requested tasks are checked with the rest. A claimed task that cannot run here is only mentioned.
+    checked = [_with_problem(guard, out, console) for guard in claimed.values() if guard.task not in requested]
+    return (*requested.values(), *checked)
 
 
-def _tried(guard: GuardDraft, out: Path, console: Console) -> GuardDraft:
+def _with_problem(guard: GuardDraft, out: Path, console: Console) -> GuardDraft:
     console.print(Text(f"task     {guard.task}: {guard.why}; looking for its data", style="dim"))
     try:
         pin_data(pin_task(guard.task, out, store().hashes))
@@ -276,5 +282,5 @@ def _tried(guard: GuardDraft, out: Path, console: Console) -> GuardDraft:
 
 
 def is_interactive(yes: bool) -> bool:
-    """Whether somebody can be asked."""
+    """Return whether the user can be prompted."""
     return not yes and sys.stdin.isatty() and sys.stdout.isatty()

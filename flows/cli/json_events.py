@@ -1,4 +1,4 @@
-"""``mergegate run --events``: a line of JSON on standard output for everything that happens, while it happens.
+"""``mergegate run --events``: print one line of JSON on standard output for each event.
 
 ::
 
@@ -23,11 +23,11 @@ from contextlib import contextmanager, nullcontext
 from mergegate.merge_core.wording import detail_listener
 from mergegate.tasks.stage import StageStatus, progress_watcher, running_stage
 
-_SECONDS_BETWEEN = 1.0  # two lines of progress of one call
+_SECONDS_BETWEEN = 1.0  # minimum time between two progress lines of one call
 
 
 def print_event(event: str, **facts: object) -> None:
-    """One line, at once: whoever reads it may be a pipe. When nobody reads any more the run goes on in silence."""
+    """Print and flush one line. If the reader of a pipe goes away, the run continues silently."""
     try:
         print(json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str), flush=True)
     except BrokenPipeError:
@@ -38,14 +38,14 @@ class EventLines:
     """A ``Watcher`` that prints a line of JSON for each event."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], float] = {}
+        self._last_progress: dict[tuple[str, str], float] = {}
 
     @contextmanager
     def watching(self, *, verbose: bool = False) -> Iterator[None]:
-        """Tell of every stage that runs inside.
+        """Report every stage that runs in the block.
 
         Args:
-            verbose: Also of what is asked of whom meanwhile (``merge_core.wording``).
+            verbose: Whether to also report details, such as cache keys and subprocesses (``merge_core.wording``).
         """
         with progress_watcher(self), detail_listener(self.detailed) if verbose else nullcontext():
             yield
@@ -56,7 +56,7 @@ class EventLines:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is drawn, so nothing is in the way of a question."""
+        """Do nothing, because there is no drawing that could disturb a prompt."""
         yield
 
     def announced(self, text: str) -> None:
@@ -67,13 +67,13 @@ class EventLines:
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
         now = time.monotonic()
-        if now - self._told.get((stage, subject), 0.0) < _SECONDS_BETWEEN and done < total:
+        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and done < total:
             return
-        self._told[stage, subject] = now
+        self._last_progress[stage, subject] = now
         print_event("advanced", stage=stage, subject=subject, done=done, total=total, unit=unit)
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """What a stage says of itself in words is for terminals."""
+        """Ignore the description of a stage, which is for terminals."""
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         print_event("ended", stage=stage, subject=subject, status=status, seconds=round(seconds, 3), summary=summary)

@@ -1,4 +1,4 @@
-"""``mergegate merge``: only the merge, into a directory that exists whole or not at all."""
+"""``mergegate merge``: only merge, into a directory that is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from mergegate.flows.cli.merge_cache import made_of, recall, remember
+from mergegate.flows.cli.merge_cache import merge_key, recall, remember
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
@@ -33,51 +33,55 @@ from mergegate.tasks.stage import store
 def merge_to(
     recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
 ) -> dict[str, object]:
-    """Merge ``recipe_file`` into ``out`` and return what was made, as plain data; also where it was made before, of the
-    same recipe and the same files, and nothing is made now (``new`` is false).
+    """Merge ``recipe_file`` into ``out`` and return the result as plain data.
+
+    If ``out`` already contains the merge of the same recipe and the same files, nothing is done and ``new`` is false.
 
     Args:
-        share: Work directly in ``out``, together with every process that was started alike (see ``merge_core.engine``);
-            until it is finished it has no ``config.json``. Alone, it does not exist until it is finished.
+        share: Whether to work directly in ``out``, together with every process that was started in the same way (see
+            ``merge_core.engine``). Until it is complete, the directory has no ``config.json``. Without ``share``, it
+            does not exist until it is complete.
 
     Raises:
-        InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
-        Refused: when the parents do not fit each other, are changed while they are merged, what came out is not
-            healthy, or another merge into ``out`` is running.
+        InvalidInput: The recipe is invalid, or ``out`` exists.
+        Refused: The parents do not fit, changed during the merge, the result is not healthy, or another merge into
+            ``out`` is running.
     """
     remedy = "wait for it, name another directory, or start both with --share to divide the work"
-    out.absolute()  # A working directory that is gone is said before parents are missed in it.
-    cleared = _cleared(recipe_file, console)
-    looked = {**(cleared.looked or identify_parents(cleared.found)), **cleared.texts}
-    of = made_of(recipe_file, looked, seed, device)
-    if not share and (told := recall(out, of)):
+    out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
+    cleared = _clear_and_fetch(recipe_file, console)
+    identities = {**(cleared.identities or identify_parents(cleared.parents)), **cleared.texts}
+    merge_digest = merge_key(recipe_file, identities, seed, device)
+    if not share and (recorded := recall(out, merge_digest)):
         console.print(f"nothing new: {out} was made of this recipe and these parents, and is as it was")
-        return {**told, "out": str(out), "new": False}
-    directory = nullcontext(out) if share else new_directory(out, resume=True, by="merge into it", remedy=remedy)
-    with directory as place:
-        made = _merge_to(cleared, looked, place, out, seed=seed, device=device, share=share, console=console)
+        return {**recorded, "out": str(out), "new": False}
+    context = nullcontext(out) if share else new_directory(out, resume=True, by="merge into it", remedy=remedy)
+    with context as directory:
+        result = _merge_into(
+            cleared, identities, directory, out, seed=seed, device=device, share=share, console=console
+        )
     if not share:
         try:
-            remember(out, of, made)
+            remember(out, merge_digest, result)
         except (OSError, DiskRefused) as error:  # The output is complete whether or not the next run recognizes it.
             console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
-    return {**made, "new": True}
+    return {**result, "new": True}
 
 
-def _cleared(recipe_file: Path, console: Console) -> ClearedRecipe:
-    """A recipe that may be carried out, and its parents, whose weights are here."""
+def _clear_and_fetch(recipe_file: Path, console: Console) -> ClearedRecipe:
+    """Return a recipe that may be merged, after fetching the weights of its parents."""
     cleared = clear_recipe(load_recipe(recipe_file))
     for finding in cleared.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         console.print(Text(f"{finding.severity}: {finding}{remedy}"))
-    _fetch([one for parent in cleared.found for one in parent.snapshots], console)
+    _fetch([snapshot for parent in cleared.parents for snapshot in parent.snapshots], console)
     return cleared
 
 
-def _merge_to(
+def _merge_into(
     cleared: ClearedRecipe,
-    looked: Mapping[Path, FileIdentity],
-    place: Path,
+    identities: Mapping[Path, FileIdentity],
+    directory: Path,
     out: Path,
     *,
     seed: int,
@@ -85,17 +89,17 @@ def _merge_to(
     share: bool,
     console: Console,
 ) -> dict[str, object]:
-    """Merge into ``place``, which is called ``out`` to people."""
-    found = cleared.found
-    by_ref = {parent.ref: parent for parent in found}
+    """Merge into ``directory``. Messages call it ``out``."""
+    parents = cleared.parents
+    by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}")
     if recipe.output:
-        return _combine(recipe, found, looked, place, out, seed=seed, console=console)
-    # Headers from afar are read again where they came to lie.
-    opened = cleared.opened if cleared.looked else {parent.ref: open_parent(parent) for parent in found}
-    # Comparing experts reads samples of all weights: before the merge only where it decides what is merged with what.
+        return _combine(recipe, parents, identities, directory, out, seed=seed, console=console)
+    # The headers of downloaded parents must be read again from the local files.
+    opened = cleared.opened if cleared.identities else {parent.ref: open_parent(parent) for parent in parents}
+    # Comparing experts reads samples of all weights. Do it before the merge only if it changes the plan.
     matched = match_experts(recipe, opened) if recipe.align_experts else None
     if matched:
         plan = plan_merge(matched.recipe, matched.checkpoints)
@@ -105,38 +109,38 @@ def _merge_to(
     def before_sealing() -> None:
         nonlocal matched
         matched = matched or match_experts(recipe, opened)
-        require_same_files(looked)
+        require_same_files(identities)
 
     if not share:
-        start_or_resume(place, plan)
+        start_or_resume(directory, plan)
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
         record = merge_weights(
             plan,
-            place,
+            directory,
             seed=seed,
             device=device,
-            settings=EngineSettings(keep_output=False),  # Nobody here reads it next.
+            settings=EngineSettings(keep_output=False),  # no reader needs the output in the page cache
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
             before_sealing=before_sealing,
         )
     if record.note:
         console.print(record.note)
-    odd = (*(matched.findings if matched else ()), *record.findings)
-    for finding in odd:
+    findings = (*(matched.findings if matched else ()), *record.findings)
+    for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
         if finding.severity == "block":
-            if share:  # Only what this merge wrote; another participant may have removed it already.
+            if share:  # Remove only files of this merge. Another participant may have removed them already.
                 for name in record.files:
-                    (place / name).unlink(missing_ok=True)
+                    (directory / name).unlink(missing_ok=True)
                 with suppress(OSError):
-                    place.rmdir()
+                    directory.rmdir()
             else:
-                remove_contents(place)
+                remove_contents(directory)
             raise finding.refusal()
-    there = f", {format_bytes(record.bytes_resumed)} of it already there" if record.bytes_resumed else ""
+    resumed = f", {format_bytes(record.bytes_resumed)} of it already there" if record.bytes_resumed else ""
     size = format_bytes(record.bytes_written)
-    console.print(f"{out}: {record.tensors} tensors, {size}{there}, in {record.seconds:.1f} s")
+    console.print(f"{out}: {record.tensors} tensors, {size}{resumed}, in {record.seconds:.1f} s")
     return {
         "out": str(out),
         "method": record.method,
@@ -144,54 +148,59 @@ def _merge_to(
         "bytes_written": record.bytes_written,
         "seconds": record.seconds,
         "files": dict(record.files),
-        "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in odd],
+        "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in findings],
     }
 
 
 def _combine(
     recipe: Recipe,
-    found: Sequence[ResolvedCheckpoint],
-    looked: Mapping[Path, FileIdentity],
-    place: Path,
+    checkpoints: Sequence[ResolvedCheckpoint],
+    identities: Mapping[Path, FileIdentity],
+    directory: Path,
     out: Path,
     *,
     seed: int,
     console: Console,
 ) -> dict[str, object]:
     """Merge adapters into an adapter."""
-    remove_contents(place)  # It cannot be resumed.
-    parents = [(one.ref, one.directory, one.adapter.directory) for one in found if one.adapter]
+    remove_contents(directory)  # It cannot be resumed.
+    parents = [(parent.ref, parent.directory, parent.adapter.directory) for parent in checkpoints if parent.adapter]
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
-        made = combine_parents(
+        combined = combine_parents(
             recipe,
             parents,
-            place,
+            directory,
             seed=seed,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
-    require_same_files(looked)
-    console.print(f"{out}: an adapter of {len(made.errors)} modules; {made.error:.2%} of the change is left out")
+    require_same_files(identities)
+    console.print(
+        f"{out}: an adapter of {len(combined.errors)} modules; {combined.error:.2%} of the change is left out"
+    )
     return {
         "out": str(out),
         "method": recipe.merge_method,
-        "error": made.error,
-        "modules": {one.module: {"rank": one.rank, "error": one.error} for one in made.errors},
+        "error": combined.error,
+        "modules": {
+            module_error.module: {"rank": module_error.rank, "error": module_error.error}
+            for module_error in combined.errors
+        },
     }
 
 
 def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:
-    """The weights of parents on the Hub, where they are not here yet; what was hashed is remembered where runs do."""
+    """Fetch missing weights of parents on the Hub. Their hashes are stored for later runs."""
     if not snapshots:
         return
     with _bar("fetch", console) as bar:
         job = bar.add_task("fetch", total=None)
-        come = download_snapshots(
+        downloaded = download_snapshots(
             snapshots, store().hashes, lambda done, total: bar.update(job, completed=done, total=total)
         )
-        bar.update(job, completed=come.bytes, total=come.bytes)
+        bar.update(job, completed=downloaded.bytes, total=downloaded.bytes)
 
 
-def _bar(what: str, console: Console) -> Progress:
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def _bar(label: str, console: Console) -> Progress:
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)

@@ -1,8 +1,8 @@
-"""What ``mergegate merge`` made before, of which recipe and which files, so that the same merge is not made again.
+"""Record the merges of ``mergegate merge``, so that the same merge is not repeated.
 
-It is remembered in the project's home by the name of the directory that was made. A parent that was touched, a byte of
-the result that was written since, another seed or another torch: then it is not the same, and the directory is in the
-way as any other would be.
+The record is in the project's home, under the name of the output directory. It no longer applies if a parent or the
+result changed, or with another seed or another version of torch. The existing directory is then in the way like any
+other.
 """
 
 from __future__ import annotations
@@ -22,46 +22,51 @@ from mergegate.tasks.store import digest
 _SCHEMA = 1
 
 
-def made_of(recipe_file: Path, looked: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
-    """A digest of all that decides a merge: the recipe's text, the parents' files as they lie there, numerics.
+def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
+    """Return a digest of everything that determines a merge: recipe text, files of the parents, numerics.
 
     Args:
-        looked: The files of the parents, which are here, and of the texts that they read.
+        identities: Files of the parents, which must be local, and of the texts that they read.
     """
     return digest(
         {
             "schema": _SCHEMA,
             "recipe": read_text(recipe_file, MAX_YAML_BYTES),
-            "parents": {str(path): list(identity) for path, identity in looked.items()},
+            "parents": {str(path): list(identity) for path, identity in identities.items()},
             "numerics": numerics(MergeSettings(seed=seed, device=device)),
         }
     )
 
 
-def remember(out: Path, of: str, told: Mapping[str, Any]) -> None:
-    """Note that ``out``, as it is now, was made of what has the digest ``of``.
+def remember(out: Path, key: str, result: Mapping[str, Any]) -> None:
+    """Record that ``out``, in its present state, is the merge with the digest ``key``.
 
     Args:
-        told: What was said of it, as plain data.
+        result: Result of the merge, as plain data.
     """
-    record = {"of": of, "files": {name: list(one) for name, one in _files(out).items()}, "told": dict(told)}
-    place = _place(out)
-    state_directory(place.parent)
-    write_state(place, json.dumps(record).encode())
+    record = {
+        "of": key,
+        "files": {name: list(identity) for name, identity in _files(out).items()},
+        "told": dict(result),
+    }
+    file = _record_file(out)
+    state_directory(file.parent)
+    write_state(file, json.dumps(record).encode())
 
 
-def recall(out: Path, of: str) -> dict[str, Any] | None:
-    """What was said of ``out`` when it was made, if it was made of just this and is as it was; else None."""
-    record = read_state(_place(out), json.loads)
-    if not isinstance(record, dict) or record.get("of") != of or not isinstance(told := record.get("told"), dict):
+def recall(out: Path, key: str) -> dict[str, Any] | None:
+    """Return the recorded result of ``out`` if it is this merge and unchanged, otherwise None."""
+    record = read_state(_record_file(out), json.loads)
+    if not isinstance(record, dict) or record.get("of") != key or not isinstance(result := record.get("told"), dict):
         return None
-    as_it_was = record.get("files") == {name: list(one) for name, one in _files(out).items()}
-    return told if as_it_was else None
+    is_unchanged = record.get("files") == {name: list(identity) for name, identity in _files(out).items()}
+    return result if is_unchanged else None
 
 
 def _files(out: Path) -> dict[str, FileIdentity]:
     return {path.relative_to(out).as_posix(): file_identity(path) for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def _place(out: Path) -> Path:
-    return home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"  # a name need not be text
+def _record_file(out: Path) -> Path:
+    # the name need not be valid text
+    return home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"

@@ -1,4 +1,4 @@
-"""``mergegate methods``: what can stand in a recipe's ``merge_method``, with parameters, ranges and defaults."""
+"""``mergegate methods``: list all merge methods with parameters, ranges and defaults."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mergegate.merge_core.methods import REQUIRED, Method, Parameter
 
 
 def print_methods(console: Console, as_json: bool) -> None:
-    """List every registered method, those of other packages included."""
+    """Print every registered method, including those of other packages."""
     if as_json:
-        told = {name: _plain(method) for name, method in sorted(merge_methods().items())}
-        print_answer("listed", f"{len(told)} methods", {"methods": told})
+        methods = {name: _plain(method) for name, method in sorted(merge_methods().items())}
+        print_answer("listed", f"{len(methods)} methods", {"methods": methods})
         return
     for name, method in sorted(merge_methods().items()):
         console.print(Text(name, style="bold"), Text(f"  {method.summary}"), sep="")
         console.print(Text(f"  {_needs(method)} · {method.paper}", style="dim"))
         for parameter in method.parameters:
-            default = "required" if parameter.default is REQUIRED else f"default {_said(parameter.default)}"
+            default = "required" if parameter.default is REQUIRED else f"default {_format_default(parameter.default)}"
             facts = ", ".join(part for part in (_SCOPES[parameter.scope], parameter.range, default) if part)
             console.print(f"    {parameter.name:<18}{parameter.summary} ({facts})")
         console.print()
@@ -41,7 +41,7 @@ def _needs(method: Method) -> str:
     return f"{fewest}{more} models, {_BASES[method.base]}"
 
 
-def _said(value: object) -> str:
+def _format_default(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

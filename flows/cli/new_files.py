@@ -1,4 +1,4 @@
-"""Files that a command adds to a person's directory: all of them or none, and never over another."""
+"""Add new files to a user's directory: all of them or none, and never over an existing file."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from mergegate.merge_core.errors import InvalidInput
 
 
 def require_new(files: Iterable[Path]) -> None:
-    """See that nothing is there under any of these names.
+    """Check that none of these files exists.
 
     Raises:
-        InvalidInput: naming the first that is.
+        InvalidInput: A file exists. The error names the first one.
     """
-    if there := next((file for file in files if os.path.lexists(file)), None):
+    if existing := next((file for file in files if os.path.lexists(file)), None):
         raise InvalidInput(
-            str(there), found="it exists", expected="a new file", remedy="choose another --name or --out"
+            str(existing), found="it exists", expected="a new file", remedy="choose another --name or --out"
         )
 
 
 def write_new_files(texts: Mapping[Path, str]) -> None:
-    """Write ``texts``; what ends it on the way (Ctrl-C, a full disk, a file that somebody else wrote meanwhile) leaves
-    none of them.
+    """Write ``texts``. If that fails midway (Ctrl-C, a full disk, another process wrote a file), remove all of them.
 
     Raises:
-        InvalidInput: for a file that exists.
+        InvalidInput: A file exists.
     """
     written: list[Path] = []
     try:
@@ -44,13 +43,13 @@ def write_new_files(texts: Mapping[Path, str]) -> None:
 
 
 @contextmanager
-def directory_for_new_files(place: Path) -> Iterator[None]:
-    """``place``, made if need be; where nothing was put into what was made for it, it goes again."""
-    made = [each for each in (place, *place.parents) if not os.path.lexists(each)]
-    place.mkdir(parents=True, exist_ok=True)
+def directory_for_new_files(directory: Path) -> Iterator[None]:
+    """Create ``directory`` if necessary, and remove it again if it is still empty at the end."""
+    created = [parent for parent in (directory, *directory.parents) if not os.path.lexists(parent)]
+    directory.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        with suppress(OSError):  # the first that has something in it, and with it all above
-            for each in made:
-                each.rmdir()
+        with suppress(OSError):  # stops at the first directory with content
+            for parent in created:
+                parent.rmdir()

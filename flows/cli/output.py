@@ -1,10 +1,10 @@
-"""The one shape of every ``--json`` object: what came out, in a word and a sentence, what was found, then the rest.
+"""Print the ``--json`` object of a command: status, message, findings, then other keys.
 
 ::
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
-docs/json.md describes it for people, docs/schema/answer.json for machines.
+docs/json.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mergegate.merge_core.errors import Finding
 
 
 def print_answer(status: str, message: str, more: Mapping[str, Any], findings: Iterable[Finding] = ()) -> None:
-    """Print the one JSON object of a command.
+    """Print the JSON object of a command.
 
     Args:
-        status: In a word or two: ``released``, ``refused``, ``sound``, ``listed``.
-        message: What a person would read.
-        more: What this command says besides; it cannot change the first three.
-        findings: What was found wrong or odd, worst first.
+        status: One or two words: ``released``, ``refused``, ``sound``, ``listed``.
+        message: Message for users.
+        more: Other keys of this command. They cannot replace the first three.
+        findings: Problems, worst first.
     """
-    told = {"status": status, "message": message, "findings": [asdict(one) for one in findings]}
-    print(json.dumps({**told, **{key: value for key, value in more.items() if key not in told}}, default=str))
+    answer = {"status": status, "message": message, "findings": [asdict(finding) for finding in findings]}
+    print(json.dumps({**answer, **{key: value for key, value in more.items() if key not in answer}}, default=str))
 
 
 def answer_schema() -> dict[str, Any]:
-    """The JSON Schema of what every command prints with ``--json``."""
+    """Return the JSON Schema of the ``--json`` output of every command."""
     text = {"type": "string"}
     finding = {
         "type": "object",

@@ -1,9 +1,9 @@
-"""``mergegate plan``: what a merge will need, from headers alone: bytes, memory, disk, time and cost.
+"""``mergegate plan``: forecast bytes, memory, disk, time and cost of a merge from headers alone.
 
-Of a profile also what its gate can tell, as far as documents have been counted and models scored before.
+For a profile, it also forecasts the power of the gate, if documents have been counted and models scored before.
 
-Weights are neither read nor downloaded. Time comes from rates that are measured on this machine in less than half a
-second and kept for an hour; cost is that time at prices that the user names.
+Weights are neither read nor downloaded. The time follows from rates that are measured on this machine in less than half
+a second and stored for an hour. The cost is that time at the user's prices.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ if TYPE_CHECKING:
     from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import StatisticsNeeds
 
-# How long measured rates count, and under which name they are kept in the project's state.
+# Maximum age of measured rates, and the name of their file in the project's state.
 _RATES_AGE_S = 3600.0
 _RATES_FILE = "rates.json"
-# An element of a change that is decomposed, in float32: itself, three factors, their product, the rest.
+# Memory per element of a decomposed change in float32: itself, three factors, their product and the rest.
 _DECOMPOSED_BYTES = 6 * 4
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that is known about a merge before it starts.
+    """Facts about a merge before it starts.
 
     Args:
-        recipe: One line about it.
+        recipe: One-line summary of the recipe.
         method: Name of the merge method.
-        needs: What it needs on any machine.
-        place: Directory on whose disk the result will lie.
-        disk_free: Bytes free there.
-        bytes_to_download: Of parents on the Hub that are not in the cache.
+        needs: Requirements on any machine.
+        place: Directory on the disk of the result.
+        disk_free: Free bytes on that disk.
+        bytes_to_download: Bytes of parents on the Hub that are not in the cache.
         cores: Cores that the merge may use.
-        rates: What this machine can do; None without a probe.
-        time: How long it will take here; None without rates.
-        prices: Name → dollars per hour, as the user gave them.
-        power: What the profile's gate can tell; None for a recipe, or where no documents have been counted.
-        is_adapter: Whether the result is an adapter, and what is needed that of making it.
-        statistics: What measuring the models on their texts takes; None where the recipe names none.
+        rates: Measured rates of this machine. None without a probe.
+        time: Duration on this machine. None without rates.
+        prices: Dollars per hour by name, from the user.
+        power: Power of the profile's gate. None for a recipe, or if no documents have been counted.
+        is_adapter: Whether the result is an adapter, so that the needs are those of combining adapters.
+        statistics: Needs of the calibration statistics. None if the recipe names no texts.
     """
 
     recipe: str
@@ -80,11 +80,11 @@ class Forecast:
 
     @property
     def disk_missing(self) -> int:
-        """Bytes that the disk lacks for the result; 0 if it fits."""
+        """Bytes missing on the disk for the result. 0 if it fits."""
         return max(0, self.needs.disk - self.disk_free)
 
     def cost(self, price: float) -> tuple[float, float] | None:
-        """Dollars at least and at most, on an instance as fast as this machine; None without a time."""
+        """Return the lowest and highest cost in dollars on an instance as fast as this one. None without a time."""
         return None if self.time is None else (self.time.at_least / 3600 * price, self.time.at_most / 3600 * price)
 
 
@@ -98,30 +98,31 @@ def plan_file(
     prices: Sequence[str],
     probe: bool | None,
 ) -> None:
-    """Say what merging the recipe in ``file`` will need.
+    """Print what merging the recipe in ``file`` needs.
 
     Args:
-        file: The recipe, or a profile.
-        console: Where lines for people go.
-        as_json: Print one JSON object instead.
-        out: Where the result will be written; need not exist.
+        file: Recipe or profile.
+        console: Console for human-readable lines.
+        as_json: Whether to print one JSON object instead.
+        out: Directory of the result. It need not exist.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         prices: ``NAME=DOLLARS_PER_HOUR``.
-        probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
+        probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
+            (None).
 
     Raises:
-        InvalidInput: A recipe or checkpoint that cannot be merged, or an option that means nothing.
+        InvalidInput: A recipe or checkpoint cannot be merged, or an option is invalid.
     """
-    named = named_prices(prices)
+    prices_by_name = named_prices(prices)
     from mergegate.flows.profile import is_recipe, load_profile
 
     profile = None if is_recipe(file) else load_profile(file)
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
-        found, plan = plan_recipe(recipe)
-        forecast = forecast_of(recipe, found, plan, out, device, named, probe)
+        parents, plan = plan_recipe(recipe)
+        forecast = forecast_of(recipe, parents, plan, out, device, prices_by_name, probe)
     if profile:
-        forecast = replace(forecast, power=_known_power(profile, found))
+        forecast = replace(forecast, power=_known_power(profile, parents))
     if as_json:
         print_answer("planned", forecast.recipe, _plain(forecast), recipe.all_findings)
         return
@@ -133,25 +134,27 @@ def plan_file(
 
 
 def named_prices(texts: Sequence[str]) -> dict[str, float]:
-    """``NAME=DOLLARS_PER_HOUR`` by name. Raises InvalidInput for another shape."""
+    """Parse ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
     return dict(_price(text) for text in texts)
 
 
 def forecast_of(
     recipe: Recipe,
-    found: Sequence[ResolvedCheckpoint],
+    parents: Sequence[ResolvedCheckpoint],
     plan: MergePlan,
     out: Path,
     device: str,
     prices: Mapping[str, float],
     probe: bool | None,
 ) -> Forecast:
-    """What merging the recipe will need, of which parents and plan are known; arguments and errors as of
-    :func:`plan_file`."""
-    size = size_of_adapter(recipe, found)
-    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
+    """Forecast a merge whose parents and plan are known.
+
+    Arguments and errors are those of :func:`plan_file`.
+    """
+    size = size_of_adapter(recipe, parents)
+    snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
-    # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
+    # Decomposing changes takes most of the time of an adapter, and that time cannot be forecast.
     forecast = make_forecast(plan, coming, out, device, prices, False if size else probe)
     if recipe.texts:
         from mergegate.tasks.merge import statistics_needs
@@ -164,27 +167,27 @@ def forecast_of(
     return forecast
 
 
-def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
-    """From what the store knows; nothing is loaded or counted for it."""
+def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> GatePower | None:
+    """Forecast the power of the gate from the store alone, without loading or counting data."""
     from mergegate.flows.preflight import past_guards
     from mergegate.tasks.evaluation import find_pinned_data
     from mergegate.tasks.preflight import forecast_power
     from mergegate.tasks.stage import store
 
-    evidence = profile.pin_evidence(found, store().hashes)
+    evidence = profile.pin_evidence(parents, store().hashes)
     tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
     return forecast_power(
-        evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
+        evidence._replace(tasks=tasks), parents, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
     )
 
 
 def make_forecast(
     plan: MergePlan, bytes_to_download: int, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
 ) -> Forecast:
-    """Everything about ``plan`` that can be known before it is carried out.
+    """Forecast the execution of ``plan``.
 
     Args:
-        bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
+        bytes_to_download: Bytes of parents on the Hub. The other arguments are those of :func:`plan_file`.
     """
     from mergegate.merge_core.engine import usable_cores
     from mergegate.tasks.stage import device_kind
@@ -192,16 +195,16 @@ def make_forecast(
     device = device_kind() if device == "auto" else device
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
-    place, cores = nearest(out), usable_cores()
+    directory, cores = nearest(out), usable_cores()
     needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
-    rates = machine_rates(inputs, place, cores, device, probe)
+    rates = machine_rates(inputs, directory, cores, device, probe)
     return Forecast(
         recipe=plan.recipe.summary(),
         method=plan.method.name,
         needs=needs,
-        place=place,
-        disk_free=shutil.disk_usage(place).free,
+        place=directory,
+        disk_free=shutil.disk_usage(directory).free,
         bytes_to_download=bytes_to_download,
         cores=cores,
         rates=rates,
@@ -210,13 +213,13 @@ def make_forecast(
     )
 
 
-def _needs_of_adapter(whole: Needs, size: CombinedSize) -> Needs:
-    """What an adapter made of others needs, where ``whole`` is what the model would need that it makes.
+def _needs_of_adapter(model_needs: Needs, size: CombinedSize) -> Needs:
+    """Return the needs of combining adapters, given the needs of the complete model.
 
-    Factors stay in memory until they are written; beside them stands the decomposition of one change at a time.
+    Factors stay in memory until they are written, in addition to the decomposition of one change at a time.
     """
     return replace(
-        whole,
+        model_needs,
         device="cpu",
         tensors=size.tensors,
         parameters=size.parameters,
@@ -229,20 +232,21 @@ def _needs_of_adapter(whole: Needs, size: CombinedSize) -> Needs:
         bytes_written=size.nbytes,
         passes=1,
         read_again=0,
-        memory=whole.memory + size.nbytes + (_DECOMPOSED_BYTES * size.largest if size.scratch else 0),
+        memory=model_needs.memory + size.nbytes + (_DECOMPOSED_BYTES * size.largest if size.scratch else 0),
         gpu_memory=0,
         disk=size.nbytes + size.scratch,
     )
 
 
-def machine_rates(inputs: Sequence[Path], place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
-    """What this machine can do: measured in the last hour, or now.
+def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
+    """Return the rates of this machine, measured in the last hour or now.
 
     Args:
-        inputs: Weight files that are here.
-        place: A directory on the disk that the result goes to.
+        inputs: Local weight files.
+        directory: A directory on the disk of the result.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
+        probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
+            (None).
     """
     from mergegate.merge_core.engine.forecast import (
         load_rates,
@@ -253,15 +257,15 @@ def machine_rates(inputs: Sequence[Path], place: Path, cores: int, device: str, 
         save_rates,
     )
 
-    memory = home() / _RATES_FILE
-    key = machine_key(inputs, place, cores=cores, device=device)
-    known = None if probe is True else load_rates(memory, key, max_age=_RATES_AGE_S)
-    if known is not None or probe is False:
-        return known
-    rates = measure_machine(inputs, place, cores=cores)
+    file = home() / _RATES_FILE
+    key = machine_key(inputs, directory, cores=cores, device=device)
+    rates_on_file = None if probe is True else load_rates(file, key, max_age=_RATES_AGE_S)
+    if rates_on_file is not None or probe is False:
+        return rates_on_file
+    rates = measure_machine(inputs, directory, cores=cores)
     if device != "cpu":
         rates = replace(rates, bus=measure_bus(device), products=measure_products_on(device))
-    save_rates(memory, key, rates)
+    save_rates(file, key, rates)
     return rates
 
 
@@ -284,7 +288,7 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     for name, value, remark in _rows(forecast):
-        # What a time is made of stands below it, in the background.
+        # The parts of a time are below it, dimmed.
         part = name.startswith(" ")
         table.add_row(Text(name, style="dim" if part else "bold"), Text(value, style="dim" if part else ""), remark)
     console.print(Text(forecast.recipe, style="bold"))
@@ -300,7 +304,7 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
-    """Name, value and remark of every line; parts of the line above begin with a space."""
+    """Return name, value and remark of every line. Parts of the line above start with a space."""
     needs = forecast.needs
     rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
     if forecast.bytes_to_download:

@@ -1,8 +1,8 @@
-"""A first recipe and a first profile as text, with comments that teach: what ``mergegate init`` writes. Pure.
+"""Draft a first recipe and profile as commented text, for ``mergegate init``. This module has no side effects.
 
 ::
 
-    drafts = recipe_drafts(base, models, "")         # the first that the checks let through is written
+    drafts = recipe_drafts(base, models, "")         # the first one that passes the checks is written
     write(commented_recipe(drafts[0], "bfloat16"), profile_text(draft))
 """
 
@@ -19,7 +19,7 @@ from mergegate.merge_core.parsing import flow_yaml
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
-# Words by which cards speak of a benchmark, in the order of how sure they are → lm-eval's task of it.
+# Benchmark names in model cards, the most specific first → task of lm-eval.
 _CLAIMS = (
     ("gsm8k", "gsm8k"),
     ("mmlu-pro", "mmlu_pro"),
@@ -47,8 +47,8 @@ class RecipeDraft:
     """A recipe that may fit.
 
     Args:
-        recipe: Plain data, one document.
-        why: Sentences for the comment above it.
+        recipe: Content as plain data, one document.
+        why: Sentences for the comment above the recipe.
     """
 
     recipe: Mapping[str, Any]
@@ -57,7 +57,7 @@ class RecipeDraft:
 
 @dataclass(frozen=True)
 class GuardDraft:
-    """A task of the profile; with a ``problem``, one that is written as a comment only."""
+    """A task of the profile. If it has a ``problem``, it is written as a comment only."""
 
     task: str
     guarded_by: str
@@ -67,22 +67,22 @@ class GuardDraft:
 
 @dataclass(frozen=True)
 class LicenseDraft:
-    """What the licence section says, and what of it a person still has to settle."""
+    """The license section, and the doubts that a user must still settle."""
 
     purpose: str
     visibility: str
-    declared: Mapping[str, str]  # parent → licence
+    declared: Mapping[str, str]  # license by parent
     doubts: tuple[str, ...] = ()
     accepted: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class ProfileDraft:
-    """All that a first profile says.
+    """Content of a first profile.
 
     Args:
-        documents: Held-out text, relative to the profile; empty: none.
-        is_sample: Whether that is the sample text of mergegate, for want of a better one.
+        documents: Held-out text, relative to the profile. Empty if there is none.
+        is_sample: Whether that is mergegate's own sample text, for lack of a better one.
     """
 
     name: str
@@ -96,44 +96,45 @@ class ProfileDraft:
 
 
 def recipe_drafts(base: object, models: Sequence[object], method: str) -> tuple[RecipeDraft, ...]:
-    """Recipes in the order in which they are worth a try; which of them fits, the headers say.
+    """Return recipes in order of preference. The headers decide which one fits.
 
     Args:
-        base, models: As a recipe writes them.
-        method: The only one that is wanted; empty: any.
+        base: The base, as written in a recipe.
+        models: The models, as written in a recipe.
+        method: Merge method to use. Empty: any.
 
     Raises:
-        InvalidInput: for a method that there is not.
+        InvalidInput: The method does not exist.
     """
     return tuple(_drafts(base, models, method))
 
 
 def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
     if method:
-        found = find_method(method, "--method")
-        plain = _recipe(found.name, base if found.base != "ordinary" else None, models)
-        yield RecipeDraft(plain, f"{found.name}: {found.summary}")
+        chosen_method = find_method(method, "--method")
+        plain = _recipe(chosen_method.name, base if chosen_method.base != "ordinary" else None, models)
+        yield RecipeDraft(plain, f"{chosen_method.name}: {chosen_method.summary}")
         return
     if len(models) == 1:
-        both = _recipe(_first_choice("ordinary").name, None, [base, *models])
-        yield RecipeDraft(both, "One fine-tune: halfway between it and its base keeps more of what the base could.")
+        halfway = _recipe(_first_choice("ordinary").name, None, [base, *models])
+        yield RecipeDraft(halfway, "One fine-tune: halfway between it and its base keeps more of what the base could.")
         yield RecipeDraft(
-            {**both, "tokenizer": {"source": "union"}},
+            {**halfway, "tokenizer": {"source": "union"}},
             "One fine-tune, halfway to its base. Their tokenizers differ: rows follow their tokens.",
         )
         return
-    voted = _first_choice("required")
-    differences = _recipe(voted.name, base, models)
-    learnt = "what each model learnt is its difference from it"
-    reader = next(one for one in merge_methods().values() if one.traits.reads_text)
+    first_method = _first_choice("required")
+    differences = _recipe(first_method.name, base, models)
+    reason = "what each model learnt is its difference from it"
+    reader = next(candidate for candidate in merge_methods().values() if candidate.traits.reads_text)
     method_does = (
-        f"# {voted.name} {voted.traits.first_draft}.\n"
+        f"# {first_method.name} {first_method.traits.first_draft}.\n"
         f"# Its scale: mergegate tune. With a text of each model's own, {reader.name} needs none (docs/methods.md)."
     )
-    yield RecipeDraft(differences, f"All tensors have the base's shapes, so {learnt}.\n{method_does}")
+    yield RecipeDraft(differences, f"All tensors have the base's shapes, so {reason}.\n{method_does}")
     yield RecipeDraft(
         {**differences, "tokenizer": {"source": "union"}},
-        f"The models have the base's layers, and {learnt}.\n{method_does}\n"
+        f"The models have the base's layers, and {reason}.\n{method_does}\n"
         "# The tokenizers differ: each row follows its token, and no token is lost.",
     )
     average = _recipe(_first_choice("ordinary").name, None, models)
@@ -143,26 +144,26 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
 
 
 def with_template(draft: RecipeDraft) -> RecipeDraft:
-    """The same, for models that talk where their base does not."""
+    """Return the draft with a chat template, for models that have one unlike their base."""
     why = "Chat template: the one that most of the models were tuned with; else the result would get the base's."
     return RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
 
 
 def _first_choice(base: str) -> Method:
-    """The method that a first recipe is written with, of those that need a base or take one as any other model."""
-    return next(one for one in merge_methods().values() if one.traits.first_draft and one.base == base)
+    """Return the default method of a first recipe with that kind of base."""
+    return next(method for method in merge_methods().values() if method.traits.first_draft and method.base == base)
 
 
 def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[str, Any]:
     method = find_method(name, "method")
     share = round(1 / len(models), 4)
-    wanted = {"weight": share if method.base == "ordinary" else 1.0, "density": 0.5, "t": 0.5}
-    each: dict[str, Any] = {}
+    values = {"weight": share if method.base == "ordinary" else 1.0, "density": 0.5, "t": 0.5}
+    per_model: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for parameter in method.parameters:
-        if parameter.name in wanted:
-            (shared if parameter.scope == "shared" else each)[parameter.name] = wanted[parameter.name]
-    entries = [{"model": model, **({"parameters": dict(each)} if each else {})} for model in models]
+        if parameter.name in values:
+            (shared if parameter.scope == "shared" else per_model)[parameter.name] = values[parameter.name]
+    entries = [{"model": model, **({"parameters": dict(per_model)} if per_model else {})} for model in models]
     return {
         "merge_method": name,
         **({"base_model": base} if base is not None else {}),
@@ -172,7 +173,7 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
 
 
 def commented_recipe(draft: RecipeDraft, dtype: str, schema: str) -> str:
-    """The recipe as YAML with comments."""
+    """Return the recipe as YAML with comments."""
     body = yaml.safe_dump({**draft.recipe, "dtype": dtype}, sort_keys=False, allow_unicode=True)
     return (
         SCHEMA_LINE.format(schema)
@@ -184,7 +185,7 @@ def commented_recipe(draft: RecipeDraft, dtype: str, schema: str) -> str:
 
 
 def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
-    """lm-eval's tasks of what a card claims to be good at: results of its model index, then data sets and tags."""
+    """Return lm-eval's tasks for the claims of a card: results in its model index, then datasets and tags."""
     words: list[str] = []
     index = card.get("model-index")
     for entry in index if isinstance(index, list) else []:
@@ -196,14 +197,14 @@ def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
     for key in ("datasets", "tags"):
         listed = card.get(key)
         words += [str(word) for word in (listed if isinstance(listed, list) else [listed])]
-    found = dict.fromkeys(
+    tasks = dict.fromkeys(
         next((task for needle, task in _CLAIMS if needle in word.lower().replace(" ", "-")), "") for word in words
     )
-    return tuple(task for task in found if task)
+    return tuple(task for task in tasks if task)
 
 
 def profile_text(draft: ProfileDraft) -> str:
-    """The profile as YAML with comments."""
+    """Return the profile as YAML with comments."""
     return "".join(
         (
             SCHEMA_LINE.format(draft.schema),
@@ -227,7 +228,7 @@ def profile_text(draft: ProfileDraft) -> str:
 def _license_lines(license: LicenseDraft) -> Iterator[str]:
     yield "checks:\n"
     yield "  # What the merge is for: commercial or research, public or private. Every parent's licence must allow it\n"
-    yield "".join(f"  #   {_line(name)}: {_line(found)}\n" for name, found in license.declared.items())
+    yield "".join(f"  #   {_line(name)}: {_line(declared)}\n" for name, declared in license.declared.items())
     for doubt in license.doubts:
         yield f"  # doubt: {_line(doubt)}\n"
     if license.doubts and not license.accepted:
@@ -267,5 +268,5 @@ def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
 
 
 def _line(text: str) -> str:
-    """A stranger's text in one line of a comment."""
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())[:300]
+    """Fit untrusted text into one line of a comment."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())[:300]

@@ -1,8 +1,8 @@
-"""The lines a person watches: one a stage, in place while it works, with what it found and how long it took.
+"""Draw the progress of a run: one line per stage with its result and duration.
 
-On a terminal the lines live; elsewhere (a log, CI, a terminal that cannot move its cursor) each is printed once, when
-its stage has ended, and what works for long says now and then on standard error how far it is. With ``-v`` lines are
-printed once everywhere, and below the name of each stage stands what happens in it::
+On a terminal, the lines update in place. Elsewhere (a log, CI, a terminal without cursor movement), each line is
+printed once when its stage ends, and long stages report their progress on standard error now and then. With ``-v``,
+lines are printed once everywhere, and details appear below the name of each stage::
 
     demo · ties of 2 over base                                         profile profiles/demo.yaml
       ✓ licences    mit, apache-2.0 → apache-2.0                                            0.2 s
@@ -28,17 +28,17 @@ from rich.text import Text
 from mergegate.merge_core.wording import detail_listener, format_duration
 from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, progress_watcher
 
-_MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
+_MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only terminals, style
     "made": ("✓", "+", "green"),
     "cached": ("=", "=", "cyan"),
     "rebuilt": ("✓", "+", "green"),
     "refused": ("✗", "x", "bold red"),
     "failed": ("✗", "x", "bold red"),
 }
-_BRIEF = 12  # characters that one of several subjects may take
-_WIDEST = 100  # columns: on a wide terminal, a time far from its text is read beside the wrong line
+_BRIEF = 12  # characters for one of several subjects
+_WIDEST = 100  # columns; on a wide terminal, a time far from its text is hard to match with its line
 _NAME = 11  # columns of a stage's name
-_MARGIN = 3 + _NAME + 3  # columns of a row that are not for its text and its time: mark, name, what is between
+_MARGIN = 3 + _NAME + 3  # columns of a row besides text and time: mark, name and gaps
 
 
 @dataclass
@@ -69,8 +69,10 @@ class _Line:
         return sum(call.seconds if call.status else time.monotonic() - call.pace.began for call in self.calls)
 
     def text(self, width: int) -> str:
-        """What to say: the summary of a single call; of several, what was cached and what each new one found. What a
-        running stage says of itself fits into ``width`` characters."""
+        """Return the text of the line: the summary of a single call, or cached subjects and the result of each new one.
+
+        The description of a running stage fits into ``width`` characters.
+        """
         running = [call for call in self.calls if call.status is None]
         if running and (words := running[-1].pace.words) is not None:
             return words(width)
@@ -80,28 +82,28 @@ class _Line:
             return self.calls[-1].summary
         fresh = dict.fromkeys(call.subject for call in self.calls if call.status != "cached")
         cached = dict.fromkeys(call.subject for call in self.calls if call.subject not in fresh)
-        said = {name: ", ".join(call.summary for call in self.calls if call.subject == name) for name in fresh}
-        if any(len(text) > _BRIEF for text in said.values()):  # then only the last, the merge, is worth the room
-            *others, last = said
-            parts = [", ".join(others)] * bool(others) + [f"{last}: {said[last]}"]
+        summaries = {name: ", ".join(call.summary for call in self.calls if call.subject == name) for name in fresh}
+        if any(len(text) > _BRIEF for text in summaries.values()):  # only the last one, the merge, is worth the space
+            *others, last = summaries
+            parts = [", ".join(others)] * bool(others) + [f"{last}: {summaries[last]}"]
         else:
-            parts = [f"{name} {text}" for name, text in said.items()]
+            parts = [f"{name} {text}" for name, text in summaries.items()]
         return " · ".join([f"cached: {', '.join(cached)}"] * bool(cached) + parts)
 
 
 class TerminalProgress:
-    """A ``Watcher`` that draws on a rich console. Use as a context manager around the run.
+    """A ``Watcher`` that draws on a rich console. Use it as a context manager around the run.
 
     Args:
-        verbose: Also say what is asked of whom meanwhile (``merge_core.wording``).
+        verbose: Whether to also print details, such as cache keys and subprocesses (``merge_core.wording``).
     """
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self._console, self._verbose = console, verbose
-        # Whether lines can be drawn anew: what cannot move its cursor gets each once.
-        self._lives = console.is_terminal and not (console.is_dumb_terminal or console.quiet or verbose)
+        # Whether lines can be redrawn. A terminal without cursor movement gets each line once.
+        self._is_live = console.is_terminal and not (console.is_dumb_terminal or console.quiet or verbose)
         self._ascii = not (console.encoding or "").lower().startswith("utf")
-        self._above: list[RenderableType] = []  # What came before the last announcement.
+        self._above: list[RenderableType] = []  # lines before the last announcement
         self._lines: dict[str, _Line] = {}
         self._printed: set[str] = set()
         self._live: Live | None = None
@@ -109,9 +111,9 @@ class TerminalProgress:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Draw every stage that runs inside."""
+        """Draw every stage that runs in the block."""
         with progress_watcher(self), detail_listener(self._detailed) if self._verbose else nullcontext():
-            if not self._lives:
+            if not self._is_live:
                 try:
                     yield
                 finally:
@@ -122,7 +124,7 @@ class TerminalProgress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the terminal to somebody who is asked something."""
+        """Pause the drawing while the user is prompted."""
         self._print_ended()
         if self._live is not None:
             self._live.stop()
@@ -133,7 +135,7 @@ class TerminalProgress:
                 self._live.start()
 
     def headline(self, left: str, right: str) -> None:
-        """The line above all stages; where both do not fit, one line each."""
+        """Print the line above all stages, or two lines if the texts do not fit on one."""
         width = self._width
         if cell_len(left) + 2 + cell_len(right) > width:
             self._console.print(Text(left, style="bold"))
@@ -149,7 +151,7 @@ class TerminalProgress:
     def announced(self, text: str) -> None:
         self._print_ended()
         self._above += [*(self._row(line) for line in self._lines.values()), Text(f"  {text}", style="bold")]
-        if not self._lives:
+        if not self._is_live:
             self._console.print(self._above[-1])
         self._lines, self._printed = {}, set()
 
@@ -159,7 +161,7 @@ class TerminalProgress:
             if self._verbose:
                 self._console.print(Text(f"  {'-' if self._ascii else '·'} {stage}", style="bold"))
         self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, Pace(time.monotonic())))
-        if not self._lives:
+        if not self._is_live:
             self._pulse.started(stage, subject)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
@@ -176,7 +178,7 @@ class TerminalProgress:
         self._pulse.ended(stage, subject)
 
     def _detailed(self, line: str) -> None:
-        """What happens now, below the stage in which it does."""
+        """Print a detail below its stage."""
         line = line.replace(f"{Path.cwd()}/", "")
         if self._console.quiet:
             _to_standard_error(line)
@@ -184,12 +186,12 @@ class TerminalProgress:
             self._console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
 
     def _running(self, stage: str, subject: str) -> _Call:
-        """The call that is meant: stages may run side by side, each subject on its own."""
+        """Return the running call on that subject. Stages may run in parallel, each subject separately."""
         calls = self._lines[stage].calls
-        return next((one for one in reversed(calls) if one.subject == subject and one.status is None), calls[-1])
+        return next((call for call in reversed(calls) if call.subject == subject and call.status is None), calls[-1])
 
     def _print_ended(self) -> None:
-        if self._lives:
+        if self._is_live:
             return
         for line in self._lines.values():
             if line.stage not in self._printed and line.status:
@@ -197,7 +199,7 @@ class TerminalProgress:
                 self._console.print(self._row(line) if self._console.is_terminal else self._logged(line))
 
     def _logged(self, line: _Line) -> Text:
-        """A line of a log: whole, however long it is."""
+        """Return a log line in full, even if it is long."""
         glyph, plain, _ = _MARKS[line.status or "made"]
         took = format_duration(line.seconds)
         room = self._width - _MARGIN - len(took)
@@ -229,28 +231,28 @@ class TerminalProgress:
 
 
 def _to_standard_error(line: str) -> None:
-    """A log, or whoever reads one JSON object from standard output, sees there that something goes on."""
-    with suppress(OSError, ValueError):  # nobody listens
+    """Print progress for logs, and for readers of a JSON object on standard output."""
+    with suppress(OSError, ValueError):  # standard error is closed
         print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def fitted(text: str, width: int) -> str:
-    """``text`` on one line of ``width`` columns: of one that is too long the first parts that fit whole, or its words.
+    """Fit ``text`` on one line of ``width`` columns: the first parts that fit in full, or else words.
 
-    The rest stands in the report.
+    The report contains the rest.
     """
     text = " ".join(text.split())
     if cell_len(text) <= width:
         return text
     for separator in (" · ", ", ", " "):
-        parts, kept = text.split(separator), ""
+        parts, beginning = text.split(separator), ""
         for part in parts:
-            longer = f"{kept}{separator}{part}" if kept else part
+            longer = f"{beginning}{separator}{part}" if beginning else part
             if cell_len(f"{longer}{separator.rstrip()} …") > width:
                 break
-            kept = longer
-        if cell_len(kept) >= width / 2:
-            return f"{kept}{separator.rstrip()} …"
+            beginning = longer
+        if cell_len(beginning) >= width / 2:
+            return f"{beginning}{separator.rstrip()} …"
     shortened = Text(text)
     shortened.truncate(width, overflow="ellipsis")
     return shortened.plain

@@ -1,4 +1,4 @@
-"""Questions on a terminal: an answer is checked when it is given, and asked for again until it can be used."""
+"""Prompt on a terminal. An answer is checked immediately, and the prompt is repeated until the answer is valid."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from mergegate.merge_core.errors import InvalidInput
 
 
 def ask(question: str, default: str, check: Callable[[str], str]) -> str:
-    """The answer, as ``check`` returns it.
+    """Return the answer, as ``check`` returns it.
 
     Args:
-        default: What Enter alone means; empty: no answer, which ``check`` has to take.
-        check: Raises InvalidInput for an answer that cannot be used; the person reads why, and is asked again.
+        question: Text of the prompt.
+        default: Answer for Enter alone. If it is empty, ``check`` must accept an empty answer.
+        check: Function that raises InvalidInput for an invalid answer. The user sees the reason and is prompted again.
 
     Raises:
-        typer.Abort: for Ctrl-C, and where there is nobody any more.
+        typer.Abort: The user pressed Ctrl-C, or standard input is closed.
     """
 
     def checked(text: str) -> str:

@@ -1,5 +1,6 @@
-"""The parents of a recipe, and its plan, from headers alone: the part of a preflight that ``mergegate merge`` and
-``plan`` need. Apart from ``flows.preflight``, so that they start in a second.
+"""Resolve the parents of a recipe and plan it from headers alone, for ``mergegate merge`` and ``plan``.
+
+This is separate from ``flows.preflight``, so that these commands start within a second.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mergegate.tasks.stage import store
 
 
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
-    """The parents of a recipe, and the plan, whether or not it would be a good idea.
+    """Return the parents of a recipe and its plan, without judging it.
 
     Raises:
-        InvalidInput: for parents that are not there, cannot be checkpoints, or of which no plan can be made.
-        Refused: for parents that cannot be looked into.
+        InvalidInput: Parents do not exist, are not checkpoints, or cannot be planned.
+        Refused: Parents are not accessible.
     """
-    (found,) = resolve_all_parents([recipe])
-    return found, plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
+    (parents,) = resolve_all_parents([recipe])
+    return parents, plan_merge(recipe, {parent.ref: open_parent(parent) for parent in parents})
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,18 @@ class ClearedRecipe:
     """A recipe that may be merged.
 
     Args:
-        recipe: Itself.
-        found: Its parents.
-        looked: What the files of the parents were before they were opened; empty where some may not be here yet.
-        opened: Their headers, by reference.
-        plan: What will be done.
-        findings: What is odd.
-        texts: What the files of the texts were that its models will read.
+        recipe: The recipe.
+        parents: Its parents.
+        identities: Identities of the parents' files before they were opened. Empty if some may not be local yet.
+        opened: Headers of the parents, by reference.
+        plan: Plan of the merge.
+        findings: Warnings.
+        texts: Identities of the calibration text files.
     """
 
     recipe: Recipe
-    found: tuple[ResolvedCheckpoint, ...]
-    looked: Mapping[Path, FileIdentity]
+    parents: tuple[ResolvedCheckpoint, ...]
+    identities: Mapping[Path, FileIdentity]
     opened: Mapping[str, Checkpoint]
     plan: MergePlan
     findings: tuple[Finding, ...]
@@ -56,28 +57,28 @@ class ClearedRecipe:
 
 
 def clear_recipe(recipe: Recipe) -> ClearedRecipe:
-    """The parents of a recipe that may be merged, opened, with the plan and what is odd.
+    """Resolve, open and plan the parents of a recipe that may be merged.
 
     Raises:
-        InvalidInput: for parents that are not there, or cannot be checkpoints.
-        Refused: for parents that do not fit each other, or cannot be looked into.
+        InvalidInput: Parents do not exist or are not checkpoints.
+        Refused: Parents do not fit each other or are not accessible.
     """
-    (found,) = resolve_all_parents([recipe])
-    require_combinable(recipe, found)
-    looked = {} if any(parent.snapshots for parent in found) else identify_parents(found)
-    opened = {parent.ref: open_parent(parent) for parent in found}
+    (parents,) = resolve_all_parents([recipe])
+    require_combinable(recipe, parents)
+    identities = {} if any(parent.snapshots for parent in parents) else identify_parents(parents)
+    opened = {parent.ref: open_parent(parent) for parent in parents}
     planned = plan_with_findings(recipe, opened)
     findings = planned.findings
-    if planned.tokenizer_pairs:  # Asking tokenizers takes a process, and only where they differ.
+    if planned.tokenizer_pairs:  # Comparing tokenizers takes a process, so do it only if they differ.
         from mergegate.tasks.preflight import add_segmentation_shares
 
         findings = add_segmentation_shares(planned)
     if blocking := [finding for finding in findings if finding.severity == "block"]:
         raise blocking[0].refusal()
-    assert planned.plan is not None  # else something blocks
+    assert planned.plan is not None  # otherwise there is a blocking finding
     texts = _texts(recipe)
-    findings = (*recipe.all_findings, *findings, *adapter_findings_of_parents(found))
-    return ClearedRecipe(recipe, found, looked, opened, planned.plan, findings, texts)
+    findings = (*recipe.all_findings, *findings, *adapter_findings_of_parents(parents))
+    return ClearedRecipe(recipe, parents, identities, opened, planned.plan, findings, texts)
 
 
 def _texts(recipe: Recipe) -> dict[Path, FileIdentity]:

@@ -1,7 +1,7 @@
-"""What a night will make, call by call, and how long that will take on this machine.
+"""Plan which stages a run would execute, call by call, and how long that takes on this machine.
 
-How long: as it took when it was last made here; where that never happened, roughly (``tasks.preflight.duration``). No
-weight is read, and no model is asked.
+The time of a call is that of its last execution on this machine, or else a rough estimate
+(``tasks.preflight.duration``). No weights are read and no model is run.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from mergegate.tasks.report import read_history
 from mergegate.tasks.stage import home, nearest, runtime, store
 
 MERGE = "merge"
-_LONG_PROMPT = 500.0  # tokens of a document that nobody could look at
-_BYTES_A_TOKEN = 4.0  # of English text, with the vocabularies of today
-_LOOKED_AT = 200  # documents of a held-out text whose length is looked at
+_LONG_PROMPT = 500.0  # tokens per document if no example is available
+_BYTES_A_TOKEN = 4.0  # of English text, with current vocabularies
+_LOOKED_AT = 200  # documents of a held-out text whose length is measured
 _WEIGHTS = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A call of a stage that the run would make.
+    """A call of a stage in the planned run.
 
     Attributes:
-        missing: Documents of a task that have to be asked; 1 of another stage that is not cached.
-        seconds: That it will take; None: not known.
-        rough: Whether they follow from sizes, and not from a call that was made.
+        missing: Documents of a task that must be evaluated, or 1 for another stage that is not cached.
+        seconds: Estimated duration. None if unknown.
+        rough: Whether the estimate follows from sizes instead of an earlier call.
     """
 
     stage: str
@@ -80,137 +80,145 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All calls that cost something, up to the first look at each task."""
+    """All calls with a cost, up to the first interim look of each task."""
 
     stages: tuple[PlannedStage, ...]
 
     @property
     def left(self) -> tuple[PlannedStage, ...]:
-        """What is to be made."""
-        return tuple(one for one in self.stages if not one.cached)
+        """Stages that are not cached."""
+        return tuple(stage for stage in self.stages if not stage.cached)
 
     @property
     def rough(self) -> bool:
-        """Whether any of the time is a guess."""
-        return any(one.rough for one in self.left)
+        """Whether any of the time is a rough estimate."""
+        return any(stage.rough for stage in self.left)
 
     @property
     def seconds(self) -> float | None:
-        """Of all that is to be made; None where something of it is not known."""
-        known = [one.seconds for one in self.left if one.seconds is not None]
-        if len(known) < len(self.left):
+        """Total duration of all open stages. None if any is unknown."""
+        durations = [stage.seconds for stage in self.left if stage.seconds is not None]
+        if len(durations) < len(self.left):
             return None
-        starting = STARTING * any(one.stage != MERGE for one in self.left)
-        return sum(known) + (starting + AROUND if self.rough else 0.0)
+        starting = STARTING * any(stage.stage != MERGE for stage in self.left)
+        return sum(durations) + (starting + AROUND if self.rough else 0.0)
 
     def time(self) -> str:
-        """``about 3 h, never run here``."""
-        seconds, guessed = self.seconds, sum(one.seconds or 0.0 for one in self.left if one.rough)
+        """Describe the time, for example ``about 3 h, never run here``."""
+        seconds, rough_seconds = self.seconds, sum(stage.seconds or 0.0 for stage in self.left if stage.rough)
         if seconds is None:
             return "not known yet: no run has made them here"
         if not self.rough:
             return f"about {format_duration(seconds)}, as it took last time"
-        if guessed > seconds / 10:
-            never = "never run here" if all(one.rough for one in self.left) else "some of it never run here"
+        if rough_seconds > seconds / 10:
+            never = "never run here" if all(stage.rough for stage in self.left) else "some of it never run here"
             return f"about {format_roughly(seconds)}, {never}"
         return f"about {format_roughly(seconds)}"
 
     def sentence(self) -> str:
-        """What is cached, what is left, and how long that takes."""
+        """Describe the cached stages, the open stages and their time."""
         if not self.left:
             return f"all {len(self.stages)} stages that cost something are cached; nothing is made anew"
         head = f"{len(self.left)} of {len(self.stages)} stages that cost something are to be made"
         return f"{head}; time: {self.time()}"
 
 
-def plan_night(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
-    """What the profile's own recipe would take; None where its checks say no.
+def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
+    """Plan the run of the profile's own recipe. None if its checks refuse it.
 
     Args:
-        ready: What all checks found out.
-        examples: A document of each task, as each parent reads it.
+        ready: Result of the preflight.
+        examples: One document of each task, as each parent reads it.
     """
-    own = next((one for one in ready.cleared if one.candidate is profile.candidates()[0]), None)
-    if own is None or ready.evidence is None or own.compatibility.value.blocking():
+    cleared = next((item for item in ready.cleared if item.candidate is profile.candidates()[0]), None)
+    if cleared is None or ready.evidence is None or cleared.compatibility.value.blocking():
         return None
-    guess = _Guess(own, ready.evidence, tuple(examples))
-    return PlannedRun(tuple(_calls(profile, own, ready.evidence, guess)))
+    estimate = _Estimate(cleared, ready.evidence, tuple(examples))
+    return PlannedRun(tuple(_planned_stages(profile, cleared, ready.evidence, estimate)))
 
 
-def _calls(profile: Profile, own: ClearedCandidate, evidence: Evidence, guess: _Guess) -> Iterator[PlannedStage]:
-    took = _last_times(profile.name)
-    parents = find_pinned_checkpoints(own.found, store().hashes)
+def _planned_stages(
+    profile: Profile, cleared: ClearedCandidate, evidence: Evidence, estimate: _Estimate
+) -> Iterator[PlannedStage]:
+    last_seconds = _last_times(profile.name)
+    parents = find_pinned_checkpoints(cleared.parents, store().hashes)
     by_name = {parent.name: parent for parent in parents}
-    whole = len(parents) == len(own.found) and not any(parent.adapter for parent in parents)
+    is_complete = len(parents) == len(cleared.parents) and not any(parent.adapter for parent in parents)
     by_ref = {parent.ref: parent for parent in parents}
-    recipe = find_prepared_recipe(own.candidate.recipe, by_ref.__getitem__) if whole else None
-    pinned = PinnedRecipe(recipe or own.candidate.recipe, parents)
-    if reading := calibration_stage_name(own.candidate.recipe):
-        yield _call(reading, "", 0 if recipe else 1, took.get(reading), guess.measuring)
+    recipe = find_prepared_recipe(cleared.candidate.recipe, by_ref.__getitem__) if is_complete else None
+    pinned = PinnedRecipe(recipe or cleared.candidate.recipe, parents)
+    if reading := calibration_stage_name(cleared.candidate.recipe):
+        yield _planned_stage(reading, "", 0 if recipe else 1, last_seconds.get(reading), estimate.measuring)
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
-    yield _call(MERGE, "", 0 if merged else 1, took.get(MERGE), guess.merging)
-    models: dict[str, Model | None] = {one.name: by_name.get(one.name) if whole else None for one in own.found}
+    yield _planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging)
+    models: dict[str, Model | None] = {
+        parent.name: by_name.get(parent.name) if is_complete else None for parent in cleared.parents
+    }
     models[MERGE] = merged_model(merged, pinned) if merged else None
     if evidence.documents is not None and evidence.windows is not None:
         for name, model in models.items():
-            there = model and perplexity.find(model, evidence.documents, evidence.windows, runtime())
-            yield _call("perplexity", name, 0 if there else 1, took.get("perplexity"), guess.reading)
+            cached = model and perplexity.find(model, evidence.documents, evidence.windows, runtime())
+            yield _planned_stage(
+                "perplexity", name, 0 if cached else 1, last_seconds.get("perplexity"), estimate.reading
+            )
     for task in evidence.tasks:
         if task.data is None:
-            continue  # the findings say why it could not be counted
+            continue  # the findings explain why it could not be counted
         first = plan_interim_looks(task, evidence)[0]
-        known = {
+        cached_scores = {
             name: known_scores(model, task, evidence.scoring, runtime()) if model else ()
             for name, model in models.items()
         }
-        pace = measured_seconds([one for each in known.values() for one in each])
-        for name, scores in known.items():
+        document_seconds = measured_seconds([scores for parts in cached_scores.values() for scores in parts])
+        for name, scores in cached_scores.items():
             missing = count_missing_documents(task, evidence.scoring, first, scores)
-            measured = pace * missing if pace is not None else took.get("evaluate")
-            yield _call("evaluate", f"{name}, {task.name}", missing, measured, guess.scoring(task, missing))
+            measured = document_seconds * missing if document_seconds is not None else last_seconds.get("evaluate")
+            yield _planned_stage("evaluate", f"{name}, {task.name}", missing, measured, estimate.scoring(task, missing))
 
 
-def _call(stage: str, subject: str, missing: int, measured: float | None, guessed: float | None) -> PlannedStage:
+def _planned_stage(
+    stage: str, subject: str, missing: int, measured: float | None, estimated: float | None
+) -> PlannedStage:
     if not missing:
         return PlannedStage(stage, subject, cached=True)
-    rough = measured is None and guessed is not None
-    return PlannedStage(stage, subject, False, missing, guessed if rough else measured, rough)
+    rough = measured is None and estimated is not None
+    return PlannedStage(stage, subject, False, missing, estimated if rough else measured, rough)
 
 
-class _Guess:
-    """How long calls take that were never made here. The machine is measured when that is first asked for."""
+class _Estimate:
+    """Estimates for calls that never ran here. The machine is measured on first use."""
 
-    def __init__(self, own: ClearedCandidate, evidence: Evidence, examples: Sequence[TaskExample]) -> None:
-        self._own, self._evidence, self._examples = own, evidence, examples
-        found = own.compatibility.value
-        self._size = NetworkSize(found.largest_parameters, found.largest_bytes, found.tensors)
+    def __init__(self, cleared: ClearedCandidate, evidence: Evidence, examples: Sequence[TaskExample]) -> None:
+        self._cleared, self._evidence, self._examples = cleared, evidence, examples
+        compatibility = cleared.compatibility.value
+        self._size = NetworkSize(compatibility.largest_parameters, compatibility.largest_bytes, compatibility.tensors)
 
     @cached_property
     def _rates(self) -> Rates | None:
         files = [
             parent.directory / name
-            for parent in self._own.found
+            for parent in self._cleared.parents
             for name in parent.deciding
             if name.endswith(_WEIGHTS) and (parent.directory / name).is_file()
         ]
         try:
             rates = machine_rates(files, nearest(home()), usable_cores(), runtime().device, None)
-        except MergegateError:  # a disk that cannot be written is what the other checks speak of
+        except MergegateError:  # other checks report a disk that cannot be written
             return None
         return rates if rates and rates.products else None
 
     @property
     def merging(self) -> float | None:
-        """Of the merge. Of an adapter nobody knows: decomposing takes most of it."""
-        found = self._own.compatibility.value
-        if self._rates is None or self._own.candidate.recipe.output is not None:
+        """Seconds of the merge. None for an adapter, whose decomposition cannot be estimated."""
+        compatibility = self._cleared.compatibility.value
+        if self._rates is None or self._cleared.candidate.recipe.output is not None:
             return None
-        return merge_seconds(found.bytes_read, found.bytes_written, self._rates)
+        return merge_seconds(compatibility.bytes_read, compatibility.bytes_written, self._rates)
 
     @property
     def measuring(self) -> float | None:
-        """Of all that is measured of models before the merge."""
-        _, plan = plan_recipe(self._own.candidate.recipe)
+        """Seconds of the calibration statistics before the merge."""
+        _, plan = plan_recipe(self._cleared.candidate.recipe)
         needs, memory = statistics_needs(plan, store().hashes), system_memory()
         if self._rates is None or needs is None or memory is None:
             return None
@@ -218,58 +226,63 @@ class _Guess:
 
     @cached_property
     def reading(self) -> float | None:
-        """Of the held-out text under one model."""
+        """Seconds of the held-out text under one model."""
         windows, text = self._evidence.windows, self._evidence.documents
         if self._rates is None or windows is None or text is None:
             return None
         documents, size = _length_of(text.path, windows.documents)
         tokens = size / self._bytes_a_token
-        asked = PromptLoad(max(documents, tokens / windows.max_length), tokens, batch=windows.batch_size)
-        return evaluation_seconds(self._size, asked, self._rates)
+        load = PromptLoad(max(documents, tokens / windows.max_length), tokens, batch=windows.batch_size)
+        return evaluation_seconds(self._size, load, self._rates)
 
     def scoring(self, task: EvalTask, documents: int) -> float | None:
-        """Of so many documents of a task under one model; of a server that runs somewhere nobody knows."""
+        """Return the seconds of that many documents of a task under one model. None for a server elsewhere."""
         scoring = self._evidence.scoring
         if not documents or self._rates is None or not find_backend(scoring.backend).loads_here:
             return None
-        each = estimate_document_cost(task)
-        requests = each.readings * documents
-        tokens, written = requests * self._tokens_of(task), each.written * documents
+        cost = estimate_document_cost(task)
+        requests = cost.readings * documents
+        tokens, written = requests * self._tokens_of(task), cost.written * documents
         return evaluation_seconds(self._size, PromptLoad(requests, tokens, written, scoring.batch_size), self._rates)
 
     def _tokens_of(self, task: EvalTask) -> float:
-        """Tokens of one prompt with its answer."""
-        found = [one.preview for one in self._examples if one.task == task.name]
-        if not found:
+        """Return the tokens of one prompt with its answer."""
+        previews = [example.preview for example in self._examples if example.task == task.name]
+        if not previews:
             return _LONG_PROMPT
-        first = found[0]
+        first = previews[0]
         return first.tokens * (1 + len(first.answer) / max(len(first.prompt), 1))
 
     @property
     def _bytes_a_token(self) -> float:
-        each = [one.preview for one in self._examples if one.preview.tokens]
-        size, tokens = sum(len(one.prompt.encode()) for one in each), sum(one.tokens for one in each)
+        previews = [example.preview for example in self._examples if example.preview.tokens]
+        size, tokens = (
+            sum(len(preview.prompt.encode()) for preview in previews),
+            sum(preview.tokens for preview in previews),
+        )
         return max(size / tokens, 0.5) if size else _BYTES_A_TOKEN
 
 
 def _length_of(path: Path, most: int | None) -> tuple[float, float]:
-    """Documents of a held-out text that will be read, and their bytes; from its first lines and its size."""
+    """Return the number of documents of a held-out text and their bytes, from its first lines and its size."""
     with open_buffered(path) as file:
         lines = [len(line) for line in islice(file, _LOOKED_AT) if line.strip()]
     if not lines:
         return 1.0, 1.0
     size = path.stat().st_size
-    each = sum(lines) / len(lines)
-    documents = size / each if most is None else min(size / each, most)
-    return documents, documents * each
+    mean_bytes = sum(lines) / len(lines)
+    documents = size / mean_bytes if most is None else min(size / mean_bytes, most)
+    return documents, documents * mean_bytes
 
 
 def _last_times(profile: str) -> Mapping[str, float]:
-    """Seconds that one call of a stage took when it was last made for the profile."""
-    found: dict[str, float] = {}
+    """Return the seconds of the last execution of each stage for the profile, per call."""
+    seconds: dict[str, float] = {}
     for record in read_history(home() / "reports").records:
         if record.profile == profile:
-            found |= {
-                one.name: one.seconds / (one.calls - one.cached) for one in record.stages if one.calls > one.cached
+            seconds |= {
+                stage.name: stage.seconds / (stage.calls - stage.cached)
+                for stage in record.stages
+                if stage.calls > stage.cached
             }
-    return found
+    return seconds

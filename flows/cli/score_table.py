@@ -1,11 +1,11 @@
-"""Tables on a terminal of any width: the score table in the widest of four forms that fits, others as a list.
+"""Print tables on a terminal of any width. The score table uses the widest of four forms that fits.
 
-No number, no name and no verdict is cut or takes two lines. From the widest form to the narrowest:
+Numbers, names and verdicts are never cut or wrapped. From the widest form to the narrowest:
 
-1. a line a task, a column a model;
-2. the same, with models by letters that are spelt out above;
-3. a task's name on a line of its own, its numbers below;
-4. of the models only the best parent and the merge: the report has all of them.
+1. a line per task, a column per model;
+2. the same, with letters for models and a legend above;
+3. the name of a task on its own line, its numbers below;
+4. only the best parent and the merge; the report has all models.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from rich.text import Text
 from mergegate.flows.cli.styles import OUTCOME_STYLES
 from mergegate.tasks.report import Row, ScoreTable
 
-_BEST = " *"  # how plain tables mark the best of the parents; bold here
+_BEST = " *"  # mark of the best parent in plain tables; bold here
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A way to draw it: lines above, the header, rows of one line or of two."""
+    """A layout of the table: lines above, header, and rows of one line or of two."""
 
     above: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    two_lines: bool = False  # the first cell stands on a line of its own
+    two_lines: bool = False  # whether the first cell has its own line
 
     def widths(self) -> list[int]:
-        """Of the columns."""
+        """Return the widths of the columns."""
         lines = [self.columns, *(row.cells for row in self.rows)]
         return [max(cell_len(line[at].removesuffix(_BEST)) for line in lines) for at in range(len(self.columns))]
 
     def width(self) -> int:
-        """Columns of the terminal that it takes."""
+        """Return the width of the table in terminal columns."""
         return max(line.cell_len for line in (*map(Text, self.above), *_lines(self)))
 
 
 def print_scores(console: Console, drawn: ScoreTable) -> None:
-    """The final table in the first form that fits; what a verdict says beside its word stands below."""
+    """Print the final table in the first form that fits. Details of a verdict follow below the table."""
     rows, notes = _with_notes(drawn.rows)
     forms = list(_forms(drawn.columns, rows))
-    form = next((one for one in forms if one.width() <= console.width), forms[-1])
+    form = next((candidate for candidate in forms if candidate.width() <= console.width), forms[-1])
     for line in form.above:
         console.print(Text(line, style="dim"))
     for drawn_line in _lines(form):
@@ -58,7 +58,7 @@ def print_scores(console: Console, drawn: ScoreTable) -> None:
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
-    """A table; where the terminal is too narrow for it, each row as a list of its cells.
+    """Print a table, or each row as a list of its cells if the terminal is too narrow.
 
     Args:
         numbers: Whether all columns between the first and the last are numbers, which align right.
@@ -82,7 +82,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def _with_notes(rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[str]]:
-    """Rows whose verdict is a word or two, and what the others said beside theirs."""
+    """Return rows with short verdicts, and notes with the rest of the long ones."""
     short, notes = [], []
     for row in rows:
         word, colon, _ = row.cells[-1].partition(": ")
@@ -98,7 +98,7 @@ def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
     lettered: tuple[str, ...] = models
     above: tuple[str, ...] = ()
     if models and len(models) <= len(string.ascii_lowercase) + 1:
-        # The merge keeps its name: it is what the table is about.
+        # The merge keeps its name because the table is about it.
         letters = dict(zip(models[:-1], string.ascii_lowercase, strict=False))
         lettered = (*letters.values(), models[-1])
         above = tuple(f"{letter}  {name}" for name, letter in letters.items())
@@ -115,11 +115,11 @@ def _best_and_merge(cells: tuple[str, ...]) -> tuple[str, ...]:
     if len(cells) < 2:
         return cells
     *parents, merge = cells
-    return next((one for one in parents if one.endswith(_BEST)), next(filter(None, parents), "")), merge
+    return next((cell for cell in parents if cell.endswith(_BEST)), next(filter(None, parents), "")), merge
 
 
 def _lines(form: _Form) -> Iterator[Text]:
-    """The header and the rows, every column as wide as its widest cell; names on lines of their own where so asked."""
+    """Return the header and the rows, with every column as wide as its widest cell."""
     yield _aligned(form, [Text(column, style="dim") for column in form.columns])
     for row in form.rows:
         if form.two_lines:

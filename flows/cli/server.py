@@ -1,4 +1,4 @@
-"""``mergegate server`` and ``mergegate worker``: Prefect's own, told where this project is."""
+"""``mergegate server`` and ``mergegate worker``: run Prefect's own with the settings of this project."""
 
 from __future__ import annotations
 
@@ -39,61 +39,62 @@ def run_server(host: str, port: int | None, console: Console) -> None:
     """Serve Prefect's API and pages for this project.
 
     Args:
-        host: Where it listens.
-        port: The same; None: that of ``server.address`` in ``nights.yaml``, else 4200.
+        host: Address to listen on.
+        port: Port to listen on. None: that of ``server.address`` in ``nights.yaml``, or else 4200.
 
     Raises:
-        InvalidInput: when the port is taken, or the database does not answer.
-        DiskRefused: when the secret cannot be kept.
+        InvalidInput: The port is in use, or the database does not answer.
+        DiskRefused: The secret cannot be stored.
     """
-    nights = optional_nights()
-    said = nights.server.address if nights else None
-    port = port or (urlsplit(said).port if said else None) or PORT
+    schedules = load_optional_schedules()
+    configured = schedules.server.address if schedules else None
+    port = port or (urlsplit(configured).port if configured else None) or PORT
     _require_free(host, port)
-    if (database := database_url(nights)) is not None:
+    if (database := database_url(schedules)) is not None:
         require_database(database)
-    near = "127.0.0.1" if host in _ANYWHERE else host
+    local_host = "127.0.0.1" if host in _ANYWHERE else host
     secret = load_or_create_secret()
-    site = replace(find_site(address=said or f"http://{near}:{port}"), secret=secret)
+    site = replace(find_site(address=configured or f"http://{local_host}:{port}"), secret=secret)
     console.print(f"Prefect's pages: {site.address}, secret in {short_path(site.home / 'prefect' / 'auth')}")
     if not write_settings(site):
         console.print("prefect.toml here is not ours and stays as it is: prefect's own commands do not know the server")
     if host in _ANYWHERE or not host.startswith(("127.", "localhost")):
         console.print("listening beyond this machine: one password and no TLS, so put a proxy before it")
     os.environ.update(site.server_environment(database))
-    rearm_rules_when_ready(replace(site, address=f"http://{near}:{port}"))
+    rearm_rules_when_ready(replace(site, address=f"http://{local_host}:{port}"))
     serve_prefect(host, port)
 
 
 def become_worker(once: bool, console: Console) -> NoReturn:
-    """Carry out what is deployed and due, one run at a time.
+    """Run due deployments, one at a time.
 
     Args:
-        once: Only what is due now.
+        once: Whether to run only the deployments that are due now, and exit.
 
     Raises:
-        InvalidInput: when the server does not answer, or does not let us in.
+        InvalidInput: The server does not answer or denies access.
     """
-    site = find_site(optional_nights())
+    site = find_site(load_optional_schedules())
     os.environ.update(site.worker_environment())
     with site_client(site) as client:
         make_pool(client)
     console.print(f"worker for {site.address}, in {short_path(site.root)}")
     more = ["--run-once"] if once else []
     sys.stdout.flush()
-    # Told to end, Prefect's worker sends itself a SIGINT. Background jobs of a shell ignore that, and would run on.
+    # To stop, Prefect's worker sends itself a SIGINT. Background jobs of a shell ignore that signal and would keep
+    # running.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # In place of this process: who ends the command ends the worker. -P: a file of the project that is called like a
-    # library is not taken for it.
+    # exec replaces this process, so ending the command ends the worker. With -P, a project file with the name of a
+    # library does not shadow that library.
     command = [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", *more]
     os.execve(sys.executable, command, site.worker_environment())
 
 
-def optional_nights() -> Schedules | None:
-    """``nights.yaml`` of this directory, where there is one.
+def load_optional_schedules() -> Schedules | None:
+    """Load ``nights.yaml`` of this directory, or return None if it does not exist.
 
     Raises:
-        InvalidInput: for one that means nothing.
+        InvalidInput: The file is invalid.
     """
     return load_schedules(Path(NIGHTS)) if Path(NIGHTS).exists() else None
 

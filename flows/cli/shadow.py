@@ -1,4 +1,4 @@
-"""``mergegate shadow PROFILE``: the proxy before two servers; ``mergegate shadow replay FILE``: traffic for it."""
+"""``mergegate shadow PROFILE`` runs the proxy before two servers, ``mergegate shadow replay FILE`` sends it traffic."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
 
 _STOP_S = 5
-_KEEP_ALIVE_S = 75  # longer than clients keep a connection: else one is closed as it is used again
+# longer than clients keep a connection: the server must not close one before its reuse
+_KEEP_ALIVE_S = 75
 
 
 def serve_shadow(profile: Path, candidate: str | None, console: Console, *, again: bool = False) -> None:
-    """Answer requests until somebody ends it.
+    """Answer requests until the process is stopped.
 
     Args:
-        candidate: The version that is watched; None: what is released at the target. Where that cannot be told, or
-            nothing is: the one that was watched last.
-        again: Watch it from now on, whatever was decided of it before.
+        candidate: Version to watch. Default: the current release at the target, or if that is unknown, the version
+            watched last.
+        again: Whether to watch it from now on, even if there was a decision before.
 
     Raises:
-        InvalidInput: for a profile without ``shadow``, a key that is not set, an address that is taken.
+        InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.
     """
     import uvicorn
 
-    read = load_profile(profile)
-    settings = shadow_settings(read)
-    url, file = records_url(read.name, settings), routing_file(read.name)
+    loaded = load_profile(profile)
+    settings = shadow_settings(loaded)
+    url, file = records_url(loaded.name, settings), routing_file(loaded.name)
     redaction = open_redaction(settings.redact, settings.redact_with)
-    routing = _routing(read, settings, candidate, file, again)
+    routing = _routing(loaded, settings, candidate, file, again)
     _require_free(*settings.address)
     recorder = Recorder(
         lambda: open_records(url),
@@ -60,14 +61,15 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder)
     host, port = settings.address
     console.print(
-        f"{read.name}: {routing.candidate} is watched ({routing.mode}, {routing.share:.0%})"
+        f"{loaded.name}: {routing.candidate} is watched ({routing.mode}, {routing.share:.0%})"
         if routing.watching
-        else f"{read.name}: {routing.candidate} is {routing.serving}: {routing.why}"
+        else f"{loaded.name}: {routing.candidate} is {routing.serving}: {routing.why}"
     )
     console.print(f"  parent     {settings.parent.url}\n  candidate  {settings.candidate.url}")
     console.print(f"  records    {_where(url)}{_reachable(url)}")
     console.print(f"  listening  http://{settings.listen}/v1   status: http://{settings.listen}/shadow/status")
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # A server that stops midway is recorded, not traced.
+    # a server that stops midway is recorded, so it needs no traceback
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     uvicorn.run(
         proxy.application(),
         host=host,
@@ -94,13 +96,13 @@ def replay_file(
     rounds: int,
     stream: bool,
 ) -> None:
-    """Send the requests of a file to a proxy, and say what came back."""
+    """Send the requests of a file to a proxy, and print the responses."""
     if not file.is_file():
         raise InvalidInput(str(file), found="no such file", expected="jsonl of requests or prompts")
     traffic = read_traffic(file, model)
     done = replay(traffic, to.rstrip("/"), header=header, rate=rate, at_once=at_once, rounds=rounds, stream=stream)
-    said = ", ".join(f"{count} with {what}" for what, count in sorted(done.statuses.items()))
-    message = f"{done.sent} requests in {done.seconds:.1f} s: {said}"
+    counts = ", ".join(f"{count} with {response}" for response, count in sorted(done.statuses.items()))
+    message = f"{done.sent} requests in {done.seconds:.1f} s: {counts}"
     if as_json:
         print_answer("replayed", message, {"sent": done.sent, "statuses": dict(done.statuses), "seconds": done.seconds})
     else:
@@ -108,12 +110,12 @@ def replay_file(
 
 
 def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path, again: bool) -> Routing:
-    """What is watched from now on: as it was left, or a candidate that is new."""
-    before = read_routing(file)
-    version = candidate or _released(profile) or (before.candidate if before else "candidate")
-    wanted = {"mode": settings.mode, "share": settings.share}
-    if before is not None and before.candidate == version and not again:
-        routing = before.model_copy(update=wanted)
+    """Return the routing from now on: unchanged, or that of a new candidate."""
+    previous = read_routing(file)
+    version = candidate or _released(profile) or (previous.candidate if previous else "candidate")
+    settings_now = {"mode": settings.mode, "share": settings.share}
+    if previous is not None and previous.candidate == version and not again:
+        routing = previous.model_copy(update=settings_now)
     else:
         routing = Routing(candidate=version, since=time.time(), mode=settings.mode, share=settings.share)
     write_routing(file, routing)
@@ -121,7 +123,7 @@ def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, 
 
 
 def _released(profile: Profile) -> str | None:
-    """The version at the profile's target; None also where that is out of reach: users are answered all the same."""
+    """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
     try:
         current = profile.publish.current(profile.root) if profile.publish else None
     except Refused:
@@ -134,7 +136,7 @@ def _where(url: str) -> str:
 
 
 def _reachable(url: str) -> str:
-    """Nothing; or why records are lost for now. A database that is down keeps no proxy from answering."""
+    """Return why records are lost for now, or an empty string. The proxy keeps answering without a database."""
     try:
         open_records(url).close()
     except (SQLAlchemyError, OSError) as error:

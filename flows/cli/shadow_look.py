@@ -1,4 +1,4 @@
-"""``mergegate shadow look``, ``status``, ``promote``, ``rollback``: the state of a watched release on one screen."""
+"""``mergegate shadow look``, ``status``, ``promote``, ``rollback``: show a watched release on one screen."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from mergegate.tasks.stage import home
 _STATUS = {"watch": "watching"}
 
 
-def print_look(told: Mapping[str, Any] | None, outcome: RunOutcome, console: Console) -> None:
-    """The end of a look.
+def print_look(facts: Mapping[str, Any] | None, outcome: RunOutcome, console: Console) -> None:
+    """Print the outcome of an interim look.
 
     Args:
-        told: The same for machines, where one of them asks; without what users wrote.
+        facts: The outcome as JSON, without users' texts. None to print lines for users.
     """
-    if told is not None:
-        state = told_state(outcome.shadow) if outcome.shadow else {}
+    if facts is not None:
+        state = state_json(outcome.shadow) if outcome.shadow else {}
         stopped = [outcome.stopped_by] if outcome.stopped_by else []
-        print_answer(outcome.status, outcome.message, {**told, **state}, stopped)
+        print_answer(outcome.status, outcome.message, {**facts, **state}, stopped)
         return
     console.print()
     if outcome.shadow is not None:
@@ -44,17 +44,17 @@ def print_look(told: Mapping[str, Any] | None, outcome: RunOutcome, console: Con
 
 
 def print_state(profile: Path, console: Console, as_json: bool) -> None:
-    """What serves users now, and what is shown so far.
+    """Print which model serves users now, and the evidence so far.
 
     Raises:
-        InvalidInput: when the profile watches nothing, or nothing is watched yet.
+        InvalidInput: The profile has no section ``shadow``, or no release is watched yet.
     """
     content = shadow_state(load_profile(profile))
     page = home() / "reports" / f"{content.name}.shadow.html"
     status = _STATUS.get(content.serving, content.serving)
     if as_json:
         report = str(page) if page.is_file() else None
-        print_answer(status, shadow_sentence(content), {**told_state(content), "report": report})
+        print_answer(status, shadow_sentence(content), {**state_json(content), "report": report})
         return
     console.print(Text(f"{content.name} {content.candidate}: {status}", style=OUTCOME_STYLES[shadow_outcome(content)]))
     console.print(Text(f"  {shadow_sentence(content)}"))
@@ -63,25 +63,27 @@ def print_state(profile: Path, console: Console, as_json: bool) -> None:
         console.print(Text("  report    ", style="dim"), Text(short_path(page)), sep="")
 
 
-def told_state(content: ShadowContent) -> dict[str, object]:
-    """The state for machines: the content without its course and without what users wrote."""
-    told = content.model_dump(mode="json", exclude={"points", "examples"})
-    return {"shadow": {**told, "pairs": content.pairs, "now": content.now.model_dump() if content.now else None}}
+def state_json(content: ShadowContent) -> dict[str, object]:
+    """Return the state as JSON, without the curve and without users' texts."""
+    content_json = content.model_dump(mode="json", exclude={"points", "examples"})
+    return {
+        "shadow": {**content_json, "pairs": content.pairs, "now": content.now.model_dump() if content.now else None}
+    }
 
 
 def require_reason(why: str) -> None:
-    """See that somebody says why.
+    """Check that the reason is not empty.
 
     Raises:
-        InvalidInput: when nobody does.
+        InvalidInput: The reason is empty.
     """
     if not why.strip():
         raise InvalidInput("--why", found="no reason", expected="--why TEXT: it is kept beside what was decided")
 
 
 def _print_lines(content: ShadowContent, console: Console) -> None:
-    for what, value in shadow_rows(content):
-        console.print(Text(f"  {what:<17}", style="dim"), Text(value), sep="")
+    for label, value in shadow_rows(content):
+        console.print(Text(f"  {label:<17}", style="dim"), Text(value), sep="")
     arms = (("parent", content.parent_arm), ("candidate", content.candidate_arm))
     console.print()
     print_table(
@@ -94,6 +96,6 @@ def _print_lines(content: ShadowContent, console: Console) -> None:
 def _left_out(content: ShadowContent) -> Iterator[str]:
     if content.waiting:
         yield f"waits    {content.waiting:,} pairs for the next look"
-    for what, counted in (("not judged", content.left_out), ("not recorded", content.not_recorded)):
-        if counted:
-            yield f"{what}: {'; '.join(f'{count:,} {reason}' for reason, count in counted)}"
+    for title, counts in (("not judged", content.left_out), ("not recorded", content.not_recorded)):
+        if counts:
+            yield f"{title}: {'; '.join(f'{count:,} {reason}' for reason, count in counts)}"

@@ -1,4 +1,4 @@
-"""``mergegate smoke``: serve a checkpoint, or ask a server that runs, by hand; a table of what was seen."""
+"""``mergegate smoke``: serve a checkpoint or use a running server, and print a table of test results."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def smoke_target(
     model: str | None,
     key: str,
 ) -> int:
-    """Smoke-test ``target``, say what was seen, and return the exit code: 0 passed, 3 refused.
+    """Smoke-test ``target``, print the results, and return the exit code: 0 passed, 3 refused.
 
     Args:
-        target: A checkpoint (directory, or ``org/name`` on the Hub), or the URL of a server.
-        profile: Whose ``serve`` says how; without it, as a profile with an empty one.
-        checkpoint: Of a URL: what should be served there.
-        model: Of a URL: what the server calls it.
-        key: Of a URL: bearer token.
+        target: Checkpoint (directory, or ``org/name`` on the Hub), or the URL of a server.
+        profile: Profile whose section ``serve`` applies. Default: an empty section.
+        checkpoint: For a URL: checkpoint that the server should serve.
+        model: For a URL: name of the model on the server.
+        key: For a URL: bearer token.
 
     Raises:
-        InvalidInput: for a target that is neither, or options that do not fit it.
-        Refused: when the server cannot be run on this machine.
+        InvalidInput: The target is neither, or options do not apply to it.
+        Refused: The server cannot run on this machine.
     """
     loaded = load_profile(profile) if profile else None
     settings = (loaded.serve if loaded else None) or ServeSettings()
@@ -74,11 +74,11 @@ def smoke_target(
                 on_progress=show,
             )
         else:
-            server = find_server(settings, root)  # its absence is known before a checkpoint is downloaded
+            server = find_server(settings, root)  # a missing server is reported before a checkpoint is downloaded
             served, adapted = _pinned(target)
             log = home() / "logs" / f"smoke-{served.directory.name}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.unlink(missing_ok=True)  # of an earlier time
+            log.unlink(missing_ok=True)  # log of an earlier run
             verdict = smoke_checkpoint(
                 served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
             )
@@ -98,19 +98,19 @@ def _local(reference: str) -> Model:
 
 
 def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
-    """The checkpoint as a model, and of ``model+adapter`` the two of them; what is on the Hub is downloaded."""
-    found = find_checkpoint(reference)
-    if found.snapshots:
-        download_snapshots(found.snapshots, store().hashes)
-    if found.adapter:
-        (adapted,) = pin_checkpoints([found], store().hashes)
+    """Return the checkpoint as a model, and for ``model+adapter`` also both parts. Hub checkpoints are downloaded."""
+    checkpoint = find_checkpoint(reference)
+    if checkpoint.snapshots:
+        download_snapshots(checkpoint.snapshots, store().hashes)
+    if checkpoint.adapter:
+        (adapted,) = pin_checkpoints([checkpoint], store().hashes)
         return apply_adapters_outside_flow([adapted])[0], adapted
-    # Nothing is cached here, so the place is identity enough.
-    return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory), None
+    # This command has no cache, so the path identifies the model.
+    return Model(name=checkpoint.name, digest=digest(str(checkpoint.directory)), directory=checkpoint.directory), None
 
 
 def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:
-    """The checks, what serving took, and the verdict with what to do."""
+    """Print the checks, the serving costs, and the verdict with remedies."""
     checks = _table("", "check", "seen", "right is")
     for check in verdict.checks:
         mark, style = _MARKS[check.outcome]

@@ -1,8 +1,8 @@
-"""``mergegate status``: what runs now, what is due, how each profile ended last, how large the store is.
+"""``mergegate status``: show active runs, schedules, the last result of each profile and the size of the store.
 
 It needs no server.
 
-``mergegate open`` shows a report, ``mergegate explain`` says what a past run decided and why.
+``mergegate open`` shows a report. ``mergegate explain`` explains the decision of a past run.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from mergegate.tasks.store import read_runs, store_bytes
 
 
 def print_status(console: Console, as_json: bool) -> None:
-    """Now, next, last.
+    """Print active runs, schedules and last results.
 
     Raises:
-        InvalidInput: for a file of nights that says nothing sensible.
+        InvalidInput: ``nights.yaml`` is invalid.
     """
     now = time.time()
     running = [run for run in read_runs(runs_directory()) if run.live]
-    last = {one.profile: one for one in read_history(home() / "reports").records}
-    nights = Path(NIGHTS)
+    last = {record.profile: record for record in read_history(home() / "reports").records}
+    schedule_file = Path(NIGHTS)
     due = (
-        [(str(one.profile), one.schedule or "when triggered") for one in load_schedules(nights).profiles]
-        if nights.is_file()
+        [
+            (str(scheduled.profile), scheduled.schedule or "when triggered")
+            for scheduled in load_schedules(schedule_file).profiles
+        ]
+        if schedule_file.is_file()
         else []
     )
     size = store_bytes(home() / "store")
@@ -48,7 +51,7 @@ def print_status(console: Console, as_json: bool) -> None:
             "home": str(home()),
             "running": [{"run": run.run, "profile": run.profile, "seconds": now - run.started} for run in running],
             "due": [{"profile": profile, "schedule": schedule} for profile, schedule in due],
-            "last": [_brief(one) for one in last.values()],
+            "last": [_brief(record) for record in last.values()],
             "store_bytes": size,
         }
         print_answer("running" if running else "idle", message, more)
@@ -63,17 +66,17 @@ def print_status(console: Console, as_json: bool) -> None:
         console.print(f"due      {profile}  {schedule}")
     if not due:
         console.print(f"due      nothing: no {NIGHTS} here")
-    for one in last.values():
-        style = OUTCOME_STYLES[outcome_of_status(one.status)]
-        first = one.why
+    for record in last.values():
+        style = OUTCOME_STYLES[outcome_of_status(record.status)]
+        reason = record.why
         console.print(
             "last     ",
-            Text(one.profile),
+            Text(record.profile),
             "  ",
-            format_run_time(one),
+            format_run_time(record),
             "  ",
-            Text(one.status, style=style),
-            f"  {first}",
+            Text(record.status, style=style),
+            f"  {reason}",
             sep="",
         )
     if not last:
@@ -82,18 +85,18 @@ def print_status(console: Console, as_json: bool) -> None:
 
 
 def open_report(console: Console, profile: str | None, as_json: bool, *, browser: bool = True) -> None:
-    """Show the report of a profile, else that of all runs, in a browser; where there is none, say where it lies.
+    """Show the report of a profile, or of all runs, in a browser. Without a browser, print its path.
 
     Raises:
-        InvalidInput: where there is no such report.
+        InvalidInput: The report does not exist.
     """
     reports = home() / "reports"
     page = reports / (f"{file_name(profile)}.html" if profile else "index.html")
     if not page.is_file():
-        known = sorted({one.profile for one in read_history(reports).records})
+        names = sorted({record.profile for record in read_history(reports).records})
         expected = (
-            (suggest(profile, known) or f"one of {', '.join(known)}")
-            if profile and known
+            (suggest(profile, names) or f"one of {', '.join(names)}")
+            if profile and names
             else "a run that has ended here"
         )
         raise InvalidInput(
@@ -108,71 +111,71 @@ def open_report(console: Console, profile: str | None, as_json: bool, *, browser
         console.print(str(page))
 
 
-def explain_run(console: Console, wanted: str, as_json: bool) -> None:
-    """What a run decided, and why.
+def explain_run(console: Console, query: str, as_json: bool) -> None:
+    """Explain the decision of a run.
 
     Args:
-        wanted: The beginning of a run's id, a version, or a profile: then its last run.
+        wanted: Beginning of a run's id, a version, or a profile for its last run.
 
     Raises:
-        InvalidInput: for a run that nobody knows, and for one of several.
+        InvalidInput: No run matches, or several do.
     """
     records = read_history(home() / "reports").records
-    one = _found(records, wanted)
+    record = _find_run(records, query)
     if as_json:
-        print_answer(one.status, one.message, {"run": one.model_dump(mode="json")})
+        print_answer(record.status, record.message, {"run": record.model_dump(mode="json")})
         return
-    style = OUTCOME_STYLES[outcome_of_status(one.status)]
+    style = OUTCOME_STYLES[outcome_of_status(record.status)]
     console.print(
-        Text(f"{one.profile}: {one.status}", style=style),
-        f" {format_run_time(one)}, {format_duration(one.seconds)}",
+        Text(f"{record.profile}: {record.status}", style=style),
+        f" {format_run_time(record)}, {format_duration(record.seconds)}",
         sep="",
     )
-    if one.method:
-        console.print(f"  merged    {one.method}: {', '.join(parent.name for parent in one.parents)}")
-    for override in one.overrides:
+    if record.method:
+        console.print(f"  merged    {record.method}: {', '.join(parent.name for parent in record.parents)}")
+    for override in record.overrides:
         console.print(Text(f"  told      --set {override}"))
-    for line in one.message.splitlines():
+    for line in record.message.splitlines():
         console.print(Text(f"  decided   {line.strip()}"))
-    for score in one.scores:
+    for score in record.scores:
         scale = f"[{score.low:.1f}, {score.high:.1f}]"
         console.print(
             f"  {score.outcome:<9} {score.task}: {score.drop:+.1f} points lost "
             f"against {score.reference} {scale}, limit {score.limit}"
         )
-    if one.perplexity is not None:
-        limit = f", limit {one.perplexity_limit:.3f}" if one.perplexity_limit is not None else ""
-        console.print(f"  text      perplexity {one.perplexity:.3f} times the better parent's{limit}")
-    for stage in one.stages:
-        made = f"{stage.cached} of {stage.calls} cached" if stage.cached else stage.status
-        console.print(f"  stage     {stage.name}: {made}, {format_duration(stage.seconds)}")
-    if one.report:
-        console.print(f"  report    {short_path(home() / 'reports' / one.report)}")
+    if record.perplexity is not None:
+        limit = f", limit {record.perplexity_limit:.3f}" if record.perplexity_limit is not None else ""
+        console.print(f"  text      perplexity {record.perplexity:.3f} times the better parent's{limit}")
+    for stage in record.stages:
+        state = f"{stage.cached} of {stage.calls} cached" if stage.cached else stage.status
+        console.print(f"  stage     {stage.name}: {state}, {format_duration(stage.seconds)}")
+    if record.report:
+        console.print(f"  report    {short_path(home() / 'reports' / record.report)}")
 
 
-def _found(records: tuple[RunRecord, ...], wanted: str) -> RunRecord:
-    by_profile = [one for one in records if one.profile == wanted]
+def _find_run(records: tuple[RunRecord, ...], query: str) -> RunRecord:
+    by_profile = [record for record in records if record.profile == query]
     if by_profile:
         return by_profile[-1]
-    by_id = [one for one in records if wanted and (one.run.startswith(wanted) or one.version == wanted)]
-    if len({one.run for one in by_id}) == 1 or (by_id and by_id[-1].version == wanted):
+    by_id = [record for record in records if query and (record.run.startswith(query) or record.version == query)]
+    if len({record.run for record in by_id}) == 1 or (by_id and by_id[-1].version == query):
         return by_id[-1]
-    found = f"{wanted!r}, which {len(by_id)} runs begin with" if by_id else f"{wanted!r}, of which no run is known"
-    known = {one.profile for one in records}
+    found = f"{query!r}, which {len(by_id)} runs begin with" if by_id else f"{query!r}, of which no run is known"
+    names = {record.profile for record in records}
     raise InvalidInput(
         "mergegate explain",
         found=found,
         expected="a run's id, a version or a profile",
-        remedy=suggest(wanted, known) or "mergegate history lists them",
+        remedy=suggest(query, names) or "mergegate history lists them",
     )
 
 
-def _brief(one: RunRecord) -> dict[str, object]:
-    return one.model_dump(mode="json", include={"run", "profile", "status", "message", "ended", "version"})
+def _brief(record: RunRecord) -> dict[str, object]:
+    return record.model_dump(mode="json", include={"run", "profile", "status", "message", "ended", "version"})
 
 
 def _has_browser() -> bool:
-    """Not over a remote shell or in a container, where a browser would be one in the terminal, or none."""
+    """Return whether a graphical browser is available. Remote shells and containers have none."""
     if os.environ.get("SSH_CONNECTION") or not (
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.environ.get("BROWSER")
     ):

@@ -1,15 +1,15 @@
-"""``mergegate store``: what the store holds and why, how large it is, whether it is whole, and what may go.
+"""``mergegate store``: list, measure and verify the store, and remove unneeded artifacts.
 
 ::
 
     mergegate store ls                        # every artifact: size, age, why it is kept
     mergegate store du                        # by stage
     mergegate store verify                    # every byte against its hash
-    mergegate store gc --dry-run              # what would go; without --dry-run, it goes
+    mergegate store gc --dry-run              # what would be removed; without --dry-run, it is removed
     mergegate store gc --quota 50GB           # the least recently used, until the store fits
 
-What a run, a release or the last runs of a profile need never goes. What goes by mistake all the same (somebody deletes
-files) is a miss: the next run makes it again.
+Artifacts that a run, a release or the last runs of a profile need are never removed. A file that is missing anyway (a
+user deleted it) is a cache miss, and the next run rebuilds it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from mergegate.tasks.store import (
 )
 
 _DAY_S = 86_400.0
-_NOBODY = "nobody needs it"
+_NOT_NEEDED = "nobody needs it"
 
 
 @dataclass(frozen=True)
 class _StageSize:
-    """Of one stage: how much there is, and how many bytes of it are needed."""
+    """Size of one stage: number of entries, bytes, and needed bytes."""
 
     stage: str
     entries: int
@@ -56,78 +56,80 @@ class _StageSize:
 
 
 def list_artifacts(console: Console, as_json: bool) -> None:
-    """Everything in the store, by stage, the last used first: key, what of, size, age, why it is kept.
+    """Print all artifacts by stage, the last used first: key, subject, size, age, and why they are kept.
 
     Raises:
-        OSError: when the store cannot be read.
+        OSError: The store cannot be read.
     """
     needed, now = explain_retention(runs_directory()), time.time()
     subjects = {name: subject for run in read_runs(runs_directory()) for name, subject in run.used.items()}
-    entries = sorted(list_store(home() / "store"), key=lambda one: (one.stage, -one.used, one.name))
-    told = [(one, subjects.get(one.made_by, ""), _why(one, needed)) for one in entries]
+    entries = sorted(list_store(home() / "store"), key=lambda entry: (entry.stage, -entry.used, entry.name))
+    rows_by_entry = [(entry, subjects.get(entry.made_by, ""), _why(entry, needed)) for entry in entries]
     if as_json:
-        rows = [{**_plain(one, now), "subject": subject, "why": why} for one, subject, why in told]
+        rows = [{**_plain(entry, now), "subject": subject, "why": why} for entry, subject, why in rows_by_entry]
         print_answer("listed", f"{len(rows)} artifacts", {"home": str(home()), "entries": rows})
         return
     table = _table("stage", "key", "of", ">size", ">age", "why it is kept")
-    for one, subject, why in told:
-        key = one.key[:12] or one.name
-        named = key if one.kind in ("artifact", "value") else f"{key} ({one.kind})"
-        table.add_row(one.stage, named, subject, format_bytes(one.bytes), _age(now - one.used), why)
-    console.print(table if told else "the store is empty")
+    for entry, subject, why in rows_by_entry:
+        key = entry.key[:12] or entry.name
+        label = key if entry.kind in ("artifact", "value") else f"{key} ({entry.kind})"
+        table.add_row(entry.stage, label, subject, format_bytes(entry.bytes), _age(now - entry.used), why)
+    console.print(table if rows_by_entry else "the store is empty")
 
 
 def print_sizes(console: Console, as_json: bool) -> None:
-    """How large the store is, by stage, and how much of that is needed.
+    """Print the size of the store by stage, and how much of it is needed.
 
     Raises:
-        InvalidInput: for a quota that is none.
-        OSError: when the store cannot be read.
+        InvalidInput: The quota is invalid.
+        OSError: The store cannot be read.
     """
     needed, quota = explain_retention(runs_directory()), store_quota()
     total, by_stage = store_bytes(home() / "store"), defaultdict[str, list[StoreEntry]](list)
     for entry in list_store(home() / "store"):
         by_stage[entry.stage or "set aside"].append(entry)
-    sizes = [_stage_size(stage, those, needed) for stage, those in by_stage.items()]
-    sizes.sort(key=lambda one: (-one.bytes, one.stage))
+    sizes = [_stage_size(stage, entries, needed) for stage, entries in by_stage.items()]
+    sizes.sort(key=lambda stage_size: (-stage_size.bytes, stage_size.stage))
     if as_json:
-        stages = [asdict(one) for one in sizes]
+        stages = [asdict(stage_size) for stage_size in sizes]
         more = {"home": str(home()), "bytes": total, "quota": quota, "stages": stages}
         print_answer("listed", format_bytes(total), more)
         return
     table = _table("stage", ">entries", ">size", ">needed")
-    for one in sizes:
-        table.add_row(one.stage, str(one.entries), format_bytes(one.bytes), format_bytes(one.needed))
-    table.add_row("tables, locks", "", format_bytes(max(0, total - sum(one.bytes for one in sizes))), "")
+    for stage_size in sizes:
+        table.add_row(
+            stage_size.stage, str(stage_size.entries), format_bytes(stage_size.bytes), format_bytes(stage_size.needed)
+        )
+    table.add_row("tables, locks", "", format_bytes(max(0, total - sum(stage_size.bytes for stage_size in sizes))), "")
     console.print(table)
     limit = f" of {format_bytes(quota)}" if quota is not None else ""
-    needs = sum(one.needed for one in sizes)
+    needs = sum(stage_size.needed for stage_size in sizes)
     console.print(f"{home() / 'store'}: {format_bytes(total)}{limit}, {format_bytes(needs)} needed")
 
 
 def verify_store(console: Console, as_json: bool) -> int:
-    """Read every byte of the store and compare; the exit code: 3 where something is damaged, else 0.
+    """Read and compare every byte of the store, and return the exit code: 3 if anything is damaged, otherwise 0.
 
     Raises:
-        OSError: when the store cannot be read.
+        OSError: The store cannot be read.
     """
-    entries = [one for one in list_store(home() / "store") if one.kind in ("artifact", "value")]
-    with console.status(f"reading {format_bytes(sum(one.bytes for one in entries))}"):
-        found = [one for one in examine_store(home() / "store", deep=True) if one.kind == "damaged"]
+    entries = [entry for entry in list_store(home() / "store") if entry.kind in ("artifact", "value")]
+    with console.status(f"reading {format_bytes(sum(entry.bytes for entry in entries))}"):
+        damaged = [finding for finding in examine_store(home() / "store", deep=True) if finding.kind == "damaged"]
     if as_json:
-        told = [{"path": str(one.path), "what": one.what, "bytes": one.bytes} for one in found]
-        message = f"{len(told)} of {len(entries)} artifacts are damaged"
-        print_answer("damaged" if found else "sound", message, {"read": len(entries), "damaged": told})
-        return 3 if found else 0
-    for one in found:
-        console.print(f"  damaged  {one.path}: {one.what}", markup=False)
-    if found:
+        rows = [{"path": str(finding.path), "what": finding.what, "bytes": finding.bytes} for finding in damaged]
+        message = f"{len(rows)} of {len(entries)} artifacts are damaged"
+        print_answer("damaged" if damaged else "sound", message, {"read": len(entries), "damaged": rows})
+        return 3 if damaged else 0
+    for finding in damaged:
+        console.print(f"  damaged  {finding.path}: {finding.what}", markup=False)
+    if damaged:
         console.print(
             "  the next run that wants them makes them again; mergegate doctor --mend sets aside what it sees"
         )
     else:
         console.print(f"{home() / 'store'}: {len(entries)} artifacts and values, every byte as it was made")
-    return 3 if found else 0
+    return 3 if damaged else 0
 
 
 def collect_store(
@@ -139,18 +141,18 @@ def collect_store(
     quota: str | None = None,
     forget: Sequence[str] = (),
 ) -> None:
-    """Remove what nobody needs, and say what went and what stays.
+    """Remove unneeded entries, and print the removed and the remaining ones.
 
     Args:
-        dry_run: Only say it.
-        older: Days without use after which something goes; absent: one, or, where there is a quota, only as much goes
-            as it demands.
-        quota: What the store may have, such as ``50GB``; absent: no limit.
-        forget: Profiles that are not run any more: nothing is kept for them.
+        dry_run: Whether to only print the plan.
+        older: Days without use after which an entry is removed. Default: one, or with a quota only as much as the quota
+            requires.
+        quota: Maximum size of the store, such as ``50GB``. Default: no limit.
+        forget: Profiles that are no longer run, so that nothing is kept for them.
 
     Raises:
-        InvalidInput: for a quota that is none, or a profile that has not run.
-        OSError: when something cannot be removed.
+        InvalidInput: The quota is invalid, or a profile has never run.
+        OSError: An entry cannot be removed.
     """
     limit = parse_bytes(quota, "--quota") if quota is not None else None
     if older is None and limit is None:
@@ -161,25 +163,27 @@ def collect_store(
     if dry_run:
         plan, freed = plan_collection(root, runs, rule), 0
     elif root.is_dir():
-        done = collect_garbage(root, runs, rule, on_wait=lambda: console.print("somebody else is collecting; waiting"))
-        plan, freed = done.plan, done.bytes_freed
+        collection = collect_garbage(
+            root, runs, rule, on_wait=lambda: console.print("somebody else is collecting; waiting")
+        )
+        plan, freed = collection.plan, collection.bytes_freed
     else:
         plan, freed = RetentionPlan((), (), 0, 0, limit), 0
     if as_json:
         now = time.time()
-        told = {name: [{**_plain(one, now), "why": why} for one, why in part] for name, part in _parts(plan)}
+        entries = {name: [{**_plain(entry, now), "why": why} for entry, why in part] for name, part in _parts(plan)}
         sizes = {"before": plan.bytes_before, "after": plan.bytes_after, "over_quota": plan.over_quota}
-        more = {"dry_run": dry_run, "bytes_freed": freed, **sizes, **told}
+        more = {"dry_run": dry_run, "bytes_freed": freed, **sizes, **entries}
         print_answer("planned" if dry_run else "collected", f"{format_bytes(freed)} freed", more)
         return
-    for one, why in plan.goes:
-        place = f"{one.stage}/{one.name}" if one.stage else one.name
+    for entry, why in plan.goes:
+        name = f"{entry.stage}/{entry.name}" if entry.stage else entry.name
         console.print(
-            f"  {'would go' if dry_run else 'gone'}  {place} ({format_bytes(one.bytes)}): {why}", markup=False
+            f"  {'would go' if dry_run else 'gone'}  {name} ({format_bytes(entry.bytes)}): {why}", markup=False
         )
     reasons: dict[str, list[int]] = defaultdict(list)
-    for one, why in plan.stays:
-        reasons[why].append(one.bytes)
+    for entry, why in plan.stays:
+        reasons[why].append(entry.bytes)
     for why, sizes_of in sorted(reasons.items(), key=lambda item: -sum(item[1])):
         console.print(f"  stays  {len(sizes_of)} ({format_bytes(sum(sizes_of))}): {why}", markup=False)
     verb = "would be" if dry_run else "is"
@@ -189,11 +193,11 @@ def collect_store(
 
 
 def _forget(profiles: Sequence[str], dry_run: bool) -> None:
-    known = {run.profile for run in read_runs(runs_directory()) if run.profile}
+    names = {run.profile for run in read_runs(runs_directory()) if run.profile}
     for profile in profiles:
-        if profile not in known:
+        if profile not in names:
             raise InvalidInput(
-                "--forget", found=f"{profile!r}, of which no run is known", expected=suggest(profile, known)
+                "--forget", found=f"{profile!r}, of which no run is known", expected=suggest(profile, names)
             )
         if dry_run:
             raise InvalidInput("--forget", found="a dry run forgets nothing", remedy="leave one of the two away")
@@ -201,13 +205,13 @@ def _forget(profiles: Sequence[str], dry_run: bool) -> None:
         forget_profile(runs_directory(), profile)
 
 
-def _stage_size(stage: str, those: Sequence[StoreEntry], needed: Mapping[EntryName, str]) -> _StageSize:
-    wanted = sum(one.bytes for one in those if _why(one, needed) != _NOBODY)
-    return _StageSize(stage, len(those), sum(one.bytes for one in those), wanted)
+def _stage_size(stage: str, entries: Sequence[StoreEntry], needed: Mapping[EntryName, str]) -> _StageSize:
+    needed_bytes = sum(entry.bytes for entry in entries if _why(entry, needed) != _NOT_NEEDED)
+    return _StageSize(stage, len(entries), sum(entry.bytes for entry in entries), needed_bytes)
 
 
 def _why(entry: StoreEntry, needed: Mapping[EntryName, str]) -> str:
-    return needed.get(entry.made_by, _NOBODY) if entry.kind in ("artifact", "value", "unfinished") else _NOBODY
+    return needed.get(entry.made_by, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
 
 
 def _parts(plan: RetentionPlan) -> tuple[tuple[str, tuple[tuple[StoreEntry, str], ...]], ...]:
@@ -225,7 +229,7 @@ def _age(seconds: float) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """Lines for people; a column that begins with ``>`` holds numbers."""
+    """Return a table for users. A column whose title starts with ``>`` has numbers."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)

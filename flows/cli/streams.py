@@ -1,4 +1,4 @@
-"""Standard streams that are closed, lose their reader, or cannot encode a character."""
+"""Handle standard streams that are closed, lose their reader, or cannot encode a character."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
+READER_GONE = 128 + signal.SIGPIPE  # exit code that a shell reports for a program ended by SIGPIPE
 
 
 class _Output(io.FileIO):
@@ -25,20 +25,19 @@ class _Output(io.FileIO):
 
 
 def require_utf8_paths() -> None:
-    """Restart Python in UTF-8 mode unless it decodes the names of files as UTF-8.
+    """Restart Python in UTF-8 mode unless it decodes file names as UTF-8.
 
-    In the C locale, or one of another encoding, a valid UTF-8 name would reach us as bytes that are not text.
+    In the C locale or one with another encoding, a valid UTF-8 name would arrive as bytes that are not text.
     """
     if sys.getfilesystemencoding().lower() != "utf-8":
-        os.environ["PYTHONUTF8"] = "1"  # for our child processes
+        os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def prepare_streams() -> None:
     """Replace standard output and standard error by streams that never end in a traceback.
 
-    A stream that is closed discards what is written to it. Without that, the next file that is opened would get its
-    number, and our output.
+    A closed stream discards its output. Otherwise, the next opened file would get its number and our output.
     """
     for number in range(3):
         try:
@@ -46,13 +45,13 @@ def prepare_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # as long as the process
-    sys.stdout = _replaced(sys.stdout, 1)
-    sys.stderr = _replaced(sys.stderr, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open as long as the process
+    sys.stdout = _safe_stream(sys.stdout, 1)
+    sys.stderr = _safe_stream(sys.stderr, 2)
 
 
 def close_streams() -> None:
-    """Drop what could not be written, instead of a message of the interpreter at exit."""
+    """Discard output that cannot be written, to avoid an interpreter message at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -60,11 +59,11 @@ def close_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _replaced(stream: Any, number: int) -> io.TextIOWrapper:
+def _safe_stream(stream: Any, number: int) -> io.TextIOWrapper:
     raw = _Output(number, "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=stream.encoding if stream is not None else "utf-8",
-        errors="backslashreplace",  # names of files need not be text, and terminals need not have every character
+        errors="backslashreplace",  # file names need not be text, and terminals may lack characters
         line_buffering=number == 2 or raw.isatty() or getattr(stream, "write_through", False),
     )

@@ -1,4 +1,4 @@
-"""How what every command shows looks on a terminal: outcomes in colour, paths as a person would type them."""
+"""Define the common look of all commands: colors of outcomes, and short paths."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive":
 
 
 def short_path(path: Path | str) -> str:
-    """The path as a person in this directory would type it; an address, and what lies elsewhere, as it is."""
+    """Return the path as a user in this directory would type it. A URL or a path elsewhere stays as it is."""
     if isinstance(path, str):
         return path
     try:
         relative = os.path.relpath(path)
-    except OSError:  # the working directory is gone
+    except OSError:  # the working directory was deleted
         return str(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""The last lines of a run: the final table, what came out, and where to look."""
+"""Print the last lines of a run: the final table, the outcome and the location of the results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WHERE_IT_GOES = "in the profile (where it has 'remedies', only the item), or ru
 
 
 def print_summary(console: Console, outcome: RunOutcome) -> None:
-    """The evidence as a table, then the outcome in words; of a sweep first what was found."""
+    """Print the evidence as a table, then the outcome. A sweep starts with its own results."""
     if outcome.sweep is not None:
         console.print()
-        # Where nothing was released, the message is the sweep's own verdict.
+        # If nothing was released, the message is already the sweep's own verdict.
         for piece in sweep_summary(outcome.sweep, with_verdict=outcome.content is not None):
             console.print(piece, soft_wrap=False)
     if outcome.content is not None:
@@ -37,7 +37,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             _print_section(console, section)
     console.print()
     first, *rest = outcome.message.splitlines()
-    if f" {outcome.status}" not in f" {first}":  # the word that history, report and Prefect have, too
+    if f" {outcome.status}" not in f" {first}":  # the same word as in history, report and Prefect
         first = f"{outcome.status}: {first}"
     style = "bold green" if outcome.exit_code == 0 else "bold red"
     console.print(Text(first, style=style), soft_wrap=not console.is_terminal)
@@ -46,20 +46,20 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if (remedy := outcome.to_try) is not None:
         for line in (f"to try: {remedy.reason}", f"{_WHERE_IT_GOES}:"):
             _print_below(console, line)
-        console.print(Text(remedy.block(), style="bold"))  # from the first column on, as it can be pasted
-    made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
-    for label, place in ((made, outcome.location), ("report", outcome.report)):
-        if place is not None:
-            console.print(Text(f"  {label:<{_LABEL}}", style="dim"), Text(short_path(place)), sep="")
+        console.print(Text(remedy.block(), style="bold"))  # starts in the first column, so that it can be pasted
+    result = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
+    for label, location in ((result, outcome.location), ("report", outcome.report)):
+        if location is not None:
+            console.print(Text(f"  {label:<{_LABEL}}", style="dim"), Text(short_path(location)), sep="")
 
 
 def print_next(console: Console, outcome: RunOutcome, profile: Path) -> None:
-    """What a person does next, below the outcome."""
-    _print_below(console, what_next(outcome, profile), "next")
+    """Print the next command for the user, below the outcome."""
+    _print_below(console, next_step(outcome, profile), "next")
 
 
 def _print_below(console: Console, line: str, label: str = "") -> None:
-    """A log has each line whole; on a terminal a long one goes on below its beginning."""
+    """Print a line in full to a log. On a terminal, wrap a long one below its beginning."""
     margin = "  " + (f"{label:<{_LABEL}}" if label else "")
     if not console.is_terminal:
         console.print(Text.assemble((margin, "dim"), line), soft_wrap=True)
@@ -71,8 +71,8 @@ def _print_below(console: Console, line: str, label: str = "") -> None:
     console.print(grid, soft_wrap=False)
 
 
-def what_next(outcome: RunOutcome, profile: Path) -> str:
-    """What a person does next, as a command."""
+def next_step(outcome: RunOutcome, profile: Path) -> str:
+    """Return the next command for the user."""
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
         return f"mergegate verify {short_path(outcome.location)}"
     if outcome.status == "passed":
@@ -86,7 +86,7 @@ def what_next(outcome: RunOutcome, profile: Path) -> str:
 
 
 def _print_costs(console: Console, drawn: CostTable) -> None:
-    """What serving took, of the merge and of the parents that were measured too."""
+    """Print the serving costs of the merge and of the measured parents."""
     if not drawn.rows:
         return
     rows = [
@@ -103,7 +103,7 @@ def _print_costs(console: Console, drawn: CostTable) -> None:
 
 
 def _print_section(console: Console, section: Section) -> None:
-    """A verdict that has a drawing of its own nowhere."""
+    """Print a verdict that has no drawing of its own."""
     console.print()
     console.print(Text(section.title, style="bold"))
     for sentence in section.sentences:

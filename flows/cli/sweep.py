@@ -1,4 +1,4 @@
-"""``mergegate sweep``: what is searched, by a profile or by mergekit-evolve's YAML, and who may look on."""
+"""``mergegate sweep``: choose the profile to sweep, also from mergekit-evolve's YAML, and serve the dashboard."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ PORT = 8080
 
 
 def swept_profile(file: Path, console: Console) -> Path | Profile:
-    """What the flow is given: the name of a profile, as Prefect keeps that; of mergekit-evolve's YAML a whole profile
-    that says the same, and what it cannot say is named.
+    """Return the argument of the sweep flow.
+
+    For a profile, this is its path, as Prefect stores it. mergekit-evolve's YAML is converted to an equivalent profile,
+    and settings without an equivalent are printed.
 
     Raises:
-        InvalidInput: for a file that is neither.
+        InvalidInput: The file is neither.
     """
     documents = read_yaml(file, "a profile (YAML)")
     if len(documents) != 1 or not isinstance(documents[0], Mapping) or "genome" not in documents[0]:
@@ -37,12 +39,12 @@ def swept_profile(file: Path, console: Console) -> Path | Profile:
 
 
 def view_of(profile: Profile) -> str:
-    """Where the study is written that the dashboard reads: where the profile says, else beside the scored trials."""
+    """Return the location of the study for the dashboard: that of the profile, or else next to the scored trials."""
     return profile.sweep_view() or str(home() / "sweeps" / f"{profile.name}.optuna")
 
 
 def look_on(view: str, console: Console) -> Callable[[], None]:
-    """Serve Optuna's dashboard beside the sweep; what is returned waits until nobody wants to look any more."""
+    """Serve Optuna's dashboard during the sweep, and return a function that waits until the user ends it."""
     console.print(Text(f"dashboard: http://127.0.0.1:{PORT}"))
     server = threading.Thread(target=serve_dashboard, args=(view, PORT), daemon=True)
     server.start()
@@ -55,7 +57,7 @@ def look_on(view: str, console: Console) -> Callable[[], None]:
 
 
 def _layers(content: Mapping[str, object], directory: Path) -> int | None:
-    """Of the first model, where it lies here; else nobody knows before it is fetched, and all layers have one value."""
+    """Return the layer count of the first model. None if it is not local: then all layers share one value."""
     genome = content.get("genome")
     models = genome.get("models") if isinstance(genome, Mapping) else None
     first = models[0] if isinstance(models, list) and models else None

@@ -1,4 +1,4 @@
-"""The last lines of a sweep: recipes with their two scores, the verdict, and what it took."""
+"""Print the last lines of a sweep: recipes with their two scores, the verdict and the effort."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yello
 
 
 def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
-    """What to print, a piece a time: a table for each objective, the verdict and its reason, and what it took.
+    """Yield a table for each objective, the verdict with its reason, and the effort.
 
     Args:
-        with_verdict: Whether it is said; else only what it rests on.
+        with_verdict: Whether to include the verdict, not only its basis.
     """
     outcome = sweep_outcome(content)
     for objective in range(len(content.objectives)):
@@ -30,7 +30,7 @@ def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterat
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
         last = len(drawn.columns) - 1
         for position, column in enumerate(drawn.columns):
-            # Names may take several lines: where the terminal is narrow, no number is lost.
+            # Names may wrap, so that numbers are complete on a narrow terminal.
             is_text = position in (0, last)
             table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
         for row in drawn.rows:

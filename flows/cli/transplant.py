@@ -1,4 +1,4 @@
-"""``mergegate transplant-tokenizer``: a model with another's tokenizer, in a directory that exists whole or not."""
+"""``mergegate transplant-tokenizer``: write a model with another model's tokenizer into a new directory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from mergegate.tasks.stage import store
 def transplant_to(
     model: str, donor: str, out: Path, *, method: str, k: int, device: str, console: Console
 ) -> dict[str, object]:
-    """Write ``model`` with the tokenizer of ``donor`` into ``out``; what was made, as plain data.
+    """Write ``model`` with the tokenizer of ``donor`` into ``out``, and return the result as plain data.
+
+    The directory is either complete or does not exist.
 
     Raises:
-        InvalidInput: for models that cannot be read, an ``out`` that exists, a method that there is not.
+        InvalidInput: A model cannot be read, ``out`` exists, or the method does not exist.
     """
     if method not in METHODS:
         raise InvalidInput(
@@ -30,29 +32,31 @@ def transplant_to(
         )
     if k < 1:
         raise InvalidInput("-k", found=f"{k}", expected="from 1")
-    chosen: TransplantMethod = "omp" if method == "omp" else "mean"
-    with new_directory(out) as place:
-        made = _transplant(model, donor, place, chosen, k, device, console)
-    console.print(f"{out}: {made.tokens} tokens, {made.shared} of them with rows of their own, the others by {method}")
-    for name, error in made.errors.items():
+    method_name: TransplantMethod = "omp" if method == "omp" else "mean"
+    with new_directory(out) as directory:
+        transplant = _transplant(model, donor, directory, method_name, k, device, console)
+    console.print(
+        f"{out}: {transplant.tokens} tokens, {transplant.shared} of them with rows of their own, the others by {method}"
+    )
+    for name, error in transplant.errors.items():
         console.print(f"{name}: combinations are {error:.1%} off the donor's own rows")
     return {
         "out": str(out),
-        "tokens": made.tokens,
-        "shared": made.shared,
-        "errors": made.errors,
-        "files": dict(made.record.files),
+        "tokens": transplant.tokens,
+        "shared": transplant.shared,
+        "errors": transplant.errors,
+        "files": dict(transplant.record.files),
     }
 
 
 def _transplant(
-    model: str, donor: str, place: Path, method: TransplantMethod, k: int, device: str, console: Console
+    model: str, donor: str, directory: Path, method: TransplantMethod, k: int, device: str, console: Console
 ) -> Transplant:
-    found = [find_checkpoint(text) for text in (model, donor)]
-    if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
+    checkpoints = [find_checkpoint(text) for text in (model, donor)]
+    if snapshots := [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]:
         download_snapshots(snapshots, store().hashes, lambda done, total: None)
-    first, second = (open_parent(one) for one in found)
-    scratch = place.with_name("rows.partial")
+    first, second = (open_parent(checkpoint) for checkpoint in checkpoints)
+    scratch = directory.with_name("rows.partial")
     columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console) as bar:
@@ -60,7 +64,7 @@ def _transplant(
             return transplant_tokenizer(
                 first,
                 second,
-                place,
+                directory,
                 scratch,
                 method=method,
                 k=k,

@@ -1,4 +1,4 @@
-"""``mergegate verify`` and ``mergegate reproduce``: is a release what it says, and does it come out the same again?"""
+"""``mergegate verify`` and ``mergegate reproduce``: verify a release, and rebuild it byte by byte."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SIGNED = {
 
 
 def verify_release(release: str, key: Path | None, console: Console, as_json: bool) -> None:
-    """Compare a release with everything it says of itself.
+    """Verify a release against its own claims.
 
     Raises:
-        InvalidInput: for something that is no release, or no key.
-        Refused: when anything does not agree.
+        InvalidInput: The input is not a release or not a key.
+        Refused: Any part does not match.
     """
     verified = check_release(find_release(release), key)
     if as_json:
@@ -40,11 +40,11 @@ def verify_release(release: str, key: Path | None, console: Console, as_json: bo
 
 
 def reproduce_release(release: str, parents: Path | None, device: str, console: Console, as_json: bool) -> None:
-    """Verify a release, make its weights again in a temporary directory, and compare.
+    """Verify a release, rebuild its weights in a temporary directory, and compare them.
 
     Raises:
-        InvalidInput: for something that is no release, or a parent that is not to be found.
-        Refused: when anything does not agree, or what comes out is not what was released.
+        InvalidInput: The input is not a release, or a parent cannot be found.
+        Refused: Any part does not match, or the rebuilt weights differ.
     """
     from mergegate.tasks.publish.releases import rebuild_release
     from mergegate.tasks.stage import store
@@ -52,23 +52,23 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
     published = find_release(release)
     verified = check_release(published)
     columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with TemporaryDirectory(prefix="mergegate-reproduce-") as place, Progress(*columns, console=console) as bar:
+    with TemporaryDirectory(prefix="mergegate-reproduce-") as directory, Progress(*columns, console=console) as bar:
         job = bar.add_task("merge", total=None)
-        made = rebuild_release(
+        rebuilt = rebuild_release(
             published,
             verified,
-            Path(place) / "merged",
+            Path(directory) / "merged",
             store().hashes,
             directory=parents,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
     if as_json:
-        print_answer("reproduced", f"{release} was made again to the byte", asdict(made))
+        print_answer("reproduced", f"{release} was made again to the byte", asdict(rebuilt))
         return
-    how = f"made again in {made.seconds:.1f} s on {made.device}"
-    console.print(f"{made.where}: {how}; {len(made.files)} files, all equal to the byte")
-    for name in made.files:
+    how = f"made again in {rebuilt.seconds:.1f} s on {rebuilt.device}"
+    console.print(f"{rebuilt.where}: {how}; {len(rebuilt.files)} files, all equal to the byte")
+    for name in rebuilt.files:
         console.print(f"  = {name}")
 
 

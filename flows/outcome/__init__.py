@@ -1,9 +1,9 @@
-"""How a run ends: one frozen value for the command line, for ``--json`` and for Prefect's pages; what is kept of it.
+"""Conclude a run: build its outcome, write its report page and record it.
 
-::
+The command line, ``--json`` and Prefect's pages all use the same frozen value::
 
-    return concluded(lambda: in_time(make_release, load_profile(profile)), profile_name(profile))  # a flow's last line
-    outcome_of(state)                                                                              # what came of it
+    return conclude_flow(lambda: within_limits(make_release, load_profile(profile)), profile_name(profile))
+    outcome = flow_outcome(state)
 """
 
 from mergegate.flows.outcome.archive import record_refused_run

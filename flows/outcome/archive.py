@@ -1,4 +1,4 @@
-"""What is kept of a run that has ended: its page, and its line in the history. Never an error of the run."""
+"""Archive a finished run: its page and its line in the history. A failure to do so never fails the run."""
 
 from __future__ import annotations
 
@@ -36,37 +36,39 @@ from mergegate.tasks.report import (
 from mergegate.tasks.stage import StageEnd, bytes_made, home, joint_status
 
 _log = logging.getLogger(__name__)
-_LARGEST = 64 << 20  # of a released page, in bytes
-_MOST = 200  # guards, parents, stages
+_LARGEST = 64 << 20  # upper limit for a release page, in bytes
+_MOST = 200  # upper limit for guards, parents and stages
 
 
 def record_refused_run(error: MergegateError, profile: Path, flow: str) -> None:
-    """Keep that a run of ``profile`` was stopped before there was a flow. Of a file that is not there nothing is kept:
-    nobody knows whose run that would have been."""
+    """Record that a run of ``profile`` was stopped before its flow started.
+
+    A missing file is not recorded, because the profile that it would belong to is unknown.
+    """
     if profile.is_file():
         keep_outcome(stopped_outcome(error), profile_name(profile), RunClock(), (), flow=flow)
 
 
 class RunClock:
-    """When a run began, by a clock that never jumps."""
+    """Stopwatch of a run, on a monotonic clock."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
     def seconds(self) -> float:
-        """Since then."""
+        """Return the seconds since the run started."""
         return time.monotonic() - self._began
 
 
 def keep_outcome(
     outcome: RunOutcome, name: str, clock: RunClock, stages: Sequence[StageEnd], flow: str = ""
 ) -> RunOutcome:
-    """The outcome with the page that is kept of it.
+    """Return the outcome with the path of its archived page.
 
     Args:
-        name: Of the profile, where the outcome knows no better.
-        stages: That ran, in the order in which they ended.
-        flow: Its name, where none runs.
+        name: Name of the profile, used if the outcome has none.
+        stages: Stages that ran, in the order in which they ended.
+        flow: Name of the flow, used outside a flow run.
     """
     try:
         run, running = running_flow()
@@ -79,27 +81,27 @@ def keep_outcome(
         page = _page(outcome, name, flow, stages)
         export_metrics(record, home())
         export_to_trackers(record, home())
-        newest = render_shadow(outcome.shadow) if outcome.shadow else None
-        kept = keep_run(
+        shadow_page = render_shadow(outcome.shadow) if outcome.shadow else None
+        archived = keep_run(
             home() / "reports",
             record,
             page,
             latest=f"{file_name(name)}{suffix}",
             search=search,
-            latest_page=newest,
+            latest_page=shadow_page,
         )
-        # Beside the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
-        write_state(kept.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
+        # Next to the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
+        write_state(archived.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
     except Exception as failure:
         _log.warning("the report of this run was not kept: %s", failure)
         return outcome
-    return outcome.model_copy(update={"report": kept.latest})
+    return outcome.model_copy(update={"report": archived.latest})
 
 
 def run_record(
     outcome: RunOutcome, name: str, *, run: str, flow: str, seconds: float, stages: Iterable[StageEnd]
 ) -> RunRecord:
-    """What the history says of a run."""
+    """Return the history record of a run."""
     content = outcome.content
     drift = content.verdict.drift if content else None
     return RunRecord(
@@ -126,14 +128,14 @@ def run_record(
 
 
 def _machine() -> str:
-    """'build-7, 16 cores, Linux x86_64'."""
+    """Describe this machine, for example 'build-7, 16 cores, Linux x86_64'."""
     cores = os.cpu_count() or 1
     parts = (platform.node(), f"{cores} core{'' if cores == 1 else 's'}", f"{platform.system()} {platform.machine()}")
     return ", ".join(filter(None, parts))
 
 
 def stages_together(ends: Iterable[StageEnd]) -> tuple[RunStage, ...]:
-    """A line for each stage, in the order in which they first ended."""
+    """Return one line per stage, in the order in which the stages first ended."""
     by_name: dict[str, list[StageEnd]] = {}
     for end in ends:
         by_name.setdefault(end.stage, []).append(end)
@@ -151,19 +153,21 @@ def stages_together(ends: Iterable[StageEnd]) -> tuple[RunStage, ...]:
 
 def _parents(content: ReportContent) -> tuple[RunParent, ...]:
     return tuple(
-        RunParent(name=shown(one.name), ref=shown(one.ref), revision=one.revision, digest=one.digest[:16])
-        for one in content.parents[:_MOST]
+        RunParent(name=shown(parent.name), ref=shown(parent.ref), revision=parent.revision, digest=parent.digest[:16])
+        for parent in content.parents[:_MOST]
     )
 
 
 def _scores(content: ReportContent) -> tuple[RunScore, ...]:
-    """Of every guard; first, where all tasks are judged together, of their mean. What has no bounds is no point of a
-    line."""
-    found = [
+    """Return the score of every guard. If all tasks are judged together, the score of their mean comes first.
+
+    Scores without finite bounds are left out.
+    """
+    scores = [
         *(_score(suite, f"mean of {suite.tasks}", None) for suite in content.verdict.suites),
         *(_score(guard, guard.task, 100 * guard.merge_score) for guard in content.verdict.guards),
     ]
-    return tuple(one for one in found if one is not None)[:_MOST]
+    return tuple(score for score in scores if score is not None)[:_MOST]
 
 
 def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) -> RunScore | None:
@@ -185,25 +189,25 @@ def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) 
 
 
 def _name_of(outcome: RunOutcome, name: str) -> str:
-    found = outcome.content or outcome.sweep or outcome.shadow
-    return found.name if found is not None else name
+    content = outcome.content or outcome.sweep or outcome.shadow
+    return content.name if content is not None else name
 
 
 def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
-    """The page about the evidence, where there is any; else one that says how far the run got, and why no further."""
+    """Return the page about the evidence, or if there is none, a page that says how far the run got and why."""
     if outcome.page:
         return outcome.page
     if outcome.shadow is not None:
         return render_shadow(outcome.shadow.without_examples())
     if outcome.sweep is not None:
         return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
-    if outcome.status == "nothing new" and outcome.report is not None:  # what is released has been judged
+    if outcome.status == "nothing new" and outcome.report is not None:  # the released model has already been judged
         released = read_state(outcome.report, bytes.decode, most=_LARGEST)
         if isinstance(released, str):
             return released
-    stopped = outcome.stopped_by
-    facts = {"where": stopped.where, "found": stopped.found} if stopped else {}
-    facts |= {"expected": stopped.expected, "remedy": stopped.remedy} if stopped else {}
+    finding = outcome.stopped_by
+    facts = {"where": finding.where, "found": finding.found} if finding else {}
+    facts |= {"expected": finding.expected, "remedy": finding.remedy} if finding else {}
     log = f"the log of Prefect's flow run {running_flow()[0]}, or the terminal"
     return render_ending(
         EndedRun(
@@ -215,13 +219,13 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
             log=log,
             stages=tuple(
                 EndedStage(
-                    name=shown(one.stage),
-                    subject=shown(one.subject),
-                    status=one.status,
-                    seconds=one.seconds,
-                    summary=shown(one.summary),
+                    name=shown(stage.stage),
+                    subject=shown(stage.subject),
+                    status=stage.status,
+                    seconds=stage.seconds,
+                    summary=shown(stage.summary),
                 )
-                for one in stages
+                for stage in stages
             ),
             **facts,
         )
@@ -229,7 +233,7 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
 
 
 def running_flow() -> tuple[str, str]:
-    """Id of the running flow, and its name; both empty where none runs."""
+    """Return the id and the name of the running flow, or two empty strings outside a flow run."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()

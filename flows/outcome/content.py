@@ -1,4 +1,4 @@
-"""What the page of a run says: all that was found out about an attempt, or by a sweep, as one frozen value."""
+"""Collect everything that a run learned about an attempt or in a sweep, as one frozen value for the report page."""
 
 from __future__ import annotations
 
@@ -42,38 +42,43 @@ from mergegate.tasks.sweep import (
     parameter_importances,
 )
 
-# Verdicts that the page draws in its own way; of all others it shows the section.
+# The page draws these verdicts in its own way. For all others it shows their section.
 _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
 def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
-    """Return the names that local paths of a run have in everything that is published."""
+    """Return the public names that replace the local paths of a run in everything that is published."""
     cleared = attempt.cleared
-    others = [path for one in earlier for path in recipe_paths(one.cleared.candidate.recipe)]
-    others += [str(path) for one in earlier for parent in one.cleared.found for path in parent.directories]
-    others += [*_paths_in(profile), *cleared.license.value.all_names]
-    return PublicNames.of(cleared.candidate.recipe, cleared.found, profile.root, others)
+    paths = [path for attempt_before in earlier for path in recipe_paths(attempt_before.cleared.candidate.recipe)]
+    paths += [
+        str(path)
+        for attempt_before in earlier
+        for parent in attempt_before.cleared.parents
+        for path in parent.directories
+    ]
+    paths += [*_paths_in(profile), *cleared.license.value.all_names]
+    return PublicNames.of(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
 def report_content(
     profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge], names: PublicNames
 ) -> ReportContent:
-    """Return all that a run found out about an attempt, for the report, the card and the final table.
+    """Return everything that a run found out about an attempt, for the report, the card and the final table.
 
     Args:
-        profile: What was run.
+        profile: Profile of the run.
         attempt: The attempt.
-        earlier: Attempts before it, which were refused.
-        names: Names of local models and texts.
+        earlier: Earlier attempts, which were refused.
+        names: Public names of local models and texts.
     """
-    named = {parent.ref: parent.name for parent in attempt.pinned.parents}
+    parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
     def measured(name: str) -> dict[str, object]:
-        together = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
+        scores = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
-        return {"scores": together, "likelihoods": likelihoods}
+        return {"scores": scores, "likelihoods": likelihoods}
 
     verdict = assessed.verdict.value.joined_by(attempt.verdict)
     parents = [
@@ -88,16 +93,17 @@ def report_content(
         )
         for parent in attempt.pinned.parents
     ]
-    itself = ReportedModel(
+    merge_model = ReportedModel(
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
-    parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
+    # A stable sort puts the base first and keeps the others in recipe order.
+    parents.sort(key=lambda model: model.role != "base")
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
         recipe=names.yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
-        models=(*parents, itself),
+        models=(*parents, merge_model),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
@@ -106,28 +112,30 @@ def report_content(
         windows=assessed.evidence.windows,
         computed=assessed.evidence.computed,
         places=tuple(
-            ReportedPlace(name=named[ref], length=one.length, apart=one.apart, left_out=one.left_out)
-            for ref, one in attempt.pinned.recipe.all_places.items()
+            ReportedPlace(
+                name=parent_names[ref], length=distance.length, apart=distance.apart, left_out=distance.left_out
+            )
+            for ref, distance in attempt.pinned.recipe.all_places.items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=_how_to_reproduce(profile, verdict),
         explanation=_with_untried(attempt, earlier),
-        attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
+        attempts=tuple(_tried(item) for item in (*earlier, attempt)) if earlier else (),
         judge=_reported(attempt.evidence_of(JudgeVerdict)),
         experts=merged.value.experts,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
         artifacts=_artifacts(attempt),
         overrides=profile.overrides,
-        sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
+        sections=tuple(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
     )
     return names.apply(content)
 
 
 def _paths_in(profile: Profile) -> Iterator[str]:
     """Yield every absolute path that the profile or an override names."""
-    values: list[Any] = [profile.model_dump(), *(one.partition("=")[2] for one in profile.overrides)]
+    values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
     while values:
         value = values.pop()
         if isinstance(value, Mapping):
@@ -141,12 +149,12 @@ def _paths_in(profile: Profile) -> Iterator[str]:
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # text that no path can be
+    except (OSError, RuntimeError, ValueError):  # the text cannot be a path
         return False
 
 
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
-    """Return the warnings about a recipe, without the path of its file: a release names no path of a machine."""
+    """Return the warnings about a recipe without the path of its file: a release must not reveal local paths."""
     return tuple(
         f"{finding.where.removeprefix(document.where).removeprefix(': ')}: {finding.found}; {finding.remedy}"
         for document in (*recipe.steps, recipe)
@@ -155,17 +163,20 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:
-    """Of a release all is known that it takes; of a merge that is refused there is the recipe, above on the page."""
+    """Return the commands that reproduce the result. A refused merge only has its recipe, shown above on the page."""
     if verdict.publishable:
         return ("mergegate reproduce RELEASE",)
     return (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",)
 
 
 def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
-    """The explanation, proposing no recipe that was refused already; each as a change of the profile's own recipe."""
-    made = attempt.cleared.candidate.change
+    """Return the explanation without remedies that were already refused.
+
+    Each remedy is written as a change of the profile's own recipe.
+    """
+    change = attempt.cleared.candidate.change
     remedies = tuple(
-        remedy.model_copy(update={"change": {**made, **remedy.change}}) if made else remedy
+        remedy.model_copy(update={"change": {**change, **remedy.change}}) if change else remedy
         for remedy in open_remedies(attempt, (*earlier, attempt))
     )
     return attempt.explanation.model_copy(update={"remedies": remedies})
@@ -210,9 +221,9 @@ def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
 
 
 def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
-    """Where the evidence lies in the store, in the order in which it was made."""
+    """Return the store entries of the evidence, in the order in which they were created."""
     assessed = attempt.assessment
-    found: list[tuple[StoredValue[Any], str]] = [
+    artifacts: list[tuple[StoredValue[Any], str]] = [
         (attempt.cleared.license, ""),
         (attempt.merged, ""),
         *((artifact, name) for name, artifact in assessed.likelihoods.items()),
@@ -220,7 +231,9 @@ def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
         (assessed.verdict, ""),
         *([(attempt.ensemble, "")] if attempt.ensemble else []),
     ]
-    return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
+    return tuple(
+        StoredArtifact(stage=artifact.stage, subject=subject, key=artifact.key) for artifact, subject in artifacts
+    )
 
 
 def sweep_report(
@@ -230,11 +243,11 @@ def sweep_report(
     verdict: Confirmation | NothingToConfirm,
     power: ConfirmationPower,
 ) -> SweepContent:
-    """All that was found out by a sweep, as its page and the final table want it."""
+    """Return everything that a sweep found out, for its page and the final table."""
     shares: Mapping[str, float] = {}
     try:
-        told = parameter_importances(study)
-        shares, why_none = told.shares, told.why_none
+        importances = parameter_importances(study)
+        shares, why_none = importances.shares, importances.why_none
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
     return sweep_content(

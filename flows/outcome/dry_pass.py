@@ -1,8 +1,8 @@
-"""The end of a run that has nothing to do: found by a look, without Prefect's API and its records.
+"""Conclude a run that has nothing to do, without Prefect's API and its records.
 
-The story is told as a run tells it, over the same inputs and by the same code, but for looking only
-(``tasks.stage.looking``). If it comes to its end, that is the end of the run, and its page, its line in the history and
-in the log for machines are kept like any other's; if not, whatever the reason, the run itself begins and says it.
+A dry pass runs the flow's own code on the same inputs, but against the cache only (``tasks.stage.dry_run_pass``). If it
+finishes, the run is over: its page, its history line and its machine-readable log are stored like those of any other
+run. If it does not finish, the real run starts and reports the reason.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mergegate.tasks.stage import (
 def run_dry_pass(
     make: Callable[[], RunOutcome], flow: str, name: str, overrides: Sequence[str] = ()
 ) -> RunOutcome | None:
-    """What ``make`` comes to where everything is done already; None where something is to be done, or in the way.
+    """Return the outcome of ``make`` if everything is cached, or None if work remains or the dry pass cannot finish.
 
     Args:
-        make: The story of the flow. Whoever watches is told of its stages when it has come to its end.
-        flow: Its name.
-        name: Of the profile.
-        overrides: What the run is told otherwise, to be kept with what came of it.
+        make: The story of the flow. Progress watchers receive its stages after it has finished.
+        flow: Name of the flow.
+        name: Name of the profile.
+        overrides: Profile settings that the run overrides. They are recorded with the outcome.
     """
     clock, held = RunClock(), DeferredProgress()
     try:
-        store_quota()  # a setting that means nothing is for the run to refuse
+        store_quota()  # the real run reports an invalid setting
         with progress_watcher(held), dry_pass():
             outcome = make()
     except (Exception, WorkRequired) as reason:

@@ -1,4 +1,4 @@
-"""The end of a run as a value: what came out, or why nothing did, with the page about it."""
+"""Represent the end of a run as a value, with the page about it."""
 
 from __future__ import annotations
 
@@ -27,71 +27,74 @@ from mergegate.tasks.store import Artifact
 
 
 class RunOutcome(BaseModel):
-    """The end of a run: what came out, or why nothing did."""
+    """The result of a run, or the reason why there is none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     status: RunStatus
-    message: str  # what a person reads first
+    message: str  # first line for the user
     version: str | None = None
-    location: Path | str | None = None  # of the release: a directory, or an address
-    report: Path | None = None  # the page about it
-    content: ReportContent | None = None  # the evidence, where the run got so far
+    location: Path | str | None = None  # of the release: a directory or a URL
+    report: Path | None = None  # page about the run
+    content: ReportContent | None = None  # evidence, if the run got that far
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
-    # Of a release that is watched: what is shown so far, and what became of it.
+    # For a watched release: the evidence so far and the decision.
     shadow: Annotated[ShadowContent | None, Field(exclude_if=lambda content: content is None)] = None
-    # Of a run that a check stopped before there was a verdict: what it found, and what to do.
+    # For a run that a check stopped before there was a verdict: the finding and its remedy.
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
-    # What this run was told otherwise than its profile says, as KEY=VALUE.
+    # Profile settings that this run overrode, as KEY=VALUE.
     overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
-    # Of a refusal: the change of the recipe that has the strongest reason.
+    # For a refusal: the change of the recipe with the strongest reason.
     to_try: Annotated[Remedy | None, Field(exclude_if=lambda remedy: remedy is None)] = None
-    # The page about it as HTML, to be kept under a name of its own; empty: there is no evidence to be drawn.
+    # Page as HTML, archived under its own name. Empty if there is no evidence to draw.
     page: Annotated[str, Field(exclude=True, repr=False)] = ""
 
     @property
     def exit_code(self) -> int:
-        """Of the command that ends so."""
+        """Exit code of the command."""
         return EXIT_CODES[self.status]
 
     @property
     def in_words(self) -> str:
-        """The message and what to try, for whoever has no other place for it: a log, a state, a line of the history."""
+        """The message and the suggested change, for a log, a state or the history."""
         return self.message + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
 
 
 def stopped_outcome(error: MergegateError) -> RunOutcome:
-    """The end of a run that a check refused, or whose input could not mean anything."""
+    """Return the outcome of a run that was refused by a check or had invalid input."""
     return RunOutcome(status=error.status, message=str(error), stopped_by=finding_of(error))
 
 
 def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:
-    """The end of a run that reached the gate. Without a release it was refused, or nothing was to be published."""
+    """Return the outcome of a run that reached the gate.
+
+    Without a release, either the gate refused the merge or there was nothing to publish.
+    """
     page = _page_of(content, report)
-    place = _keep_latest(page, f"{content.name}.html")
+    path = _keep_latest(page, f"{content.name}.html")
     if release is None:
         if content.verdict.publishable:
             message = f"{content.name} passed the gate"
-            return RunOutcome(status="passed", message=message, report=place, page=page, content=content)
+            return RunOutcome(status="passed", message=message, report=path, page=page, content=content)
         message = "\n".join((f"{content.name} is not released", *content.verdict.reasons))
         remedy = next(iter(content.explanation.remedies), None) if content.explanation else None
-        return RunOutcome(status="refused", message=message, report=place, page=page, content=content, to_try=remedy)
-    what = (
+        return RunOutcome(status="refused", message=message, report=path, page=page, content=content, to_try=remedy)
+    message = (
         f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
     )
     return RunOutcome(
         status="released" if release.new else "nothing new",
-        message=what,
+        message=message,
         version=release.version,
         location=release.location,
-        report=place,
+        report=path,
         page=page,
         content=content,
     )
 
 
 def already_released_outcome(name: str, attempt: AlreadyReleased) -> RunOutcome:
-    """The end of a run whose merge is what is released today, in a profile that holds merges against that."""
+    """Return the outcome of a run whose merge is the current release, for a profile with the champion as reference."""
     release = attempt.release
     page = release.directory / "report.html"
     return RunOutcome(
@@ -104,22 +107,22 @@ def already_released_outcome(name: str, attempt: AlreadyReleased) -> RunOutcome:
 
 
 def store_sweep_page(content: SweepContent) -> Path:
-    """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
+    """Write the page of a sweep to the reports directory, which has the latest page of each profile."""
     return _keep_latest(render_sweep(content), f"{content.name}.sweep.html")
 
 
 def store_shadow_page(content: ShadowContent) -> Path:
-    """The page of a watched release, where a person looks for it."""
+    """Write the page of a watched release to the reports directory."""
     return _keep_latest(render_shadow(content), f"{content.name}.shadow.html")
 
 
 def _page_of(content: ReportContent, report: Artifact[Report]) -> str:
-    """That of the release, and where the model was served, what a machine took for that as well."""
+    """Return the page of the release. If the model was served, include the measurements of this machine."""
     return render(content) if content.served else (report.directory / "report.html").read_text(encoding="utf-8")
 
 
 def _keep_latest(page: str, name: str) -> Path:
-    """The page where a person looks for it: the latest of each profile, by name."""
-    place = state_directory(home() / "reports", private=True) / name
-    write_state(place, page.encode())
-    return place
+    """Write a page to the reports directory, which has the latest page of each profile."""
+    path = state_directory(home() / "reports", private=True) / name
+    write_state(path, page.encode())
+    return path

@@ -1,19 +1,19 @@
-"""The last step of every flow: run the story, keep what came of it, and say it to Prefect in one state.
+"""Conclude a flow: run its story, archive the outcome and report it to Prefect as a state.
 
-| state | type | means |
+| state | type | meaning |
 | --- | --- | --- |
-| ``Released``, ``NothingNew``, ``Passed`` | Completed | the run did what it was asked |
-| ``Promoted``, ``Waiting`` | Completed | of a watched release: it serves users, or the evidence does not suffice yet |
-| ``RolledBack``, ``Killed`` | Failed | of a watched release: its parent serves users: exit code 3 |
-| ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
-| ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
-| ``Interrupted`` | Cancelled | somebody pressed Ctrl-C: exit code 130; the next run goes on from there |
-| ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
-| ``Cancelled`` | Cancelled | it was due while nobody was there to run it, and a later run has done its work |
+| ``Released``, ``NothingNew``, ``Passed`` | Completed | the run succeeded |
+| ``Promoted``, ``Waiting`` | Completed | watched release: it serves users, or the evidence is not sufficient yet |
+| ``RolledBack``, ``Killed`` | Failed | watched release: its parent serves users; exit code 3 |
+| ``Refused`` | Failed | a check, the gate or a full disk refused; exit code 3 |
+| ``Invalid`` | Failed | the input is invalid; exit code 2 |
+| ``Interrupted`` | Cancelled | the user pressed Ctrl-C; exit code 130; the next run continues from there |
+| ``Failed`` | Failed | an unexpected exception; exit code 1 |
+| ``Cancelled`` | Cancelled | the run was due while no worker was running, and a later run has done its work |
 
-A no is no crash. Prefect raises whatever a failed state holds at the end of a deployed run, and logs that with its
-traceback. So it holds an exception that carries the outcome, and the one line that would print it is left out: the
-state and its reason have been logged by then.
+A refusal is not a crash. At the end of a deployed run, Prefect raises the exception in a failed state and logs its
+traceback. The state therefore contains an exception that carries the outcome, and a log filter drops the one line that
+would print it, because the state and its reason are already in the log.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoppedRun(Exception):
-    """A run that ended with a no, as its state holds it: an answer, not a fault of anything."""
+    """Outcome of a run that did not succeed, as an exception for Prefect's state. It does not indicate a defect."""
 
     def __init__(self, outcome: RunOutcome) -> None:
         super().__init__(outcome.in_words)
@@ -62,52 +62,52 @@ class StoppedRun(Exception):
 
 
 def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
-    """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
+    """Run the story of a flow and return its end as a Prefect state.
 
-    Whatever the end, there is a page about it and a line in the history; but not of a night that was made up for.
+    Every run gets a page and a line in the history, except a missed scheduled run that a later run replaces.
 
     Args:
-        make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
-        name: Of the profile.
-        overrides: What the run was told otherwise, to be kept with what came of it.
+        make: The story of the flow. Prefect's log shows its stages, unless another watcher is active.
+        name: Name of the profile.
+        overrides: Profile settings that the run overrides. They are recorded with the outcome.
 
     Raises:
-        Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
+        Exception: Any unexpected error, after it was recorded. Prefect logs it with its traceback.
     """
     from prefect import get_run_logger
     from prefect.states import Cancelled, Completed, Failed
 
-    if later := find_replacement_run():
-        return Cancelled(message=f"made up for by {later}, which began after this run was due")
+    if replacement := find_replacement_run():
+        return Cancelled(message=f"made up for by {replacement}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
-    about = {"run": run, "flow": flow, "profile": name}
-    with logged_for_machines(about, watcher) as say, recorded_stages(watcher) as noted:
+    context = {"run": run, "flow": flow, "profile": name}
+    with logged_for_machines(context, watcher) as say, recorded_stages(watcher) as recorder:
         try:
             with disk_errors_refused(home()):
-                outcome = _noted(make, name)
+                outcome = _run_recorded(make, name)
         except MergegateError as error:
             outcome = stopped_outcome(error)
         except KeyboardInterrupt:
             outcome = RunOutcome(status="interrupted", message=INTERRUPTED)
         except Exception as failure:
-            kind, said = type(failure).__name__, " ".join(str(failure).split())
-            outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {said}".rstrip(": "))
-            kept = keep_outcome(outcome, name, clock, noted.stages)
-            if kept.report is not None:
-                failure.add_note(f"report: {kept.report}")
-            publish_artifact(kept, name)
+            kind, text = type(failure).__name__, " ".join(str(failure).split())
+            outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {text}".rstrip(": "))
+            archived = keep_outcome(outcome, name, clock, recorder.stages)
+            if archived.report is not None:
+                failure.add_note(f"report: {archived.report}")
+            publish_artifact(archived, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
-        outcome = keep_outcome(outcome, name, clock, noted.stages)
+        outcome = keep_outcome(outcome, name, clock, recorder.stages)
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
     publish_artifact(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
-        _leave_out_tracebacks_of_refusals()
+        _hide_refusal_tracebacks()
         if outcome.status == "interrupted":
             return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
         return Failed(name=state, message=outcome.in_words, data=StoppedRun(outcome))
@@ -115,42 +115,44 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
 
 
 def within_limits(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
-    """What ``make`` comes to within the limits of ``profile``.
+    """Run ``make`` within the limits of the profile.
 
     Raises:
-        OutOfTime: when it does not.
+        OutOfTime: The run exceeded its time limit.
     """
     with limited(profile.limits):
         return make(profile)
 
 
 def flow_outcome(state: State[Any]) -> RunOutcome | BaseException | None:
-    """What a flow run came to; where that was no outcome, the exception that ended it."""
-    found = state.result(raise_on_failure=False)
-    if isinstance(found, StoppedRun):
-        return found.outcome
-    return found if isinstance(found, RunOutcome | BaseException) else None
+    """Return the outcome of a flow run, or the exception that ended it."""
+    value = state.result(raise_on_failure=False)
+    if isinstance(value, StoppedRun):
+        return value.outcome
+    return value if isinstance(value, RunOutcome | BaseException) else None
 
 
-def _noted(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
-    """The outcome of a run whose use of the store is noted: nobody removes what it needs, now or until the next one.
-    At its end the store is brought below its quota."""
-    store_quota()  # a setting that means nothing is said before anything is done
+def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
+    """Run ``make`` while recording its use of the store, then bring the store below its quota.
+
+    The record protects the artifacts that the run needs from removal, now and until the next run.
+    """
+    store_quota()  # reports an invalid setting before any work
     with log_shared_store_savings(), record_run(name) as run:
         try:
-            outcome = _once_more_if_lost(make)
+            outcome = _retry_if_lost(make)
         except MergegateError as error:
             outcome = stopped_outcome(error)
         if run is not None:
-            # A page about a refusal is no evidence: only what was measured tells what the next run will need.
+            # A refused run without measurements does not show which artifacts the next run needs.
             judged = outcome.exit_code == 0 or outcome.content is not None or outcome.sweep is not None
             run.end(outcome.status, judged=judged)
             keep_quota()
     return outcome
 
 
-def _once_more_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
-    """What was removed from the store between two stages is made again, as it would be by the next run."""
+def _retry_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
+    """Run ``make`` again if an artifact was removed from the store between two stages."""
     try:
         return make()
     except LostArtifact as lost:
@@ -159,9 +161,9 @@ def _once_more_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
 
 
 def publish_artifact(outcome: RunOutcome, name: str) -> None:
-    """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it.
+    """Save the end of the run as a Markdown artifact of the Prefect run, which Prefect's UI shows.
 
-    Nothing that goes wrong with it is an error of the run: what was found stands in the report.
+    An error here never fails the run, because the report has all results.
     """
     from prefect.artifacts import create_markdown_artifact
 
@@ -172,16 +174,16 @@ def publish_artifact(outcome: RunOutcome, name: str) -> None:
         _log.warning("Prefect's page about this run was not written: %s", failure)
 
 
-class _RefusalsAreSaid(logging.Filter):
-    """Leaves out what would print the traceback of a ``StoppedRun``, a second time said and no error."""
+class _StoppedRunFilter(logging.Filter):
+    """Drop log records that would print the traceback of a ``StoppedRun``. Its message is already in the log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun))
 
 
-_refusals_are_said = _RefusalsAreSaid()
+_stopped_run_filter = _StoppedRunFilter()
 
 
-def _leave_out_tracebacks_of_refusals() -> None:
+def _hide_refusal_tracebacks() -> None:
     for logger in ("prefect.flow_runs", "prefect.engine"):
-        logging.getLogger(logger).addFilter(_refusals_are_said)  # once: a filter is added only if it is not there
+        logging.getLogger(logger).addFilter(_stopped_run_filter)  # addFilter ignores a filter that is already attached

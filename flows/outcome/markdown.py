@@ -1,21 +1,21 @@
-"""The end of a run as Markdown: for Prefect's page about it, and for whoever pastes it into a pull request."""
+"""Render the end of a run as Markdown, for Prefect's page about it and for pull requests."""
 
 from __future__ import annotations
 
 from mergegate.flows.outcome.ending import RunOutcome
 from mergegate.tasks.report import as_markdown, shadow_rows
 
-# Prefect takes more, and its pages become slow.
+# Prefect accepts more, but its pages become slow.
 _MOST_OF_A_PAGE = 90_000  # bytes of an artifact
 
 
 def prefect_page(outcome: RunOutcome, name: str) -> str:
-    """Markdown in which the status stands first and the report's place last, whatever of the rest has to go."""
+    """Render the page with the status first and the report's path last. Long evidence is cut."""
     mark = "✓" if outcome.exit_code == 0 else "✗"
     head = f"## {mark} {outcome.status}: {name}\n\n"
     evidence = as_markdown(outcome.content) if outcome.content else _fenced(outcome.message)
     if outcome.shadow:
-        evidence += "\n" + "".join(f"* {what}: {value}\n" for what, value in shadow_rows(outcome.shadow))
+        evidence += "\n" + "".join(f"* {label}: {value}\n" for label, value in shadow_rows(outcome.shadow))
     foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
     room = _MOST_OF_A_PAGE - len((head + foot).encode())
     if len(evidence.encode()) > room:
@@ -25,7 +25,7 @@ def prefect_page(outcome: RunOutcome, name: str) -> str:
 
 
 def _fenced(message: str) -> str:
-    """A stranger's text as it is: no line of it ends the fence."""
+    """Return untrusted text in a code fence that no line of it can close."""
     fence = "```"
     while fence in message:
         fence += "`"

@@ -1,7 +1,7 @@
-"""What people recognise a run by: ``support-assistant · ties of 3 · 2026-11-21``.
+"""Name runs so that users recognize them: ``support-assistant · ties of 3 · 2026-11-21``.
 
-Names are asked for before anything is checked, also by a server that only lists runs. So they come from what can be
-read at once, and never fail: of a profile that cannot be read its file's name has to do.
+Prefect requests names before any check runs, even on a server that only lists runs. Names therefore use only data that
+is quick to read and never fail. If a profile cannot be read, the name of its file is used.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _LONGEST = 60  # characters of one part
 
 
 def profile_name(profile: Path | Profile | str) -> str:
-    """The profile's own name, also of one that is invalid; of one that has none, its file's. Never an error."""
+    """Return the name of a profile, even an invalid one, or the name of its file. Never raises."""
     if isinstance(profile, Profile):
         return profile.name
     for read in (lambda file: load_profile(file).name, name_in):
         try:
             if name := read(Path(profile)):
                 return name
-        except Exception:  # what is wrong with it is said by whoever needs it
+        except Exception:  # the flow reports the error
             continue
     return shown(Path(profile).stem) or "profile"
 
 
 def name_run() -> str:
-    """Name of the flow run that begins now, from its parameters: Prefect's ``flow_run_name``. Never an error."""
+    """Return the name of the current flow run from its parameters, for Prefect's ``flow_run_name``. Never raises."""
     try:
         from prefect.runtime import flow_run
 
         return run_name(flow_run.flow_name or "run", flow_run.parameters or {}, time.strftime("%Y-%m-%d"))
-    except Exception:  # no name is worth a run
+    except Exception:  # a missing name must not fail a run
         return f"run · {time.strftime('%Y-%m-%d')}"
 
 
 def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
-    """The name of a run of a flow with these parameters on that day."""
+    """Return the name of a run of ``flow`` with these parameters on that day."""
     if "candidate" in parameters:
         sides = (_last_part(str(parameters[side])) for side in ("candidate", "reference"))
         return f"{' against '.join(sides)} · {day}"
@@ -49,17 +49,17 @@ def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
     if not isinstance(profile, Profile | Path | str):
         return f"{flow} · {day}"
     method = _method(profile)
-    what = f"sweep of {method}" if flow == "sweep" and method else method or (flow if flow != "release" else "")
-    what = flow if flow == "shadow" else what
-    return " · ".join(part for part in (_cut(profile_name(profile)), _cut(what), day) if part)
+    subject = f"sweep of {method}" if flow == "sweep" and method else method or (flow if flow != "release" else "")
+    subject = flow if flow == "shadow" else subject
+    return " · ".join(part for part in (_cut(profile_name(profile)), _cut(subject), day) if part)
 
 
 def _method(profile: Profile | Path | str) -> str:
-    """``ties of 3``; empty where the recipe cannot be read."""
+    """Return ``ties of 3``, or an empty string if the recipe cannot be read."""
     try:
-        own = load_profile(profile if isinstance(profile, Profile) else Path(profile)).candidates()[0]
-        return own.recipe.summary().partition(" over ")[0]
-    except Exception:  # as above
+        candidate = load_profile(profile if isinstance(profile, Profile) else Path(profile)).candidates()[0]
+        return candidate.recipe.summary().partition(" over ")[0]
+    except Exception:  # the flow reports the error
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What the page of a watched release says: all that one look knows, as one frozen value."""
+"""Collect the state of a watched release as one frozen value for its page."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def shadow_report(
     not_recorded: Mapping[str, int],
     looked: float,
 ) -> ShadowContent:
-    """The state of a watched release.
+    """Return the state of a watched release.
 
     Args:
-        routing: As it is after this look.
-        verdict: What the evidence comes to now.
-        judged: In the order in which they were.
-        sample: What this look found to judge, and left out.
-        looked: When, unix.
+        routing: Routing after this look.
+        verdict: Verdict on the current evidence.
+        judged: Judged pairs, in the order of judgment.
+        sample: Pairs that this look sampled, and the number that it left out.
+        looked: Time of the look, as a Unix timestamp.
     """
-    # Of requests that were judged in turn the newest so far: a course has no way back.
+    # Use the newest request so far for each point, so that the curve never goes back in time.
     newest = list(accumulate((pair.at for pair in judged), max))
     points = tuple(
         ShadowPoint(
-            pairs=one.pairs,
-            at=newest[one.pairs - 1],
-            win_rate=one.win_rate,
-            low=one.low,
-            high=one.high,
-            log_e_promote=one.log_e_promote,
-            log_e_rollback=one.log_e_rollback,
+            pairs=point.pairs,
+            at=newest[point.pairs - 1],
+            win_rate=point.win_rate,
+            low=point.low,
+            high=point.high,
+            log_e_promote=point.log_e_promote,
+            log_e_rollback=point.log_e_rollback,
         )
-        for one in evidence_path([pair.score for pair in judged], settings.rule)
+        for point in evidence_path([pair.score for pair in judged], settings.rule)
     )
     evidence, rule = verdict.evidence, settings.rule
     return ShadowContent(
@@ -85,13 +85,13 @@ def shadow_report(
         not_recorded=tuple(not_recorded.items()),
         examples=tuple(
             LostExample(
-                at=one.at,
-                question=one.question,
-                parent=one.parent,
-                candidate=one.candidate,
-                reasoning=one.reasoning,
+                at=pair.at,
+                question=pair.question,
+                parent=pair.parent,
+                candidate=pair.candidate,
+                reasoning=pair.reasoning,
             )
-            for one in lost[:_EXAMPLES]
+            for pair in lost[:_EXAMPLES]
         ),
         keep_days=settings.keep_days,
         alias=settings.alias or "",
@@ -110,5 +110,5 @@ def _arm(arm: ArmSummary) -> ReportedArm:
     )
 
 
-def _three(found: LatencyQuantiles | None) -> tuple[float, float, float] | None:
-    return None if found is None else (found.median, found.p95, found.p99)
+def _three(quantiles: LatencyQuantiles | None) -> tuple[float, float, float] | None:
+    return None if quantiles is None else (quantiles.median, quantiles.p95, quantiles.p99)

@@ -1,9 +1,13 @@
-"""All that speaks to Prefect's API: the one in a run's own process, and a project's server with its deployments.
+"""Access Prefect's API, both the one inside a run's own process and a project's server with its deployments.
 
-``embedded`` serves a run that has no server. ``site`` is where a project's server is and what everybody is told of it;
-``nights`` reads ``nights.yaml``; ``deployments`` and ``automations`` keep the server in step with it; ``runs`` starts
-and follows what is deployed, ``approval`` has a run wait for a person, and ``waiting`` answers it. Nothing here imports
-Prefect before it is used.
+* ``embedded`` serves the API for a run without a server, and ``server`` runs a project's server.
+* ``site`` locates a project's server and provides the environment of server, workers and clients.
+* ``schedules`` reads ``nights.yaml``. ``deployments`` and ``automations`` keep the server in step with it.
+* ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
+  answers it.
+* ``missed_schedules`` and ``rule_timers`` recover from outages.
+
+No module here imports Prefect before it is needed.
 """
 
 from mergegate.flows.prefect_api.approval import (

@@ -1,9 +1,9 @@
-"""A person's yes before a release is published or promoted: asked on Prefect's pages, on a terminal, or beforehand.
+"""Require manual approval before a release is published or promoted: on Prefect's pages, on a terminal, or in advance.
 
-A deployed run suspends: its process ends, its slot is free, its page shows the evidence and a form. Whoever resumes it
-(the page, ``mergegate approve``) starts it again from the top; everything comes from the store, and it arrives here
-once more. The suspension is keyed by the digest of what would be published, so an answer is found only by a run that
-has made the very same again; one that has made anything else finds no answer, and suspends anew.
+A deployed run suspends. Its process ends, its slot is free, and its page shows the evidence and a form. Resuming it on
+that page or with ``mergegate approve`` starts it again from the top. All stages come from the store, and the run
+arrives here again. The digest of the release is the key of the suspension. Only a run that built exactly the
+same thing finds the answer. A run that built anything else suspends again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-# After silence of the time that the profile gives, a rule on the server refuses the run (``automations``). Where there
-# is none, the server itself fails it, this much later.
+# After the time-out of the profile, a rule on the server refuses the run (``automations``). Without such a rule, the
+# server itself fails the run this much later.
 _GRACE_S = 600
-_DIGITS = 40  # of the digest in a key
+_DIGITS = 40  # digits of the digest in a key
 
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """What a person is asked.
+    """A request for approval.
 
     Attributes:
-        name: Of the release.
-        summary: Markdown: scores, drops, licence, where the report is.
-        timeout_s: For how long.
-        verb: What is done after a yes.
+        name: Name of the release.
+        summary: Markdown with scores, drops, the license and the location of the report.
+        timeout_s: Time limit for the answer, in seconds.
+        verb: Action that follows an approval.
     """
 
     name: str
@@ -50,14 +50,15 @@ class ApprovalRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a person said of one release.
+    """The answer to an approval request.
 
     Attributes:
-        publish: Yes or no.
-        by: Who said so, as they call themselves: nobody checks that.
-        reason: Why, where they said so.
-        version, digest: Of what.
-        waits: No answer yet: another run waits for it, and this one need not.
+        publish: Whether the release is approved.
+        by: Name of the person who decided, as they entered it. It is not verified.
+        reason: Reason, if they entered one.
+        version: Version that the answer is about.
+        digest: Digest that the answer is about.
+        waits: Name of another run that already waits for the same answer. Empty if there is none.
     """
 
     publish: bool
@@ -69,7 +70,7 @@ class Decision:
 
     @property
     def status(self) -> Literal["refused", "passed"]:
-        """Of the run, where nothing is published."""
+        """Status of a run that does not publish."""
         return "passed" if self.waits else "refused"
 
     def sentence(self) -> str:
@@ -82,14 +83,14 @@ class Decision:
 
 
 AskPerson = Callable[[ApprovalRequest], Decision]
-"""Asks somebody who is there. Raises ``Refused`` where nobody answers."""
+"""Asks a user who is present. Raises ``Refused`` if no one answers."""
 
 _asker: ContextVar[AskPerson | None] = ContextVar("asker", default=None)
 
 
 @contextmanager
 def approval_function(ask: AskPerson) -> Iterator[None]:
-    """Runs inside that are not deployed ask by ``ask``."""
+    """Use ``ask`` for approvals in the block, except in deployed runs."""
     token = _asker.set(ask)
     try:
         yield
@@ -103,16 +104,16 @@ def require_decision(
     report: Path | None,
     find_pending: Callable[[], PendingRelease],
 ) -> Decision | None:
-    """What a person says of a release; None where it stands already.
+    """Return the decision about a release, or None if it is already published.
 
-    A deployed run is suspended here, and does not come back in this process.
+    This suspends a deployed run. The call then does not return in this process.
 
     Args:
-        report: The page about it.
-        find_pending: What would be published.
+        report: Report page.
+        find_pending: Function that returns the release to publish.
 
     Raises:
-        Refused: when there is nobody to be asked, or who was asked did not answer.
+        Refused: There is no way to ask, or no one answered.
     """
     pending = find_pending()
     if pending.is_current:
@@ -123,16 +124,16 @@ def require_decision(
 
 
 def request_decision(request: ApprovalRequest) -> Decision:
-    """What a person says to ``request``.
+    """Return the decision about ``request``.
 
-    A deployed run is suspended here, and does not come back in this process.
+    This suspends a deployed run. The call then does not return in this process.
 
     Raises:
-        Refused: when there is nobody to be asked, or who was asked did not answer.
+        Refused: There is no way to ask, or no one answered.
     """
     pending = request.pending
     if (run := _deployed_run()) is not None:
-        return _by_suspending(request, run)
+        return _suspend_for_decision(request, run)
     if (ask := _asker.get()) is not None:
         return ask(request)
     command = "run" if request.verb == "publish" else "shadow look"
@@ -145,7 +146,7 @@ def request_decision(request: ApprovalRequest) -> Decision:
     )
 
 
-def _by_suspending(request: ApprovalRequest, run: FlowRun) -> Decision:
+def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
     from prefect.client.orchestration import get_client
     from prefect.flow_runs import suspend_flow_run
     from prefect.input import RunInput
@@ -154,51 +155,53 @@ def _by_suspending(request: ApprovalRequest, run: FlowRun) -> Decision:
     pending = request.pending
     key = QUESTION + pending.digest[:_DIGITS]
     with get_client(sync_client=True) as client:
-        if (other := _same_elsewhere(client, run, key)) is not None:
-            return Decision(False, "", "", pending.version, pending.digest, waits=other)
-    # What stands in ``version`` is the only thing that can: an answer to another question is not taken.
-    only: Any = Literal.__getitem__(pending.version)
+        if (waiting_run := _find_same_request(client, run, key)) is not None:
+            return Decision(False, "", "", pending.version, pending.digest, waits=waiting_run)
+    # The form accepts only this ``version``, so an answer to another request is rejected.
+    fixed_version: Any = Literal.__getitem__(pending.version)
     form = create_model(
         "Approval",
         __base__=RunInput,
         publish=(bool, Field(description=f"{request.verb.capitalize()} it, or not.")),
         by=(str, Field(default="", description="Who decides.")),
         reason=(str, Field(default="", description="Why; for a no, what people are told.")),
-        version=(only, Field(default=pending.version, description="What is decided about.")),
+        version=(fixed_version, Field(default=pending.version, description="What is decided about.")),
     )
     form._description = request.summary
     try:
-        said: Any = suspend_flow_run(wait_for_input=form, timeout=round(request.timeout_s) + _GRACE_S, key=key)
-    except ValidationError:  # it was started again without an answer
+        answer: Any = suspend_flow_run(wait_for_input=form, timeout=round(request.timeout_s) + _GRACE_S, key=key)
+    except ValidationError:  # the run was started again without an answer
         raise Refused(
             request.name,
             found=f"nobody decided about {pending.version}",
             remedy="run it again: somebody is asked again",
         ) from None
-    return Decision(said.publish, said.by.strip(), said.reason.strip(), pending.version, pending.digest)
+    return Decision(answer.publish, answer.by.strip(), answer.reason.strip(), pending.version, pending.digest)
 
 
-def _same_elsewhere(client: SyncPrefectClient, run: FlowRun, key: str) -> str | None:
-    """Name of another run of this deployment that waits with the same question. Those that wait with an older one are
-    cancelled: what they ask about has been overtaken."""
+def _find_same_request(client: SyncPrefectClient, run: FlowRun, key: str) -> str | None:
+    """Return the name of another run of this deployment that waits for the same approval.
+
+    Runs that wait for an older approval are cancelled, because their release is outdated.
+    """
     from prefect.states import Cancelled
 
-    found = None
-    for other in suspended_runs(client):
-        if other.id == run.id or other.deployment_id != run.deployment_id or not question_keys(other):
+    name = None
+    for waiting_run in suspended_runs(client):
+        if waiting_run.id == run.id or waiting_run.deployment_id != run.deployment_id or not question_keys(waiting_run):
             continue
-        if question_keys(other)["response"].endswith(f"{key}-response"):
-            found = found or other.name
+        if question_keys(waiting_run)["response"].endswith(f"{key}-response"):
+            name = name or waiting_run.name
         else:
             overtaken: State[Any] = Cancelled(message=f"overtaken by run {run.name}, which made something else")
-            client.set_flow_run_state(other.id, overtaken, force=True)
-    return found
+            client.set_flow_run_state(waiting_run.id, overtaken, force=True)
+    return name
 
 
 def _summary(content: ReportContent, pending: PendingRelease, report: Path | None) -> str:
     lines = [
         f"**{content.name} {pending.version}** is ready to be published. Licence: {content.licence}.",
-        *(f"* {one}" for one in content.obligations),
+        *(f"* {obligation}" for obligation in content.obligations),
         "",
         as_markdown(content),
         f"Digest `{pending.digest}`" + (f", report `{report}`" if report else "") + ".",
@@ -207,7 +210,7 @@ def _summary(content: ReportContent, pending: PendingRelease, report: Path | Non
 
 
 def _deployed_run() -> FlowRun | None:
-    """The flow run that this is, where it belongs to a deployment and so can be started again."""
+    """Return the current flow run if it belongs to a deployment and can therefore be started again."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()

@@ -1,12 +1,12 @@
-"""Who is told what, and what is done about silence: rules on the server, kept in step with ``nights.yaml``.
+"""Keep the rules on the server in step with ``nights.yaml``: notifications, and reactions to silent runs.
 
-A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient has one for each occasion;
-three need no recipient: a run that nothing is heard from any more has crashed, which frees its slot, so has one that a
-worker took and never began, and one that nobody approved in time is refused. What should be there is a pure function of
-the files (:func:`desired_rules`); rules of this project are known by their description, so whatever else is there
-stays.
+A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient has one rule per occasion.
+Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its slot. The same happens
+to a run that a worker took and never started. A run that is not approved in time is refused. The desired rules are a
+pure function of the files (:func:`desired_rules`). The description of a rule identifies the project, so other rules on
+the server stay untouched.
 
-An address or password comes from the environment at this moment and is kept by Prefect as a block, encrypted.
+An address or password comes from the environment at deployment time. Prefect stores it as an encrypted block.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import Automation, AutomationCore
 
-# Three heartbeats that did not come.
+# Three missed heartbeats.
 SILENCE_S = 3 * HEARTBEAT_S
-# Between a worker taking a run and its process saying that it runs. A worker that dies in these seconds leaves a run
-# that no other worker takes and that holds its slot: without an end, no later night of the profile would be carried
-# out. It is long because an image may have to be pulled meanwhile.
+# Time limit between a worker taking a run and the run's process reporting that it runs. If a worker dies in that time,
+# it leaves a run that no other worker takes and that keeps its slot. Without this limit, no later scheduled run of the
+# profile would start. The limit is long because an image may have to be pulled.
 BEGIN_S = 600
-# Names of the states that Prefect gives a run from when a worker takes it to its end. Others are a worker's to take
-# (Scheduled, Late, AwaitingRetry), a person's to answer, or final.
+# States between a worker taking a run and the end of the run. Runs in other states are waiting for a worker (Scheduled,
+# Late, AwaitingRetry), waiting for a user, or finished.
 TAKEN = ("Pending", "Submitting", "InfrastructurePending", "NotReady")
 BEGUN = ("Running", "Retrying", "Cancelling")
-# The server looks at an event again when its database was busy the first time. Without a span of time, counted from
-# when the event occurred, a rule would be carried out each time.
+# The server processes an event again if its database was busy the first time. Without a period, counted from the time
+# of the event, the rule would act each time.
 _ONCE_S = 10
 
 _WHO = "{{ flow_run.name if deployment.name in " + repr(RESERVED) + " else deployment.name }}"
-# A message has several lines. The first says what it is about, unless it only says that nothing was released.
+# A message has several lines. The first one is informative unless it only says that nothing was released.
 _LINES = "{% set said = (flow_run.state.message or '').split('\\n') %}"
 _WHY = (
     _LINES
@@ -51,8 +51,8 @@ _WHY = (
 _PAGE = " · {{ flow_run | ui_url }}"
 _REFUSAL = "{{ {'RolledBack': 'rolled back'}.get(flow_run.state.name, flow_run.state.name | lower) }}"
 
-# Of each occasion: names of states that a run comes into, what the message says, its subject.
-_TOLD: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
+# For each occasion: the states of the run, the message and its subject.
+_NOTIFICATIONS: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
     "released": (("Released", "Promoted"), f"✓ {_WHO}: {_WHY}{_PAGE}", f"{_WHO} {_REFUSAL}"),
     "refused": (
         ("Refused", "Invalid", "RolledBack", "Killed"),
@@ -75,7 +75,7 @@ _TOLD: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
 
 @dataclass(frozen=True)
 class StateChange:
-    """What is done about silence: the run is brought into a state, with its reason."""
+    """State that a silent run is set to, with the reason."""
 
     state: Literal["CRASHED", "FAILED"]
     name: str
@@ -84,7 +84,7 @@ class StateChange:
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent, and to which of the recipients. Subject and body are Jinja, rendered by the server."""
+    """A notification to one of the recipients. The server renders subject and body with Jinja."""
 
     recipient: int
     subject: str
@@ -93,12 +93,12 @@ class Message:
 
 @dataclass(frozen=True)
 class DesiredRule:
-    """A rule as it should stand on the server.
+    """Desired state of a rule on the server.
 
     Attributes:
-        deployments: Full names of those whose runs it watches.
-        on: Events: it is carried out when one of them is seen.
-        silence_s: The other way round: it is carried out when for so many seconds after ``on`` nothing was heard.
+        deployments: Full names of the deployments whose runs it watches.
+        on: Events that trigger the rule.
+        silence_s: If set, the rule triggers when no event follows ``on`` for this many seconds.
     """
 
     name: str
@@ -108,46 +108,46 @@ class DesiredRule:
     silence_s: float | None = None
 
 
-def desired_rules(nights: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
-    """All rules of a project: what is done about silence, then what is said to whom."""
-    everywhere = tuple(one.full_name for one in deployments)
+def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
+    """Return all rules of a project: reactions to silence first, then notifications."""
+    all_names = tuple(deployment.full_name for deployment in deployments)
     rules = [
         DesiredRule(
             "mergegate: a run without a sign of life has crashed",
-            everywhere,
+            all_names,
             (*(f"prefect.flow-run.{state}" for state in BEGUN), "prefect.flow-run.heartbeat"),
             StateChange("CRASHED", "Crashed", f"nothing was heard from it for {SILENCE_S} seconds"),
             SILENCE_S,
         ),
         DesiredRule(
             "mergegate: a run that was taken and not begun has crashed",
-            everywhere,
+            all_names,
             tuple(f"prefect.flow-run.{state}" for state in TAKEN),
             StateChange("CRASHED", "Crashed", f"a worker took it and it did not begin within {BEGIN_S} seconds"),
             BEGIN_S,
         ),
     ]
-    for one in deployments:
-        asks = one.profile.asks(one.flow) if one.profile else None
-        if asks is not None:
-            done = "promoted" if one.flow == "shadow" else "published"
-            why = f"nobody approved it within {asks.timeout}: nothing is {done}"
+    for deployment in deployments:
+        approval = deployment.profile.asks(deployment.flow) if deployment.profile else None
+        if approval is not None:
+            action = "promoted" if deployment.flow == "shadow" else "published"
+            message = f"nobody approved it within {approval.timeout}: nothing is {action}"
             rules.append(
                 DesiredRule(
-                    f"mergegate: {one.full_name} is refused without approval",
-                    (one.full_name,),
+                    f"mergegate: {deployment.full_name} is refused without approval",
+                    (deployment.full_name,),
                     ("prefect.flow-run.Suspended",),
-                    StateChange("FAILED", "Refused", why),
-                    max(10.0, asks.timeout_s),
+                    StateChange("FAILED", "Refused", message),
+                    max(10.0, approval.timeout_s),
                 )
             )
-    for number, recipient in enumerate(nights.tell):
+    for number, recipient in enumerate(schedules.tell):
         for occasion in dict.fromkeys(recipient.of):
-            states, body, subject = _TOLD[occasion]
+            states, body, subject = _NOTIFICATIONS[occasion]
             rules.append(
                 DesiredRule(
-                    f"mergegate: tell {_label(nights, number)} of {occasion}",
-                    everywhere,
+                    f"mergegate: tell {_label(schedules, number)} of {occasion}",
+                    all_names,
                     tuple(f"prefect.flow-run.{state}" for state in states),
                     Message(number, subject, body),
                 )
@@ -157,54 +157,60 @@ def desired_rules(nights: Schedules, deployments: Sequence[DesiredDeployment]) -
 
 def sync_rules(
     client: SyncPrefectClient,
-    wanted: Sequence[DesiredRule],
+    rules: Sequence[DesiredRule],
     recipients: Sequence[Recipient],
     ids: Mapping[str, str],
     site: Site,
 ) -> tuple[tuple[str, DeployChange], ...]:
-    """Bring the rules of this project on the server in step: what was done about each.
+    """Create, replace and delete rules until the server matches, and return the change of each rule.
 
     Args:
-        ids: Of each deployment, by its full name.
+        client: Client of the server.
+        rules: Desired rules.
+        recipients: Recipients in the order of ``nights.yaml``.
+        ids: Id of each deployment, by its full name.
+        site: Site of the project.
 
     Raises:
-        InvalidInput: when an address is not in the environment, or a block is not in Prefect.
+        InvalidInput: An address is not in the environment, or a block does not exist in Prefect.
     """
     from prefect.events.schemas.automations import AutomationCore
 
     blocks = [_block(client, recipient, number, site) for number, recipient in enumerate(recipients)]
     owner = _owner(site)
-    there = {one.name: one for one in _automations(client) if one.description == owner}
-    done: list[tuple[str, DeployChange]] = []
-    for rule in wanted:
-        core = AutomationCore.model_validate(_as_prefect_has_it(rule, blocks, ids, owner))
-        if (present := there.get(rule.name)) is None:
+    existing_rules = {
+        rule_on_server.name: rule_on_server
+        for rule_on_server in _automations(client)
+        if rule_on_server.description == owner
+    }
+    changes: list[tuple[str, DeployChange]] = []
+    for rule in rules:
+        core = AutomationCore.model_validate(_rule_fields(rule, blocks, ids, owner))
+        if (existing := existing_rules.get(rule.name)) is None:
             client.create_automation(core)
-            done.append((rule.name, "made"))
-        elif _meaning(present) != _meaning(core):
-            # Nothing of what it has seen belongs to the new rule: it begins anew.
-            client.delete_automation(present.id)
+            changes.append((rule.name, "made"))
+        elif _meaning(existing) != _meaning(core):
+            # The new rule must not count events that the old one saw, so replace it.
+            client.delete_automation(existing.id)
             client.create_automation(core)
-            done.append((rule.name, "changed"))
+            changes.append((rule.name, "changed"))
         else:
-            done.append((rule.name, "unchanged"))
-    for name in sorted(there.keys() - {rule.name for rule in wanted}):
-        client.delete_automation(there[name].id)
-        done.append((name, "removed"))
-    _forget_blocks(client, blocks, site)
-    return tuple(done)
+            changes.append((rule.name, "unchanged"))
+    for name in sorted(existing_rules.keys() - {rule.name for rule in rules}):
+        client.delete_automation(existing_rules[name].id)
+        changes.append((name, "removed"))
+    _delete_unused_blocks(client, blocks, site)
+    return tuple(changes)
 
 
-def _label(nights: Schedules, number: int) -> str:
-    """``slack``; of several, ``slack 2``."""
-    kinds = [one.to for one in nights.tell]
+def _label(schedules: Schedules, number: int) -> str:
+    """Return ``slack``, or ``slack 2`` if there are several."""
+    kinds = [recipient.to for recipient in schedules.tell]
     same = kinds[: number + 1].count(kinds[number])
     return kinds[number] + (f" {same}" if kinds.count(kinds[number]) > 1 else "")
 
 
-def _as_prefect_has_it(
-    rule: DesiredRule, blocks: Sequence[str], ids: Mapping[str, str], owner: str
-) -> dict[str, object]:
+def _rule_fields(rule: DesiredRule, blocks: Sequence[str], ids: Mapping[str, str], owner: str) -> dict[str, object]:
     watched = [f"prefect.deployment.{ids[name]}" for name in rule.deployments]
     trigger: dict[str, object] = {
         "type": "event",
@@ -216,7 +222,7 @@ def _as_prefect_has_it(
     if rule.silence_s is None:
         trigger |= {"posture": "Reactive", "expect": set(rule.on), "within": timedelta(seconds=_ONCE_S)}
     else:
-        # Any event of the run is a sign of life: a state that nobody thought of must not be taken for silence.
+        # Any event of the run is a sign of life. A state that this code does not know must not count as silence.
         trigger |= {
             "posture": "Proactive",
             "after": set(rule.on),
@@ -234,13 +240,16 @@ def _as_prefect_has_it(
 
 
 def _meaning(rule: Automation | AutomationCore) -> object:
-    """What of a rule decides what it does, as plain values that compare. Whether it is switched on is a person's."""
+    """Return the parts of a rule that define its effect, as plain comparable values.
+
+    Whether the rule is enabled is left to the user.
+    """
     trigger = rule.trigger.model_dump(mode="json", exclude={"id"})
     return _sorted(trigger), [_sorted(action.model_dump(mode="json")) for action in rule.actions]
 
 
 def _sorted(value: Any) -> Any:
-    """Sets come back as lists in any order."""
+    """Sort lists, because the server returns sets as lists in any order."""
     if isinstance(value, dict):
         return {name: _sorted(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -252,12 +261,12 @@ def _automations(client: SyncPrefectClient) -> list[Automation]:
     from prefect.events.schemas.automations import Automation as Kept
     from pydantic import TypeAdapter
 
-    found: list[Automation] = []
+    automations: list[Automation] = []
     while page := client.request(
-        "POST", "/automations/filter", json={"limit": 200, "offset": len(found), "sort": "NAME_ASC"}
+        "POST", "/automations/filter", json={"limit": 200, "offset": len(automations), "sort": "NAME_ASC"}
     ).json():
-        found += TypeAdapter(list[Kept]).validate_python(page)
-    return found
+        automations += TypeAdapter(list[Kept]).validate_python(page)
+    return automations
 
 
 def _owner(site: Site) -> str:
@@ -265,13 +274,15 @@ def _owner(site: Site) -> str:
 
 
 def _prefix(site: Site) -> str:
-    """What the blocks of this project are called; names of blocks are short and plain."""
+    """Return the prefix of this project's blocks. Prefect requires short and plain block names."""
     return f"mergegate-{hashlib.sha256(str(site.root).encode()).hexdigest()[:8]}-"
 
 
 def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: Site) -> str:
-    """Id of the block that sends to the recipient: made or brought up to date where its address is in the environment,
-    else as it was."""
+    """Return the id of the block that sends to the recipient.
+
+    If the address is in the environment, create or update the block. Otherwise use the existing one.
+    """
     from prefect.blocks.core import Block
     from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
     from prefect.types import SecretDict
@@ -280,7 +291,7 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
     name = _prefix(site) + f"{recipient.to}-{recipient.variable or ''}".lower().replace("_", "-")
     if recipient.to == "block":
         try:
-            found: Any = Block.load(recipient.address)
+            block_on_server: Any = Block.load(recipient.address)
         except ValueError:
             raise InvalidInput(
                 f"{NIGHTS}: tell[{number}].address",
@@ -288,34 +299,34 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
                 expected="TYPE/NAME of a notification block",
                 remedy="make it on Prefect's pages (Blocks), or use to: webhook",
             ) from None
-        return str(found._block_document_id)
+        return str(block_on_server._block_document_id)
     if not (address := _address(recipient, number)):
-        kept = [one.id for one in client.read_block_documents(limit=200) if one.name == name]
-        if not kept:
+        ids = [document.id for document in client.read_block_documents(limit=200) if document.name == name]
+        if not ids:
             raise InvalidInput(
                 f"{NIGHTS}: tell[{number}].address",
                 found=f"the environment variable {recipient.variable} is not set",
                 expected="what it is to be sent to",
                 remedy=f"export {recipient.variable}=… and call mergegate deploy again; Prefect keeps it from then on",
             )
-        return str(kept[0])
+        return str(ids[0])
     block: Block
     if recipient.to == "mail":
-        # Prefect has no block for SMTP; this one hands any address to Apprise, which does.
+        # Prefect has no block for SMTP. This one passes any address to Apprise, which supports it.
         block = SlackWebhook(url=SecretStr(address))
     else:
-        told = {"text": "{{body}}"} if recipient.to == "slack" else {"title": "{{subject}}", "text": "{{body}}"}
+        template = {"text": "{{body}}"} if recipient.to == "slack" else {"title": "{{subject}}", "text": "{{body}}"}
         block = CustomWebhookNotificationBlock(
-            name="mergegate", url="{{address}}", json_data=told, secrets=SecretDict({"address": address})
+            name="mergegate", url="{{address}}", json_data=template, secrets=SecretDict({"address": address})
         )
     return str(block.save(name, overwrite=True))
 
 
 def _address(recipient: Recipient, number: int) -> str:
-    """From the environment; empty where it is not there.
+    """Return the address from the environment, or an empty string if it is not set.
 
     Raises:
-        InvalidInput: for one that is no address; it is not shown.
+        InvalidInput: The value is not an address. The error does not show it.
     """
     address = os.environ.get(recipient.variable or "", "").strip()
     if not address:
@@ -330,8 +341,8 @@ def _address(recipient: Recipient, number: int) -> str:
     return address
 
 
-def _forget_blocks(client: SyncPrefectClient, used: Sequence[str], site: Site) -> None:
-    """What was made for recipients that are gone."""
+def _delete_unused_blocks(client: SyncPrefectClient, used: Sequence[str], site: Site) -> None:
+    """Delete the blocks of removed recipients."""
     for block in client.read_block_documents(limit=200):
         if block.name and block.name.startswith(_prefix(site)) and str(block.id) not in used:
             client.delete_block_document(block.id)

@@ -1,11 +1,12 @@
-"""The deployments of a project, kept in step with ``nights.yaml``: made, changed, removed; twice does nothing.
+"""Keep the deployments of a project in step with ``nights.yaml``: create, change and remove them.
 
-``release/release``, ``sweep/sweep`` and ``shadow/shadow`` take any profile, as in ``prefect.yaml``; each listed
-profile has one of its own (``release/support-assistant``), whose form, schedule and limit are its own. What should be
-there is a pure function of the files (:func:`desired_deployments`); what differs on the server is changed, and what
-carries our tag, belongs to this directory and is listed no more is removed, with the runs that it had ahead.
+``release/release``, ``sweep/sweep`` and ``shadow/shadow`` accept any profile, as in ``prefect.yaml``. Each listed
+profile has its own deployment (``release/support-assistant``) with its own form, schedule and limit. The desired
+deployments are a pure function of the files (:func:`desired_deployments`). Differences on the server are corrected. A
+deployment that has our tag, belongs to this directory and is no longer listed is removed with its scheduled runs.
+Deploying twice changes nothing.
 
-A deployment starts in the project's directory, because profiles are named relative to it.
+A deployment starts in the project's directory, because profile paths are relative to it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ DeployChange = Literal["made", "changed", "unchanged", "removed"]
 
 @dataclass(frozen=True)
 class DesiredDeployment:
-    """What should stand on the server.
+    """Desired state of a deployment on the server.
 
     Attributes:
-        flow: ``release``, ``sweep`` or ``shadow``; also names the file and the function.
-        schedule: As Prefect has it: of a cron ``{'cron', 'timezone'}``, else ``{'interval'}`` in seconds; None: none.
-        on_collision: What becomes of a run that begins while one of the same deployment goes on; None: they may run
-            together.
-        profile: Of what it is a deployment; None: of any.
+        flow: ``release``, ``sweep`` or ``shadow``. It is also the name of the file and the function.
+        schedule: Schedule in Prefect's form: ``{'cron', 'timezone'}``, or ``{'interval'}`` in seconds. None: no
+            schedule.
+        on_collision: Behavior if a run starts while another one of the same deployment is active. None: they may run in
+            parallel.
+        profile: Profile of the deployment. None if it accepts any.
     """
 
     flow: str
@@ -63,120 +65,129 @@ class DesiredDeployment:
         return f"mergegate.flows.{self.flow}:{self.flow}"
 
     def told(self) -> str:
-        """In a line: what it is, and when."""
-        said = self.schedule or {}
-        if "cron" in said:
-            when = f" · {said['cron']} {said['timezone']}"
+        """Return a description and the schedule in one line."""
+        schedule = self.schedule or {}
+        if "cron" in schedule:
+            when = f" · {schedule['cron']} {schedule['timezone']}"
         else:
-            when = f" · every {format_duration(said['interval'])}" if said else ""
+            when = f" · every {format_duration(schedule['interval'])}" if schedule else ""
         return self.description + when
 
 
 class DeployedChange(NamedTuple):
-    """What has been done about one deployment."""
+    """The change of one deployment."""
 
     name: str
     change: DeployChange
     id: str = ""
 
 
-def desired_deployments(nights: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
-    """What should be on the server: those that take any profile, then one for each that is listed.
+def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
+    """Return the deployments that accept any profile, then one for each listed profile.
 
     Args:
-        root: The project's directory, to which profiles are relative.
+        root: Directory of the project, which profile paths are relative to.
 
     Raises:
-        InvalidInput: for a profile that cannot be read, a name that two of them have, or one that is taken.
+        InvalidInput: A profile cannot be read, two profiles have the same name, or a name is reserved.
     """
-    found = [
+    deployments = [
         _of_any("release", "profiles/demo.yaml"),
         _of_any("sweep", "profiles/demo-sweep.yaml"),
         _of_any("shadow", "profiles/demo.yaml"),
     ]
-    for number, night in enumerate(nights.profiles):
+    for number, entry in enumerate(schedules.profiles):
         where = f"{NIGHTS}: profiles[{number}]"
-        profile = load_profile(root / night.profile)
-        if night.flow == "sweep" and profile.sweep is None:
+        profile = load_profile(root / entry.profile)
+        if entry.flow == "sweep" and profile.sweep is None:
             raise InvalidInput(
                 f"{where}.flow",
-                found=f"sweep, and {night.profile} has no section 'sweep'",
+                found=f"sweep, and {entry.profile} has no section 'sweep'",
                 expected="a profile that says what is searched",
                 remedy="add the section, or leave 'flow' out to release it as it is",
             )
-        if night.flow == "shadow" and profile.shadow is None:
+        if entry.flow == "shadow" and profile.shadow is None:
             raise InvalidInput(
                 f"{where}.flow",
-                found=f"shadow, and {night.profile} has no section 'shadow'",
+                found=f"shadow, and {entry.profile} has no section 'shadow'",
                 expected="a profile that says how a release is watched",
                 remedy="add the section (docs/shadow.md), or leave 'flow' out to release it",
             )
         if profile.name in RESERVED:
             raise InvalidInput(
-                f"{night.profile}: name", found=f"{profile.name!r}, a name that takes any profile", remedy="rename it"
+                f"{entry.profile}: name", found=f"{profile.name!r}, a name that takes any profile", remedy="rename it"
             )
-        one = _of_profile(night, profile)
-        if one.full_name in [other.full_name for other in found]:
+        deployment = _of_profile(entry, profile)
+        if deployment.full_name in [previous.full_name for previous in deployments]:
             raise InvalidInput(
                 where,
-                found=f"{one.full_name} a second time",
+                found=f"{deployment.full_name} a second time",
                 expected="each profile once",
                 remedy="remove one of them, or give one of the profiles another name",
             )
-        found.append(one)
-    return tuple(found)
+        deployments.append(deployment)
+    return tuple(deployments)
 
 
 def sync_deployments(
-    client: SyncPrefectClient, wanted: Sequence[DesiredDeployment], site: Site
+    client: SyncPrefectClient, deployments: Sequence[DesiredDeployment], site: Site
 ) -> tuple[DeployedChange, ...]:
-    """Bring the server in step: what was done about each, in their order, those that were removed at the end.
+    """Create, update and delete deployments until the server matches, and return the change of each one.
+
+    Changes are in the order of ``deployments``, followed by the removed ones.
 
     Raises:
-        InvalidInput: when another project has a deployment of that name on the server, or Prefect does not take a
-            schedule.
+        InvalidInput: Another project has a deployment of this name on the server, or Prefect rejects a schedule.
     """
     make_pool(client)
-    there = {name: one for name, one in _deployed(client).items() if TAG in one.tags or name in _names(wanted)}
-    for name, one in there.items():
-        if name in _names(wanted) and (other := _project_of(one)) not in (None, str(site.root)):
+    existing = {
+        name: deployment
+        for name, deployment in _deployed(client).items()
+        if TAG in deployment.tags or name in _names(deployments)
+    }
+    for name, deployment in existing.items():
+        if name in _names(deployments) and (project := _project_of(deployment)) not in (None, str(site.root)):
             raise InvalidInput(
                 name,
-                found=f"on {site.address} it belongs to another project, {other}",
+                found=f"on {site.address} it belongs to another project, {project}",
                 expected="a name of its own",
                 remedy=f"rename the profile, or remove that one first: prefect deployment delete {name}",
             )
-    done = [_keep_one(client, one, there.get(one.full_name), site) for one in wanted]
-    _remove_leftovers(client, [one.full_name for one in wanted if one.schedule is None])
-    for name, one in there.items():
-        if name not in _names(wanted) and TAG in one.tags and _project_of(one) == str(site.root):
-            client.delete_deployment(one.id)
-            done.append(DeployedChange(name, "removed", str(one.id)))
-    return tuple(done)
+    changes = [
+        _sync_deployment(client, deployment, existing.get(deployment.full_name), site) for deployment in deployments
+    ]
+    _remove_leftovers(client, [deployment.full_name for deployment in deployments if deployment.schedule is None])
+    for name, deployment in existing.items():
+        if name not in _names(deployments) and TAG in deployment.tags and _project_of(deployment) == str(site.root):
+            client.delete_deployment(deployment.id)
+            changes.append(DeployedChange(name, "removed", str(deployment.id)))
+    return tuple(changes)
 
 
 def _remove_leftovers(client: SyncPrefectClient, without_schedule: Collection[str]) -> None:
-    """Take back runs of deployments that have no schedule any more: the server's scheduler may have been about to plan
-    them when the schedule went. What a person has planned stays."""
-    ids = [one.id for name, one in _deployed(client).items() if name in without_schedule]
+    """Delete the scheduled runs of deployments without a schedule.
+
+    The server's scheduler may have planned them while the schedule was removed. Runs that a user planned stay.
+    """
+    ids = [deployment.id for name, deployment in _deployed(client).items() if name in without_schedule]
     for run in client.get_scheduled_flow_runs_for_deployments(ids) if ids else ():
         if run.auto_scheduled:
             client.delete_flow_run(run.id)
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """The deployment ``release/name``, ``sweep/name`` or ``shadow/name`` of that full name; None when there is none."""
+    """Return the deployment with that full name, such as ``release/name``, or None."""
     return _deployed(client).get(name)
 
 
 def deployment_names(client: SyncPrefectClient) -> tuple[str, ...]:
-    """Full names of all deployments that mergegate made."""
-    return tuple(name for name, one in _deployed(client).items() if TAG in one.tags)
+    """Return the full names of all deployments that mergegate created."""
+    return tuple(name for name, deployment in _deployed(client).items() if TAG in deployment.tags)
 
 
 def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> DesiredDeployment:
-    """As in ``prefect.yaml``."""
-    about = {
+    """Return the deployment of a flow for any profile, as in ``prefect.yaml``."""
+    descriptions = {
         "release": "Make one release now, of any profile.",
         "sweep": "Search a recipe's numbers, confirm the winner, release it: any profile with a section 'sweep'.",
         "shadow": "Look at a release on users' traffic, promote or roll back: any profile with a section 'shadow'.",
@@ -184,78 +195,81 @@ def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> Desire
     return DesiredDeployment(
         flow,
         flow,
-        about[flow],
+        descriptions[flow],
         (TAG, flow),
         {"profile": profile},
         on_collision="ENQUEUE" if flow != "release" else None,
     )
 
 
-def _of_profile(night: ScheduledProfile, profile: Profile) -> DesiredDeployment:
-    every = night.every_s
+def _of_profile(entry: ScheduledProfile, profile: Profile) -> DesiredDeployment:
+    every = entry.every_s
     schedule: Mapping[str, Any] | None = None
     if every is not None:
         schedule = {"interval": every}
-    elif night.schedule is not None:
-        schedule = {"cron": " ".join(night.schedule.split()), "timezone": night.timezone}
-    nightly = ("nightly",) if schedule else ()
+    elif entry.schedule is not None:
+        schedule = {"cron": " ".join(entry.schedule.split()), "timezone": entry.timezone}
+    schedule_tags = ("nightly",) if schedule else ()
     return DesiredDeployment(
-        night.flow,
+        entry.flow,
         profile.name,
         profile.headline(),
-        (TAG, night.flow, profile.name, *nightly),
-        {"profile": night.profile.as_posix()},
+        (TAG, entry.flow, profile.name, *schedule_tags),
+        {"profile": entry.profile.as_posix()},
         schedule,
-        # A night that takes longer than a day must not pile up: what it would have found, the next one finds.
+        # A run that takes longer than a day must not cause a queue. The next run does the work of the skipped one.
         "CANCEL_NEW",
         profile,
     )
 
 
 def make_pool(client: SyncPrefectClient) -> None:
-    """One run at a time: a merge takes the machine. Whoever wants more raises the pool's limit, which stays."""
+    """Create the work pool with one run at a time, because a merge takes the whole machine.
+
+    A limit that a user raises stays.
+    """
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        with suppress(ObjectAlreadyExists):  # somebody else deploys at this moment
+        with suppress(ObjectAlreadyExists):  # another process deploys at the same time
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
 
 
-def _keep_one(
-    client: SyncPrefectClient, wanted: DesiredDeployment, there: DeploymentResponse | None, site: Site
+def _sync_deployment(
+    client: SyncPrefectClient, deployment: DesiredDeployment, existing: DeploymentResponse | None, site: Site
 ) -> DeployedChange:
-    fields = _fields(wanted, site)
-    if there is not None and _fields_of(there) == _comparable(fields):
-        return DeployedChange(wanted.full_name, "unchanged", str(there.id))
-    made = client.create_deployment(  # of that name there is one: then it is changed, with its schedules
-        flow_id=client.create_flow_from_name(wanted.flow), name=wanted.name, **fields
+    fields = _fields(deployment, site)
+    if existing is not None and _fields_of(existing) == _comparable(fields):
+        return DeployedChange(deployment.full_name, "unchanged", str(existing.id))
+    deployment_id = client.create_deployment(  # changes an existing deployment of that name, with its schedules
+        flow_id=client.create_flow_from_name(deployment.flow), name=deployment.name, **fields
     )
-    return DeployedChange(wanted.full_name, "changed" if there else "made", str(made))
+    return DeployedChange(deployment.full_name, "changed" if existing else "made", str(deployment_id))
 
 
-def _fields(wanted: DesiredDeployment, site: Site) -> dict[str, Any]:
+def _fields(deployment: DesiredDeployment, site: Site) -> dict[str, Any]:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
 
-    schema = parameter_schema(load_flow_from_entrypoint(wanted.entrypoint))
-    options = wanted.on_collision and ConcurrencyOptions(
-        collision_strategy=ConcurrencyLimitStrategy(wanted.on_collision)
+    schema = parameter_schema(load_flow_from_entrypoint(deployment.entrypoint))
+    options = deployment.on_collision and ConcurrencyOptions(
+        collision_strategy=ConcurrencyLimitStrategy(deployment.on_collision)
     )
     schedules = [
-        DeploymentScheduleCreate(schedule=_schedule(wanted), active=True, slug="nightly")
-        for _ in [wanted.schedule]
-        if wanted.schedule
+        DeploymentScheduleCreate(schedule=_schedule(deployment), active=True, slug="nightly")
+        for _ in [deployment.schedule]
+        if deployment.schedule
     ]
     return {
-        "entrypoint": wanted.entrypoint,
-        "description": wanted.description,
-        "tags": list(wanted.tags),
-        "parameters": dict(wanted.parameters),
+        "entrypoint": deployment.entrypoint,
+        "description": deployment.description,
+        "tags": list(deployment.tags),
+        "parameters": dict(deployment.parameters),
         "schedules": schedules,
         "concurrency_limit": 1 if options else None,
         "concurrency_options": options or None,
@@ -268,69 +282,71 @@ def _fields(wanted: DesiredDeployment, site: Site) -> dict[str, Any]:
     }
 
 
-def _schedule(wanted: DesiredDeployment) -> Any:
+def _schedule(deployment: DesiredDeployment) -> Any:
     from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
     from pydantic import ValidationError
 
-    said = wanted.schedule or {}
+    schedule = deployment.schedule or {}
     try:
-        if "cron" in said:
-            return CronSchedule(cron=said["cron"], timezone=said["timezone"])
-        # Counted from a moment that is always the same: deploying again moves nothing.
-        return IntervalSchedule(interval=said["interval"], anchor_date="2026-01-01T00:00:00Z")
+        if "cron" in schedule:
+            return CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+        # A fixed anchor, so that deploying again does not move the schedule.
+        return IntervalSchedule(interval=schedule["interval"], anchor_date="2026-01-01T00:00:00Z")
     except ValidationError as error:
         raise InvalidInput(
-            f"{NIGHTS}: schedule of {wanted.name}",
-            found=f"{said.get('cron')!r}: {error.errors()[0]['msg'].lower()}",
+            f"{NIGHTS}: schedule of {deployment.name}",
+            found=f"{schedule.get('cron')!r}: {error.errors()[0]['msg'].lower()}",
             expected="cron in five fields: minute, hour, day of the month, month, day of the week",
         ) from None
 
 
 def _comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` as they are compared: plain values."""
+    """Return ``fields`` as plain comparable values."""
     options = fields["concurrency_options"]
     return {
         **{name: value for name, value in fields.items() if name not in ("schedules", "concurrency_options", "tags")},
         "tags": sorted(fields["tags"]),
-        "schedules": [one.schedule.model_dump(mode="json") for one in fields["schedules"]],
+        "schedules": [schedule.schedule.model_dump(mode="json") for schedule in fields["schedules"]],
         "concurrency_options": options and options.collision_strategy.value,
     }
 
 
-def _fields_of(there: DeploymentResponse) -> dict[str, Any]:
-    """The same of what stands on the server."""
-    limit, options = there.global_concurrency_limit, there.concurrency_options
+def _fields_of(existing: DeploymentResponse) -> dict[str, Any]:
+    """Return the comparable fields of an existing deployment."""
+    limit, options = existing.global_concurrency_limit, existing.concurrency_options
     return {
-        "entrypoint": there.entrypoint,
-        "description": there.description,
-        "tags": sorted(there.tags),
-        "parameters": there.parameters,
-        "schedules": [one.schedule.model_dump(mode="json") for one in there.schedules],
+        "entrypoint": existing.entrypoint,
+        "description": existing.description,
+        "tags": sorted(existing.tags),
+        "parameters": existing.parameters,
+        "schedules": [schedule.schedule.model_dump(mode="json") for schedule in existing.schedules],
         "concurrency_limit": limit.limit if limit else None,
         "concurrency_options": options and options.collision_strategy.value,
-        "parameter_openapi_schema": there.parameter_openapi_schema,
-        "enforce_parameter_schema": there.enforce_parameter_schema,
-        "work_pool_name": there.work_pool_name,
-        "job_variables": there.job_variables,
-        "pull_steps": there.pull_steps,
-        "path": there.path,
+        "parameter_openapi_schema": existing.parameter_openapi_schema,
+        "enforce_parameter_schema": existing.enforce_parameter_schema,
+        "work_pool_name": existing.work_pool_name,
+        "job_variables": existing.job_variables,
+        "pull_steps": existing.pull_steps,
+        "path": existing.path,
     }
 
 
 def _deployed(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
-    """Every deployment of our flows on the server, by its full name."""
-    flows = {one.id: one.name for one in client.read_flows() if one.name in RESERVED}
-    found: dict[str, DeploymentResponse] = {}
-    while page := client.read_deployments(limit=200, offset=len(found)):
-        found |= {f"{flows.get(one.flow_id, one.flow_id)}/{one.name}": one for one in page}
-    return {name: one for name, one in found.items() if name.partition("/")[0] in RESERVED}
+    """Return every deployment of our flows on the server, by its full name."""
+    flows = {flow.id: flow.name for flow in client.read_flows() if flow.name in RESERVED}
+    deployments: dict[str, DeploymentResponse] = {}
+    while page := client.read_deployments(limit=200, offset=len(deployments)):
+        deployments |= {
+            f"{flows.get(deployment.flow_id, deployment.flow_id)}/{deployment.name}": deployment for deployment in page
+        }
+    return {name: deployment for name, deployment in deployments.items() if name.partition("/")[0] in RESERVED}
 
 
-def _project_of(there: DeploymentResponse) -> str | None:
-    """Directory in which its runs start."""
-    steps = [step[_DIRECTORY] for step in there.pull_steps or [] if _DIRECTORY in step]
+def _project_of(existing: DeploymentResponse) -> str | None:
+    """Return the directory in which the runs of a deployment start."""
+    steps = [step[_DIRECTORY] for step in existing.pull_steps or [] if _DIRECTORY in step]
     return str(steps[0]["directory"]) if steps else None
 
 
-def _names(wanted: Sequence[DesiredDeployment]) -> list[str]:
-    return [one.full_name for one in wanted]
+def _names(deployments: Sequence[DesiredDeployment]) -> list[str]:
+    return [deployment.full_name for deployment in deployments]

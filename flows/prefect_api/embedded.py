@@ -1,15 +1,15 @@
-"""Prefect's API for a run without a server: inside this very process, on the project's own SQLite file.
+"""Serve Prefect's API for a run without a server, inside its own process and on the project's own SQLite file.
 
-Prefect can start a temporary server of its own, but as a child process that outlives a killed run, and two of them that
-migrate one fresh database at once fail each other. Here the API lives in a thread and dies with the run, and migrations
-happen one process at a time::
+Prefect can start a temporary server of its own, but that child process outlives a killed run. Two of them that migrate
+one new database at the same time make each other fail. Here, the API runs in a thread and ends with the run, and only
+one process at a time migrates::
 
     with local_api():
         release(profile)
 
-Where ``PREFECT_API_URL`` names a server (``mergegate server``, a team's own), that one is used and nothing is started.
-What ``mergegate server`` wrote down for Prefect's own command line does not count: a run by hand must not depend on
-whether that server happens to be up.
+If ``PREFECT_API_URL`` names a server (``mergegate server`` or a team's own), that server is used and nothing is
+started. Settings that ``mergegate server`` wrote for Prefect's own command line do not count, because a manual run must
+not depend on whether that server is up.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from mergegate.merge_core.files import (
 
 START_TIMEOUT_S = 900.0
 DEFAULT_HOME = ".mergegate"
-# How long somebody may hold the database before it is looked at no further.
+# Maximum wait for a process that locks the database.
 _PATIENCE_S = 10.0
-# About what a database needs for its next few pages.
+# Roughly the space that a database needs for its next pages.
 _PROBE_BYTES = 1 << 18
 
 
 def configure(home: Path) -> None:
     """Point Prefect at the project's own state and keep it quiet and offline. Call before ``import prefect``.
 
-    What the user's environment already says stays as it is.
+    Settings in the user's environment take precedence.
 
     Raises:
-        InvalidInput: when the state has no place to be.
-        DiskRefused: when the disk does not let it be made.
+        InvalidInput: The state directory cannot be created at this location.
+        DiskRefused: The disk refused to create it.
     """
     quiet = {
         "PREFECT_HOME": str(home / "prefect"),
@@ -65,9 +65,9 @@ def configure(home: Path) -> None:
         "DO_NOT_TRACK": "1",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
-        # The records of a local run are read by people in its own output; nobody polls the API for them meanwhile.
+        # The output of a local run has its log records, so the API does not need them.
         "PREFECT_LOGGING_TO_API_ENABLED": "0",
-        # What tasks come to is recorded a second later and many at once, not each in transactions of its own.
+        # Task results are recorded in batches after one second instead of one transaction each.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     }
@@ -75,23 +75,23 @@ def configure(home: Path) -> None:
         os.environ.setdefault(name, value)
     if own_settings():
         os.environ.setdefault("PREFECT_API_URL", "")
-    # Loggers of Prefect's own that none of its settings reaches: what they still have to hand over is nobody's concern.
+    # Prefect's settings do not reach these loggers, and their remaining messages are not useful.
     for worker in ("EventsWorker", "APILogWorker"):
         logging.getLogger(worker).setLevel(logging.CRITICAL)
-    own = Path(os.environ["PREFECT_HOME"])
-    for place in (home, own):
+    prefect_home = Path(os.environ["PREFECT_HOME"])
+    for directory in (home, prefect_home):
         try:
-            # What is ours alone is closed to others: reports, weights and Prefect's records are nobody else's business.
-            if place == home and home.is_dir() and home.name != DEFAULT_HOME:
-                continue  # a directory of the user's, who decides
-            if place == home and os.path.lexists(home) and not home.is_dir():
+            # Only the owner may read our own directories: reports, weights and Prefect's records are private.
+            if directory == home and home.is_dir() and home.name != DEFAULT_HOME:
+                continue  # a directory of the user, who decides about its permissions
+            if directory == home and os.path.lexists(home) and not home.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(home))
-            state_directory(place, private=place == home or place.parent == home)
+            state_directory(directory, private=directory == home or directory.parent == home)
         except OSError as error:
             if is_disk_error(error):
-                raise disk_refusal(error, place) from None
+                raise disk_refusal(error, directory) from None
             raise InvalidInput(
-                str(place),
+                str(directory),
                 found=f"cannot be made: {error.strerror}",
                 expected="a directory for the project's state",
                 remedy="point MERGEGATE_HOME to a place that can be written",
@@ -99,7 +99,7 @@ def configure(home: Path) -> None:
 
 
 def has_server() -> bool:
-    """Whether runs are recorded by a server that somebody has configured: other people look there."""
+    """Return whether a configured server records the runs, so that other users look there."""
     return bool(_configured_url())
 
 
@@ -113,11 +113,12 @@ def _configured_url() -> str | None:
 def local_api() -> Iterator[None]:
     """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured.
 
-    The database is Prefect's record of runs, nothing that a run needs: one that is damaged is set aside and begun anew.
+    The database only has Prefect's record of runs, which no run needs. If it is damaged, it is set aside and replaced
+    by a new one.
 
     Raises:
-        InvalidInput: when the configured server does not answer.
-        DiskRefused: when the database cannot be written.
+        InvalidInput: The configured server does not answer.
+        DiskRefused: The database cannot be written.
     """
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
@@ -135,36 +136,37 @@ def local_api() -> Iterator[None]:
         return
 
     home = get_current_settings().home
-    # Anybody on this machine can reach a port of the loopback, and any page in a browser on it: they need a secret that
-    # only this process knows, and no page of another origin is let in.
+    # Every user of this machine and every web page in its browsers can reach a loopback port. Therefore the API
+    # requires a secret that only this process knows, and rejects pages of other origins.
     secret = f"mergegate:{secrets.token_urlsafe(32)}"
-    closed = {
+    protected = {
         PREFECT_SERVER_API_AUTH_STRING: secret,
         PREFECT_API_AUTH_STRING: secret,
         PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "http://127.0.0.1",
     }
-    with temporary_settings(closed), ExitStack() as held:
+    with temporary_settings(protected), ExitStack() as stack:
         with disk_errors_refused(home):
-            held.enter_context(_one_migration_at_a_time(home))
+            stack.enter_context(_one_migration_at_a_time(home))
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
                 forget_records(database, why)
         try:
             url, stop = _start_server(database)
         except _NotStarted as failure:
-            # Whatever its database holds that Prefect cannot read: the records are lost, the run need not be.
+            # The database may have content that Prefect cannot read. Its records are lost, but the run can continue.
             require_writable(home)
             if database is None or not database.exists():
                 raise RuntimeError(str(failure)) from None
             forget_records(database, str(failure))
             url, stop = _start_server(database)
-    # Services off: nothing is scheduled by a process that is about to end. Heartbeats off: they cost a second a flow.
-    with temporary_settings({**closed, PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    # Services are off because a process that ends soon must not schedule anything. Heartbeats are off because they cost
+    # one second per flow.
+    with temporary_settings({**protected, PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
             yield
         finally:
             _drain_events()
-            _hush()
+            _silence_loggers()
             stop()
 
 
@@ -173,10 +175,10 @@ class _NotStarted(Exception):
 
 
 def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
-    """Address of the API, served by a thread; and what ends it.
+    """Start the API in a thread, and return its URL and a function that stops it.
 
     Raises:
-        _NotStarted: also when the database is none of Prefect's after it has brought it up to date.
+        _NotStarted: The API did not start, or the migrated database still lacks tables or columns.
     """
     import uvicorn
     from prefect.server.api.server import create_app
@@ -207,7 +209,7 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
 
 
 def _missing_columns(database: Path) -> str:
-    """A table or column that Prefect needs and its database has not, though it says that it is of this version."""
+    """Return a table or column that is missing although the database claims the current version."""
     from prefect.server.database import provide_database_interface
 
     with closing(sqlite3.connect(database, timeout=_PATIENCE_S)) as connection:
@@ -218,26 +220,26 @@ def _missing_columns(database: Path) -> str:
     return ""
 
 
-def require_writable(place: Path) -> None:
-    """See that a file can be written below ``place``: databases say less clearly why they cannot.
+def require_writable(path: Path) -> None:
+    """Raise a clear error if no file can be written below ``path``. Databases report the cause less clearly.
 
     Raises:
-        DiskRefused: when it cannot, or only a few bytes.
+        DiskRefused: No file can be written, or only a few bytes.
     """
-    with disk_errors_refused(place), NamedTemporaryFile(dir=place, prefix="probe-", suffix=".partial") as file:
+    with disk_errors_refused(path), NamedTemporaryFile(dir=path, prefix="probe-", suffix=".partial") as file:
         file.write(bytes(_PROBE_BYTES))
         file.flush()
         os.fsync(file.fileno())
 
 
 def forget_records(database: Path, why: str) -> None:
-    """Set Prefect's database aside, with the note of what has been registered in it."""
+    """Set Prefect's database aside, with the file that lists the blocks registered in it."""
     set_sqlite_aside(database, why)
     set_aside_damaged(database.with_name("memo_store.toml"), "it belongs to the database")
 
 
 def _database() -> Path | None:
-    """Prefect's database, where it is a file."""
+    """Return the path of Prefect's database, or None if it is not a file."""
     from prefect.settings import get_current_settings
     from sqlalchemy.engine import make_url
 
@@ -249,12 +251,12 @@ def _database() -> Path | None:
 
 
 def _require_answer(url: str) -> None:
-    """See that the configured server is there, rather than have every call time out one by one."""
+    """Check that the configured server answers, instead of letting every call time out."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
             return
     except urllib.error.HTTPError:
-        return  # it answers; whether it lets us in is Prefect's to say
+        return  # the server answers; Prefect reports an access error
     except (OSError, ValueError) as error:
         raise InvalidInput(
             f"PREFECT_API_URL: {url}",
@@ -265,15 +267,15 @@ def _require_answer(url: str) -> None:
 
 
 def _drain_events() -> None:
-    """Let the client's event worker hand over what it holds while there is still an API to take it."""
+    """Let the client's event worker send its events while the API still runs."""
     from prefect.events.worker import EventsWorker
 
-    with suppress(Exception):  # telemetry of a finished run is never worth failing it
+    with suppress(Exception):  # telemetry of a finished run must not fail it
         EventsWorker.drain_all(timeout=2)
 
 
-def _hush() -> None:
-    """From here on the server's own services are cancelled in mid-step; what they log about it helps nobody."""
+def _silence_loggers() -> None:
+    """Silence the server's own services, which are cancelled from here on and log errors about it."""
     for name in ("prefect", "sqlalchemy.pool", "aiosqlite"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 

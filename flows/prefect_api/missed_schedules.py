@@ -1,8 +1,8 @@
-"""Nights that nobody carried out: one of them is made up for, and no other.
+"""Handle missed schedules: after an outage, run the most recent one and cancel the rest.
 
-Prefect keeps every run that was due while no worker was there, and has them all carried out, one after the other, when
-there is one again. But a run looks at the world as it is when it begins: whichever began after another was due has done
-that one's work as well.
+Prefect keeps every run that was due while no worker was running, and then starts them all, one after the other. But a
+run uses the state of the world at its start. A run that started after another one was due has therefore done the work
+of that one too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _OF_A_SCHEDULE = "auto-scheduled"  # Prefect's own tag
 _ENDED_OR_WAITING = ["COMPLETED", "FAILED", "PAUSED"]
-# What ends a run without an answer: the next one has to be asked.
-_WITHOUT_AN_ANSWER = frozenset({"Failed", "TimedOut"})
+# States that end a run without a result, so the next run must still do the work.
+_WITHOUT_RESULT = frozenset({"Failed", "TimedOut"})
 
 
 def find_replacement_run() -> str | None:
-    """The name of a run that has done the work of the one that runs here: None for whoever has work to do.
+    """Return the name of a run that has already done the work of the current run, or None if there is work to do.
 
-    That is one of the same deployment, with the same parameters, that began after this one was due and came to an
-    answer, or waits for a person's. A run that somebody has asked for, one that goes on after such a wait, and one that
-    no server has made has its own work to do.
+    The replacement belongs to the same deployment, has the same parameters, started after the current run was due, and
+    has ended with a result or waits for approval. Only scheduled runs are replaced. A run does its own work if a user
+    started it, if it continues after an approval, or if it has no server.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import (
@@ -41,15 +41,19 @@ def find_replacement_run() -> str | None:
         return None
     if _OF_A_SCHEDULE not in run.tags:
         return None
-    of_the_same = FlowRunFilter(
+    filters = FlowRunFilter(
         deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
         start_time=FlowRunFilterStartTime(after_=run.expected_start_time),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ENDED_OR_WAITING)),
     )
     with get_client(sync_client=True) as client:
-        later = client.read_flow_runs(flow_run_filter=of_the_same)
-    return next((one.name for one in later if _did_the_work_of(one, run)), None)
+        candidates = client.read_flow_runs(flow_run_filter=filters)
+    return next((candidate.name for candidate in candidates if _did_the_work_of(candidate, run)), None)
 
 
-def _did_the_work_of(one: FlowRun, run: FlowRun) -> bool:
-    return one.id != run.id and one.state_name not in _WITHOUT_AN_ANSWER and one.parameters == run.parameters
+def _did_the_work_of(candidate: FlowRun, run: FlowRun) -> bool:
+    return (
+        candidate.id != run.id
+        and candidate.state_name not in _WITHOUT_RESULT
+        and candidate.parameters == run.parameters
+    )

@@ -1,9 +1,9 @@
-"""Rules that end silent runs, armed again after a restart of the server.
+"""Rearm the rules that end silent runs after a restart of the server.
 
-A rule counts from an event, and between an event and what the rule makes of it lie seconds in which it is in the
-server's memory only. A machine that goes down in the moment when a night begins takes server, worker and run along;
-what it leaves is a run that was taken, holds its slot, and of which no rule knows. So whoever serves says of each run
-that is under way, once, what state it is in. One that lives is heard of before the rule's time is up.
+A rule counts from an event. For some seconds after the event, the count exists only in the server's memory. If the
+machine goes down just as a scheduled run starts, server, worker and run all stop. A run remains that a worker took,
+that keeps its slot, and that no rule watches. Therefore, the server reports the state of every active run once at its
+start. A run that is alive sends another event before the rule's time is up.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _STARTS_WITHIN_S = 600.0
 
 
 def rearm_rules_when_ready(site: Site) -> None:
-    """In a thread of its own: wait until the server answers, then :func:`rearm_rules`. Never an error of the server."""
+    """Wait in a separate thread until the server answers, then call :func:`rearm_rules`. Never fails the server."""
     threading.Thread(target=_rearm, args=(site,), name="rearming", daemon=True).start()
 
 
 def rearm_rules(client: SyncPrefectClient) -> int:
-    """Say of each deployed run that is under way what state it is in; of how many."""
+    """Emit an event with the current state of each active deployed run, and return the number of events."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import StateType
     from prefect.events.schemas.events import Event, RelatedResource, Resource
 
     kinds = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=kinds)))
-    said = [
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=kinds)))
+    events = [
         Event(
             event=f"prefect.flow-run.{run.state.name}",
             resource=Resource({"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": run.name}),
@@ -52,12 +52,12 @@ def rearm_rules(client: SyncPrefectClient) -> int:
                 )
             ],
         )
-        for run in found
+        for run in runs
         if run.state is not None and run.deployment_id is not None
     ]
-    if said:
-        client.request("POST", "/events", json=[event.model_dump(mode="json") for event in said])
-    return len(said)
+    if events:
+        client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
+    return len(events)
 
 
 def _rearm(site: Site) -> None:
@@ -67,7 +67,7 @@ def _rearm(site: Site) -> None:
             with site_client(site) as client:
                 rearm_rules(client)
             return
-        except InvalidInput:  # it does not answer yet
+        except InvalidInput:  # the server does not answer yet
             time.sleep(_LOOK_EVERY_S)
         except Exception as failure:
             _log.warning("runs that were under way when the server ended are not watched: %s", failure)

@@ -1,4 +1,4 @@
-"""Runs of deployments, started and followed over Prefect's API; what they say is what a person reads."""
+"""Start and follow runs of deployments over Prefect's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run that the server has taken: its id, its name, the address of its page."""
+    """A run that the server has accepted: its id, its name and the URL of its page."""
 
     id: UUID
     name: str
@@ -30,12 +30,12 @@ class StartedRun:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        state: What Prefect shows: Released, NothingNew, Passed, Refused, Invalid, Failed, Interrupted, Crashed,
+        state: State that Prefect shows: Released, NothingNew, Passed, Refused, Invalid, Failed, Interrupted, Crashed or
             Cancelled.
-        message: Why, as the run said it.
+        message: Reason that the run reported.
     """
 
     state: str
@@ -44,38 +44,38 @@ class FinishedRun:
 
     @property
     def exit_code(self) -> int:
-        """As of ``mergegate run``; what no run of ours says of itself (Crashed, Cancelled) is unexpected."""
+        """Exit code as of ``mergegate run``. States that Prefect sets (Crashed, Cancelled) count as unexpected."""
         codes = {state_name(status): code for status, code in EXIT_CODES.items()}
         return 0 if self.completed else codes.get(self.state, EXIT_CODES["failed"])
 
 
 @contextmanager
 def site_client(site: Site) -> Iterator[SyncPrefectClient]:
-    """A client of the site's server.
+    """Open a client of the site's server.
 
     Raises:
-        InvalidInput: when the server does not answer, or does not let us in.
+        InvalidInput: The server does not answer or denies access.
     """
     require_site(site)
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
-    told: dict[Any, Any] = {
+    settings: dict[Any, Any] = {
         PREFECT_API_URL: site.api,
         PREFECT_UI_URL: site.address,
         PREFECT_API_AUTH_STRING: site.secret or None,
     }
-    with temporary_settings(told), get_client(sync_client=True) as client:
+    with temporary_settings(settings), get_client(sync_client=True) as client:
         yield client
 
 
 def start_run(
     client: SyncPrefectClient, site: Site, deployment: UUID, parameters: Mapping[str, object], name: str
 ) -> StartedRun:
-    """Have a deployment carried out now, by the next worker that is free.
+    """Create a run of a deployment for the next free worker.
 
     Args:
-        name: What the run is called until it begins, and names itself.
+        name: Name of the run until it starts and sets its own.
     """
     run = client.create_flow_run_from_deployment(deployment, parameters=dict(parameters), name=name)
     return StartedRun(run.id, run.name, site.run_page(run.id))
@@ -85,18 +85,18 @@ def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, fl
     """Wait until a run has ended.
 
     Args:
-        on_state: Told the name of the state, and for how many seconds it has been so, at each look.
+        on_state: Callback for each poll, with the name of the state and the seconds since it began.
     """
     name, since = "", time.monotonic()
     while True:
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
-            return _ended(state)
+            return _finished_run(state)
         if (state.name if state else "") != name:
             name, since = (state.name or "" if state else ""), time.monotonic()
         on_state(name, time.monotonic() - since)
         time.sleep(_POLL_S)
 
 
-def _ended(state: State[Any]) -> FinishedRun:
+def _finished_run(state: State[Any]) -> FinishedRun:
     return FinishedRun(state.name or "", state.message or "", state.is_completed())

@@ -1,17 +1,18 @@
-"""``nights.yaml``: which profiles a project's server carries out, when, and who is told. Strict, read once.
+"""Read ``nights.yaml``: the profiles that a project's server runs, their schedules and the notifications.
 
 ::
 
     profiles:
       - {profile: profiles/support.yaml, schedule: "0 3 * * *", timezone: Europe/Berlin}
-      - {profile: profiles/coder.yaml}                       # deployed, started by hand
+      - {profile: profiles/coder.yaml}                       # deployed, started manually
       - {profile: profiles/search.yaml, flow: sweep, schedule: every 7 d}
-      - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}     # looks at what is watched
+      - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}     # evaluates a watched release
     tell:
       - {to: slack, address: $SLACK_WEBHOOK, of: [refused, failed, late]}
     server: {address: "http://10.0.0.1:4200", database: "postgresql://mergegate@10.0.0.2/prefect"}
 
-No secret stands here: whoever is told is named by an environment variable, a database by an address without password.
+The file is validated strictly and read once. It contains no secrets: recipients are environment variables, and the
+address of a database has no password.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from mergegate.merge_core.parsing import LocalPath, read_yaml_mapping
 from mergegate.merge_core.wording import parse_duration
 
 NIGHTS = "nights.yaml"
-# What is done by any profile: deployed beside those of the profiles, under these names.
+# Names of the deployments that accept any profile, in addition to those of the profiles.
 RESERVED = ("release", "sweep", "shadow")
 
 Occasion = Literal["released", "refused", "failed", "late", "approval"]
-"""What people are told of. ``failed``: an error of the program, or a run that nothing was heard from any more."""
+"""Occasions of a notification. ``failed``: an error of the program, or a run without a sign of life."""
 
 OCCASIONS: tuple[Occasion, ...] = ("released", "refused", "failed", "late", "approval")
 
@@ -47,13 +48,13 @@ def _known_zone(name: str) -> str:
 
 
 class SchedulesSection(BaseModel):
-    """A group of settings: frozen, and no key that it does not know."""
+    """A group of settings. It is frozen and rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ScheduledProfile(SchedulesSection):
-    """A profile that is deployed, and when it is carried out by itself."""
+    """A deployed profile and its schedule."""
 
     profile: LocalPath = Field(description="The file, relative to the project.")
     flow: Literal["release", "sweep", "shadow"] = Field(default="release", description="What is done with it.")
@@ -64,12 +65,12 @@ class ScheduledProfile(SchedulesSection):
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between two runs, where the schedule says that."""
-        said = (self.schedule or "").strip()
-        return parse_duration(said.removeprefix("every "), "schedule") if said.startswith("every ") else None
+        """Seconds between two runs, if the schedule is an interval."""
+        schedule = (self.schedule or "").strip()
+        return parse_duration(schedule.removeprefix("every "), "schedule") if schedule.startswith("every ") else None
 
     @model_validator(mode="after")
-    def _has_a_schedule_that_means_something(self) -> Self:
+    def _require_valid_schedule(self) -> Self:
         if self.schedule is None:
             return self
         try:
@@ -84,7 +85,7 @@ class ScheduledProfile(SchedulesSection):
 
 
 class Recipient(SchedulesSection):
-    """Somebody who is told, and of what."""
+    """A recipient of notifications, and their occasions."""
 
     to: Literal["webhook", "slack", "mail", "block"] = Field(
         description="webhook: JSON by POST; slack: an incoming webhook (Mattermost's, too); mail: SMTP; "
@@ -98,11 +99,11 @@ class Recipient(SchedulesSection):
 
     @property
     def variable(self) -> str | None:
-        """The environment variable that holds the address; None where a block has it."""
+        """Environment variable of the address. None if a block has it."""
         return None if self.to == "block" else self.address.removeprefix("$")
 
     @model_validator(mode="after")
-    def _keeps_its_secret(self) -> Self:
+    def _require_no_secret(self) -> Self:
         if self.to == "block" and not re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", self.address):
             raise ValueError("address of a block is TYPE/NAME, such as slack-webhook/ops")
         if self.to != "block" and not re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", self.address):
@@ -111,7 +112,7 @@ class Recipient(SchedulesSection):
 
 
 class SiteSettings(SchedulesSection):
-    """Where a team's server is, and its database."""
+    """Address of a team's server, and of its database."""
 
     address: str | None = Field(default=None, description="What workers and people reach it by: http://host:4200.")
     database: str | None = Field(
@@ -119,7 +120,7 @@ class SiteSettings(SchedulesSection):
     )
 
     @model_validator(mode="after")
-    def _are_addresses_without_secrets(self) -> Self:
+    def _require_addresses_without_secrets(self) -> Self:
         if self.address is not None and not re.fullmatch(r"https?://[^/@]+/?", self.address):
             raise ValueError(f"address {self.address!r}: expected http://host:port")
         if self.database is not None:
@@ -131,7 +132,7 @@ class SiteSettings(SchedulesSection):
 
 
 class Schedules(SchedulesSection):
-    """All that ``mergegate deploy`` keeps in step on the server."""
+    """Content of ``nights.yaml``, which ``mergegate deploy`` applies to the server."""
 
     profiles: tuple[ScheduledProfile, ...] = Field(description="What is deployed.")
     tell: tuple[Recipient, ...] = Field(default=(), description="Who is told; absent: nobody.")
@@ -139,10 +140,10 @@ class Schedules(SchedulesSection):
 
 
 def load_schedules(file: Path) -> Schedules:
-    """The file, typed.
+    """Load ``nights.yaml``.
 
     Raises:
-        InvalidInput: when it is not there or no YAML, or with every fault of what it says at once.
+        InvalidInput: The file does not exist, is not YAML or is invalid. The error lists all faults.
     """
     if not file.exists():
         raise InvalidInput(
@@ -152,14 +153,18 @@ def load_schedules(file: Path) -> Schedules:
             remedy=f"write {file.name} with 'profiles: [{{profile: profiles/demo.yaml, schedule: \"0 3 * * *\"}}]', "
             "in the directory where you call mergegate",
         )
-    return parse_nights(read_yaml_mapping(file, "the profiles that are deployed (YAML)"), str(file))
+    return parse_schedules(read_yaml_mapping(file, "the profiles that are deployed (YAML)"), str(file))
 
 
-def parse_nights(data: Mapping[str, object], where: str) -> Schedules:
-    """The same from plain data; ``where`` is what messages call it.
+def parse_schedules(data: Mapping[str, object], where: str) -> Schedules:
+    """Parse the content of ``nights.yaml`` from plain data.
+
+    Args:
+        data: Content of the file.
+        where: Name of the file in messages.
 
     Raises:
-        InvalidInput: with every fault of it at once.
+        InvalidInput: The data is invalid. The error lists all faults.
     """
     try:
         return Schedules.model_validate(data)

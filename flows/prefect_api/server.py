@@ -1,9 +1,9 @@
-"""Prefect's server in this process, with one thing otherwise: on SQLite, whoever begins a transaction means to write.
+"""Run Prefect's server in this process, with immediate write transactions on SQLite.
 
-Prefect begins transactions as readers. One that has read and then writes fails at once when somebody else has written
-in between, whatever the time-out; at the end of a run, when much is written, its service of rules then gives up an
-event after four tries in a fifth of a second (seen with 3.8.8: "Message failed after 4 retries", and nobody was told).
-A transaction that begins as a writer waits for its turn instead. On PostgreSQL nothing is changed.
+Prefect starts transactions as readers. A transaction that has read and then writes fails immediately if another one has
+written in between, and ignores its time-out. At the end of a run there are many writes. Prefect's automation service
+then gives up an event after four tries within 0.2 seconds, so that a notification is lost (seen with 3.8.8: "Message
+failed after 4 retries"). A transaction that starts as a writer waits for the lock instead. PostgreSQL is not affected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def serve_prefect(host: str, port: int) -> None:
-    """Serve API, pages and services until the process is told to end. Its settings are those of the environment."""
+    """Serve the API, pages and services until the process is stopped. The settings come from the environment."""
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.settings import get_current_settings
@@ -39,7 +39,7 @@ def _begin_as_writers() -> None:
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
 
     class WritersFirst(AioSqliteConfiguration):
-        """SQLite whose transactions wait for their turn before they read."""
+        """SQLite configuration in which a transaction waits for the write lock before it reads."""
 
         @asynccontextmanager
         async def begin_transaction(

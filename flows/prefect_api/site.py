@@ -1,13 +1,13 @@
-"""A project's own Prefect server: where it is, who may speak to it, and what server, worker and clients are told.
+"""Locate a project's own Prefect server and provide the environment of server, workers and clients.
 
-One project has one home, one secret (``<home>/prefect/auth``, readable by its owner only) and one address. Everything
-that Prefect reads from the environment is set here, so that nobody has to export anything::
+A project has one home, one secret (``<home>/prefect/auth``, readable by its owner only) and one address. This module
+sets everything that Prefect reads from the environment, so that users do not have to export anything::
 
-    site = find_site(nights)
-    os.execve(python, [...], site.server_environment(database_url(nights)))
+    site = find_site(schedules)
+    os.execve(python, [...], site.server_environment(database_url(schedules)))
 
-Prefect's own command line finds the same in ``prefect.toml``, which ``mergegate server`` writes into the project's
-directory (git-ignored, readable by its owner only): Prefect looks there, and nowhere above.
+Prefect's own command line reads the same settings from ``prefect.toml``, which ``mergegate server`` writes to the
+project's directory (git-ignored, readable by its owner only). Prefect looks for the file only in that directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mergegate.tasks.stage import home
 SETTINGS = "prefect.toml"
 DATABASE = "MERGEGATE_DATABASE"
 PORT = 4200
-# How often a run says that it is alive; the rule that misses it stands in ``automations``.
+# Interval between the heartbeats of a run. A rule in ``automations`` detects missing ones.
 HEARTBEAT_S = 30
 _OURS = "# Written by mergegate: how Prefect's own command line reaches this project's server. Holds its secret."
 _MAX_BYTES = 1 << 16
@@ -37,8 +37,10 @@ _DRIVER = "postgresql+asyncpg"
 
 
 def page_of_run(run: object) -> str:
-    """Address of the page of a flow run on the server that this process was told of; empty where there is none: what
-    serves a run that has no server is gone with it."""
+    """Return the URL of a flow run's page on the configured server, or an empty string without a server.
+
+    The API of a run without a server ends with the run.
+    """
     api = os.environ.get("PREFECT_API_URL", "")
     address = os.environ.get("PREFECT_UI_URL") or api.removesuffix("/").removesuffix("/api")
     return f"{address.removesuffix('/')}/runs/flow-run/{run}" if run and address else ""
@@ -46,13 +48,13 @@ def page_of_run(run: object) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a project's server is.
+    """Location of a project's server.
 
     Attributes:
-        root: The project's directory, absolute: profiles are named relative to it.
-        home: Its state.
-        address: What browsers and clients reach the server by: ``http://127.0.0.1:4200``.
-        secret: ``user:password`` that it asks for; empty: it asks for none.
+        root: Absolute path of the project's directory, which profile paths are relative to.
+        home: State directory of the project.
+        address: URL of the server for browsers and clients, for example ``http://127.0.0.1:4200``.
+        secret: ``user:password`` of the server. Empty if it requires none.
     """
 
     root: Path
@@ -62,15 +64,15 @@ class Site:
 
     @property
     def api(self) -> str:
-        """Of the API that stands behind the pages."""
+        """URL of the API behind the pages."""
         return f"{self.address}/api"
 
     def run_page(self, run: object) -> str:
-        """Address of the page of a flow run."""
+        """Return the URL of the page of a flow run."""
         return f"{self.address}/runs/flow-run/{run}"
 
     def client_environment(self) -> dict[str, str]:
-        """What a client of Prefect has to know, beside all that this process was told."""
+        """Return the environment of a Prefect client: this process's own and the settings of the site."""
         return {
             **os.environ,
             "MERGEGATE_HOME": str(self.home),
@@ -83,62 +85,67 @@ class Site:
         }
 
     def worker_environment(self) -> dict[str, str]:
-        """The same for a worker, whose runs say often enough that they are alive to be missed when they do not, and ask
-        again when the server has lost its database for a moment: that is a 500, which Prefect takes for an answer."""
-        own = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500"}
-        return own | self.client_environment()
+        """Return the environment of a worker.
+
+        Its runs send heartbeats often enough that missing ones are detected. They also retry after a status 500, which
+        the server sends while its database is briefly unavailable and which Prefect would take for a final answer.
+        """
+        settings = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500"}
+        return settings | self.client_environment()
 
     def server_environment(self, database: str | None) -> dict[str, str]:
-        """The same for the server itself.
+        """Return the environment of the server.
 
         Args:
-            database: Address of a PostgreSQL database, as Prefect wants it; None: a file below the home.
+            database: URL of a PostgreSQL database in Prefect's form. None: a file below the home.
         """
-        own = {
+        settings = {
             **self.client_environment(),
-            # Anybody on this machine reaches a port of the loopback, and any web page in a browser on it.
+            # Every user of this machine and every web page in its browsers can reach a loopback port.
             "PREFECT_SERVER_API_AUTH_STRING": self.secret,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "1",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.address,
-            # Slots that are held must outlive a restart of the server: they are in its memory otherwise.
+            # Occupied slots must survive a restart of the server. By default, they are only in its memory.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         }
         if database:
-            own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
-        return own
+            settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
+        return settings
 
 
-def find_site(nights: Schedules | None = None, *, address: str | None = None) -> Site:
-    """The site of the project in the working directory.
+def find_site(schedules: Schedules | None = None, *, address: str | None = None) -> Site:
+    """Find the site of the project in the working directory.
 
-    The address is what a caller says, else ``PREFECT_API_URL``, else ``nights.yaml``, else where ``mergegate server``
-    was last started here. The secret is ``PREFECT_API_AUTH_STRING``, else the project's own, if there is one.
+    The address is the first of: the argument, ``PREFECT_API_URL``, ``nights.yaml``, and the last start of ``mergegate
+    server`` in this directory. The secret is ``PREFECT_API_AUTH_STRING``, or else the project's own.
 
     Raises:
-        InvalidInput: for an address that is none.
+        InvalidInput: The address is invalid.
     """
-    said = {
+    addresses = {
         "--address": address,
         "PREFECT_API_URL": os.environ.get("PREFECT_API_URL"),
-        "nights.yaml: server.address": nights.server.address if nights else None,
+        "nights.yaml: server.address": schedules.server.address if schedules else None,
         SETTINGS: own_settings().get("url"),
     }
-    where, found = next(((where, one) for where, one in said.items() if one), ("", f"http://127.0.0.1:{PORT}"))
-    plain = found.rstrip("/").removesuffix("/api")
+    where, url = next(((where, value) for where, value in addresses.items() if value), ("", f"http://127.0.0.1:{PORT}"))
+    plain = url.rstrip("/").removesuffix("/api")
     if urlsplit(plain).scheme not in ("http", "https") or not urlsplit(plain).netloc:
-        raise InvalidInput(where, found=repr(found), expected="an address such as http://127.0.0.1:4200/api")
+        raise InvalidInput(where, found=repr(url), expected="an address such as http://127.0.0.1:4200/api")
     secret = os.environ.get("PREFECT_API_AUTH_STRING") or _read_secret(_secret_file())
     return Site(Path.cwd(), home(), plain, secret)
 
 
 def load_or_create_secret() -> str:
-    """The project's secret, drawn when there is none: ``PREFECT_API_AUTH_STRING``, else what its file says.
+    """Return the project's secret, and create it if it does not exist.
+
+    ``PREFECT_API_AUTH_STRING`` takes precedence over the secret file.
 
     Raises:
-        DiskRefused: when it cannot be kept.
+        DiskRefused: The secret cannot be stored.
     """
-    if said := os.environ.get("PREFECT_API_AUTH_STRING"):
-        return said
+    if configured := os.environ.get("PREFECT_API_AUTH_STRING"):
+        return configured
     file = _secret_file()
     with disk_errors_refused(file):
         state_directory(file.parent, private=True)
@@ -150,15 +157,20 @@ def load_or_create_secret() -> str:
 
 
 def write_settings(site: Site) -> bool:
-    """Tell Prefect's own command line of the site; False where a ``prefect.toml`` of somebody else is left alone.
+    """Write ``prefect.toml`` for Prefect's own command line.
+
+    Returns:
+        False if the file exists and was not written by mergegate. It is left unchanged.
 
     Raises:
-        DiskRefused: when it cannot be written.
+        DiskRefused: The file cannot be written.
     """
     file = site.root / SETTINGS
     if file.exists() and not _is_ours(file):
         return False
-    quoted = {name: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for name, text in _told(site).items()}
+    quoted = {
+        name: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for name, text in _settings_of(site).items()
+    }
     lines = [
         _OURS,
         f"home = {quoted['home']}",
@@ -175,32 +187,34 @@ def write_settings(site: Site) -> bool:
 
 
 def own_settings() -> Mapping[str, str]:
-    """What the project's ``prefect.toml`` says of the server (``url``, ``auth_string``), where it is one of ours."""
+    """Return the server settings (``url``, ``auth_string``) of ``prefect.toml``, if mergegate wrote the file."""
     file = Path(SETTINGS)
     if not _is_ours(file):
         return {}
     try:
-        found = tomllib.loads(read_text(file, _MAX_BYTES)).get("api", {})
+        settings = tomllib.loads(read_text(file, _MAX_BYTES)).get("api", {})
     except (InvalidInput, ValueError):
         return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return {str(name): str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
 
 
-def database_url(nights: Schedules | None) -> str | None:
-    """Where the server keeps its records: ``MERGEGATE_DATABASE``, else ``nights.yaml``; None: in a file.
+def database_url(schedules: Schedules | None) -> str | None:
+    """Return the URL of the server's database, or None if it uses a file.
+
+    ``MERGEGATE_DATABASE`` takes precedence over ``nights.yaml``.
 
     Raises:
-        InvalidInput: for anything but PostgreSQL.
+        InvalidInput: The database is not PostgreSQL.
     """
-    said, where = os.environ.get(DATABASE, ""), DATABASE
-    if not said and nights is not None and nights.server.database:
-        said, where = nights.server.database, "nights.yaml: server.database"
-    if not said:
+    url, source = os.environ.get(DATABASE, ""), DATABASE
+    if not url and schedules is not None and schedules.server.database:
+        url, source = schedules.server.database, "nights.yaml: server.database"
+    if not url:
         return None
-    scheme, _, rest = said.partition("://")
+    scheme, _, rest = url.partition("://")
     if scheme not in ("postgresql", "postgres", _DRIVER) or not rest:
         raise InvalidInput(
-            where,
+            source,
             found=f"an address that begins with {scheme!r}",
             expected="postgresql://user@host:5432/name",
             remedy="several people need PostgreSQL; leave it out, and the records are in a file of this project",
@@ -209,23 +223,23 @@ def database_url(nights: Schedules | None) -> str | None:
 
 
 def require_database(url: str) -> None:
-    """See that the database answers: Prefect's server says so in two hundred lines.
+    """Check that the database answers. Prefect's server would report a failure in two hundred lines.
 
     Raises:
-        InvalidInput: when it does not.
+        InvalidInput: The database does not answer.
     """
     import asyncio
 
-    import asyncpg  # type: ignore[import-untyped]  # it ships none
+    import asyncpg  # type: ignore[import-untyped]  # has no type information
 
     plain = url.replace(_DRIVER, "postgresql", 1)
 
-    async def ask() -> None:
+    async def connect() -> None:
         connection = await asyncpg.connect(plain, timeout=10)
         await connection.close()
 
     try:
-        asyncio.run(ask())
+        asyncio.run(connect())
     except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         address = urlsplit(plain)
         raise InvalidInput(
@@ -237,16 +251,16 @@ def require_database(url: str) -> None:
 
 
 def require_site(site: Site) -> None:
-    """See that the server answers and lets us in, rather than have every call fail one by one.
+    """Check that the server answers and grants access, instead of letting every call fail.
 
     Raises:
-        InvalidInput: when it does not.
+        InvalidInput: The server does not answer or denies access.
     """
     import httpx
 
-    known = tuple(site.secret.split(":", 1)) if ":" in site.secret else None
+    auth = tuple(site.secret.split(":", 1)) if ":" in site.secret else None
     try:
-        answer = httpx.get(f"{site.api}/admin/version", auth=known, timeout=10)  # type: ignore[arg-type]  # of two
+        answer = httpx.get(f"{site.api}/admin/version", auth=auth, timeout=10)  # type: ignore[arg-type]  # has two parts
     except httpx.HTTPError as error:
         raise InvalidInput(
             site.address,
@@ -273,12 +287,12 @@ def _secret_file() -> Path:
 
 
 def _read_secret(file: Path) -> str:
-    """What is damaged is drawn anew: nobody knows it."""
+    """Read the secret. A damaged file counts as missing, so that a new secret is created."""
     try:
-        said = read_text(file, _MAX_BYTES).strip()
+        secret = read_text(file, _MAX_BYTES).strip()
     except InvalidInput:
         return ""
-    return said if ":" in said and said.isprintable() else ""
+    return secret if ":" in secret and secret.isprintable() else ""
 
 
 def _is_ours(file: Path) -> bool:
@@ -289,12 +303,12 @@ def _is_ours(file: Path) -> bool:
         return False
 
 
-def _told(site: Site) -> dict[str, str]:
+def _settings_of(site: Site) -> dict[str, str]:
     return {"home": str(site.home / "prefect"), "url": site.api, "secret": site.secret}
 
 
 def _write_private(file: Path, text: str) -> None:
-    """As a whole or not at all, and never readable by others, not even for a moment."""
+    """Write a file atomically. Other users can never read it, not even for a moment."""
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Runs that wait for a person: which there are, what they ask, and the answer."""
+"""List the runs that wait for approval, and answer them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 QUESTION = "publish-"
-"""What the keys of our questions begin with; then come digits of what is asked about."""
+"""Prefix of the keys of approval requests. Digits of the digest follow."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class WaitingRun:
     """A run that waits for approval.
 
     Attributes:
-        deployment: Its full name is ``release/<profile>``; empty when it has gone.
-        version: Of what it would publish.
-        summary: What its page shows.
+        profile: Name of its profile, from the deployment ``release/<profile>``. Empty if the deployment no longer
+            exists.
+        version: Version that it would publish.
+        summary: Content of its page.
     """
 
     id: UUID
@@ -35,18 +36,18 @@ class WaitingRun:
 
 
 def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
-    """Every run that waits for approval, the oldest first."""
+    """Return every run that waits for approval, the oldest first."""
     return tuple(_waiting(client, run) for run in suspended_runs(client) if question_keys(run))
 
 
 def answer_run(client: SyncPrefectClient, run: WaitingRun, *, publish: bool, by: str, reason: str) -> None:
-    """Tell a waiting run what was decided; a worker goes on with it.
+    """Send the decision to a waiting run. A worker then continues the run.
 
     Raises:
-        Refused: when it waits no longer, or does not take the answer.
+        Refused: The run no longer waits or rejects the answer.
     """
-    said = {"publish": publish, "by": by, "reason": reason, "version": run.version}
-    answer = client.resume_flow_run(run.id, run_input=said)
+    decision = {"publish": publish, "by": by, "reason": reason, "version": run.version}
+    answer = client.resume_flow_run(run.id, run_input=decision)
     if answer.status.value != "ACCEPT":
         raise Refused(
             f"run {run.name}",
@@ -57,19 +58,19 @@ def answer_run(client: SyncPrefectClient, run: WaitingRun, *, publish: bool, by:
 
 
 def suspended_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Every run that is suspended or paused, for whatever reason, the oldest first."""
+    """Return every suspended or paused run, the oldest first."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import StateType
 
     paused = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED]))
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=paused))
-    return sorted(found, key=lambda run: run.state.timestamp.timestamp() if run.state else 0.0)
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=paused))
+    return sorted(runs, key=lambda run: run.state.timestamp.timestamp() if run.state else 0.0)
 
 
 def question_keys(run: FlowRun) -> dict[str, str]:
-    """Where the server keeps question and answer; empty where the run asks something that is not ours."""
-    found = run.state.state_details.run_input_keyset if run.state else None
-    return dict(found) if found and f"-{QUESTION}" in found.get("schema", "") else {}
+    """Return the server's keys of request and answer, or an empty dict if the request is not ours."""
+    keys = run.state.state_details.run_input_keyset if run.state else None
+    return dict(keys) if keys and f"-{QUESTION}" in keys.get("schema", "") else {}
 
 
 def _waiting(client: SyncPrefectClient, run: FlowRun) -> WaitingRun:
@@ -81,18 +82,20 @@ def _waiting(client: SyncPrefectClient, run: FlowRun) -> WaitingRun:
 
 
 def select_waiting_run(waiting: tuple[WaitingRun, ...], named: str | None) -> WaitingRun:
-    """The run that is meant: by id, by its name, by its profile; or the only one.
+    """Return the run with that id, name or profile, or the only one that waits.
 
     Raises:
-        InvalidInput: when there is none, or several.
+        InvalidInput: No run matches, or several do.
     """
-    meant = [one for one in waiting if named is None or named in (str(one.id), one.name, one.profile)]
-    if len(meant) == 1:
-        return meant[0]
-    listed = "".join(f"\n  {one.profile} {one.version}: run {one.name}, {one.id}" for one in meant or waiting)
+    matches = [run for run in waiting if named is None or named in (str(run.id), run.name, run.profile)]
+    if len(matches) == 1:
+        return matches[0]
+    listed = "".join(f"\n  {run.profile} {run.version}: run {run.name}, {run.id}" for run in matches or waiting)
     raise InvalidInput(
         named or "mergegate approve",
-        found=f"{len(meant)} runs wait for approval{listed}" if meant else f"no such run waits for approval{listed}",
+        found=f"{len(matches)} runs wait for approval{listed}"
+        if matches
+        else f"no such run waits for approval{listed}",
         expected="one",
-        remedy="name one of them" if meant or waiting else "",
+        remedy="name one of them" if matches or waiting else "",
     )

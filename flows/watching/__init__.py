@@ -1,4 +1,4 @@
-"""A release that is watched, as ``flows/shadow.py`` tells it: what is known of it, what a look judges, what follows."""
+"""Watch a release on users' traffic for ``flows/shadow.py``: its state, the judging of a look, and the decision."""
 
 from mergegate.flows.watching.pair_judging import judge_new_pairs, plan_judging
 from mergegate.flows.watching.promotion import Followed, apply_decision, conclude_shadow, promote_candidate, report_once

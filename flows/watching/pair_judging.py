@@ -1,4 +1,4 @@
-"""What one look judges: what is new, as much of it as one look may, and what was lost of it kept in words."""
+"""Judge the new pairs of one look, up to its limit, and store explanations for the lost ones."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mergegate.tasks.stage import advance, report_stage
 
 
 def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
-    """Have what is new judged, as much of it as one look may. What was recorded long ago goes first.
+    """Judge new pairs, up to the limit of one look, oldest first.
 
     Raises:
-        InvalidInput: when the judge cannot be asked; what it said before is kept.
+        InvalidInput: The judge is not available. Its earlier judgments are stored.
     """
     settings, candidate = watch.settings, watch.routing.candidate
     oldest = now() - settings.keep_days * DAY
     watch.records.purge(oldest)
-    with report_stage("sample", "") as said:
+    with report_stage("sample", "") as stage:
         sample = _sampled(watch, ledger, settings.rule.pairs_per_look)
-        said.status, said.summary = "made", f"{len(sample.pairs)} pairs to be judged, {sample.waiting} wait"
+        stage.status, stage.summary = "made", f"{len(sample.pairs)} pairs to be judged, {sample.waiting} wait"
     lost: list[LostPair] = []
     try:
-        with report_stage("judge", "") as said:
+        with report_stage("judge", "") as stage:
             done = 0
 
             def note(pair: SampledPair, judged: JudgedPair, opinions: Sequence[Judgment]) -> None:
@@ -46,17 +46,17 @@ def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float])
                     lost.append(lost_pair(pair, opinions))
 
             ledger.judge(sample.pairs, settings.judge, settings.judge, now=now, on_judged=note)
-            said.status, said.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
+            stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
     finally:
-        kept = keep_lost(watch.lost_file, candidate, lost, since=oldest)
-    return sample, kept
+        lost_pairs = keep_lost(watch.lost_file, candidate, lost, since=oldest)
+    return sample, lost_pairs
 
 
 def plan_judging(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
-    """What would be judged, and what is left out. Nobody is asked."""
+    """Count the pairs that would be judged and left out, without calling the judge."""
     sample = _sampled(watch, ledger, 1)
     since = now() - watch.settings.keep_days * DAY
-    lost = tuple(one for one in read_lost(watch.lost_file, watch.routing.candidate) if one.at >= since)
+    lost = tuple(pair for pair in read_lost(watch.lost_file, watch.routing.candidate) if pair.at >= since)
     return Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost
 
 

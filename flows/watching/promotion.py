@@ -1,4 +1,4 @@
-"""What was decided about a watched release, carried out: a person's yes, the alias, the routing, who is told."""
+"""Carry out a decision about a watched release: approval, the alias, the routing and notifications."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mergegate.tasks.stage import announce
 from mergegate.tasks.store import digest
 
 Followed = Literal["promoted", "rolled back", "killed"]
-"""What can become of a release that is watched."""
+"""Possible final states of a watched release."""
 
 
 def promote_candidate(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:
-    """Promote it; with a person's yes, where the profile asks for one. Who says no rolls it back."""
-    asks = watch.profile.asks("shadow")
-    if asks is None:
+    """Promote the candidate, after manual approval if the profile requires it. A rejection rolls it back."""
+    approval = watch.profile.asks("shadow")
+    if approval is None:
         return apply_decision(watch, content, "promoted", why, now)
     page = store_shadow_page(content)
     decision = request_decision(
-        ApprovalRequest(content.name, _pending(content), _summary(content, page), asks.timeout_s, "promote")
+        ApprovalRequest(content.name, _pending(content), _summary(content, page), approval.timeout_s, "promote")
     )
     if decision.waits:
         return conclude_shadow(content, "waiting", decision.sentence())
@@ -46,9 +46,9 @@ def apply_decision(
     *,
     by_hand: bool = False,
 ) -> RunOutcome:
-    """What was decided, carried out: the alias at the target, then where requests go, then who listens is told.
+    """Apply a decision: set the alias at the target, then the routing, then notify listeners.
 
-    Of all of it any part may be done twice: a look that is killed in between is followed by one that does the rest.
+    Every step may run twice. If a look is killed in between, the next one completes the rest.
     """
     before = watch.told().alias_before
     if serving == "promoted":
@@ -57,7 +57,7 @@ def apply_decision(
         name_release(watch.profile, before)
     current = read_routing(watch.routing_file) or watch.routing
     if not by_hand and current != watch.routing:
-        # Somebody was faster: the proxy's kill switch, or a person.
+        # The proxy's kill switch or a manual decision came first.
         announce(f"{watch.profile.name}: {current.serving} meanwhile, which stays")
     else:
         current = Routing(
@@ -76,11 +76,14 @@ def apply_decision(
 
 
 def name_release(profile: Profile, version: str) -> str:
-    """Have the profile's alias mean ``version`` at its target; which one it meant before, empty where none.
+    """Point the profile's alias at ``version`` on its target.
+
+    Returns:
+        Version that the alias pointed at before, or an empty string.
 
     Raises:
-        InvalidInput: when the target keeps no aliases, or has no such version.
-        Refused: when it says no.
+        InvalidInput: The target does not support aliases or does not have this version.
+        Refused: The target refused the change.
     """
     target, name = profile.publish, profile.shadow.alias if profile.shadow else None
     if target is None or name is None:
@@ -99,7 +102,7 @@ def name_release(profile: Profile, version: str) -> str:
 
 @runtime_checkable
 class AliasTarget(Protocol):
-    """A target where a name can mean a version."""
+    """A target on which a name can refer to a version."""
 
     def set_alias(self, root: Path, version: str, name: str) -> None: ...
     def aliased(self, root: Path, name: str) -> str | None: ...
@@ -110,22 +113,22 @@ def conclude_shadow(
     status: Literal["promoted", "waiting", "rolled back", "killed", "nothing new"],
     message: str = "",
 ) -> RunOutcome:
-    """The end of a look, with its page."""
-    said = message or f"{status}: {content.name} {content.candidate}: {content.reason}"
+    """Return the outcome of a look, with its page."""
+    text = message or f"{status}: {content.name} {content.candidate}: {content.reason}"
     return RunOutcome(
-        status=status, message=said, version=content.candidate, report=store_shadow_page(content), shadow=content
+        status=status, message=text, version=content.candidate, report=store_shadow_page(content), shadow=content
     )
 
 
 def report_once(watch: Watch, content: ShadowContent, alias_before: str = "") -> RunOutcome:
     assert content.serving != "watch"
-    tell_prefect(content)
+    emit_shadow_event(content)
     watch.tell(content.serving, alias_before or watch.told().alias_before)
     return conclude_shadow(content, content.serving)
 
 
-def tell_prefect(content: ShadowContent) -> None:
-    """An event for automations: ``mergegate.shadow.promoted``, ``.rolled-back`` or ``.killed``."""
+def emit_shadow_event(content: ShadowContent) -> None:
+    """Emit a Prefect event for automations: ``mergegate.shadow.promoted``, ``.rolled-back`` or ``.killed``."""
     from prefect.events import emit_event
 
     emit_event(
@@ -144,13 +147,13 @@ def tell_prefect(content: ShadowContent) -> None:
 
 
 def _pending(content: ShadowContent) -> PendingRelease:
-    """What is asked about: an answer counts for this candidate alone."""
-    asked = digest({"promote": content.candidate, "of": content.name})
-    return PendingRelease(content.candidate, asked, is_current=False)
+    """Return the subject of the approval. An answer is valid for this candidate only."""
+    subject = digest({"promote": content.candidate, "of": content.name})
+    return PendingRelease(content.candidate, subject, is_current=False)
 
 
 def _summary(content: ShadowContent, page: Path) -> str:
-    rows = "\n".join(f"* {what}: {value}" for what, value in shadow_rows(content))
+    rows = "\n".join(f"* {label}: {value}" for label, value in shadow_rows(content))
     about = f"**{content.name} {content.candidate}** may be promoted.\n\n{shadow_sentence(content)}."
     return f"{about}\n\n{rows}\n\nPage `{page}`."
 

@@ -1,4 +1,4 @@
-"""A release that is watched: what its profile says, where requests go now, what was recorded, what was said of it."""
+"""Represent a watched release: its settings, current routing, recorded traffic and last reported state."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from mergegate.tasks.stage import announce
 DAY = 86400.0
 _HOUR = 3600.0
 _ARMS_LOOKED_BACK = 7 * DAY
-# How counts of what the proxy left out begin.
+# Prefixes of the counts for traffic that the proxy left out.
 _LEFT_OUT = ("not recorded", "not copied", "body not kept")
 
 
 class ReportedState(BaseModel):
-    """What the last look has said: the next one says only what is new."""
+    """State that the last look reported. The next look reports only changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str = ""
     serving: str = ""
-    alias_before: str = ""  # version that the alias meant before this candidate was promoted
+    alias_before: str = ""  # version that the alias pointed at before this candidate was promoted
 
     def says(self, routing: Routing) -> bool:
-        """Whether it is what holds now."""
+        """Return whether this is still the current state."""
         return (self.candidate, self.serving) == (routing.candidate, routing.serving)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """A release that is watched: what a profile says, where requests go, what was recorded."""
+    """A watched release: its profile, its routing and its records."""
 
     profile: Profile
     settings: ShadowSettings
@@ -68,7 +68,7 @@ class Watch:
 
     @property
     def is_open(self) -> bool:
-        """Nothing has been decided yet."""
+        """Whether there is no decision yet."""
         return self.routing.serving == "watch"
 
     @property
@@ -76,16 +76,16 @@ class Watch:
         return routing_file(self.profile.name)
 
     def ledger(self) -> AbstractContextManager[JudgedPairs]:
-        """For this process alone."""
+        """Open the ledger for this process exclusively."""
         waits = partial(announce, "another look is judging the same candidate; waiting for it")
         return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
 
     def read_ledger(self) -> JudgedPairs:
-        """As it is now."""
+        """Read the current ledger."""
         return read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
 
     def verdict(self, ledger: JudgedPairs) -> ShadowVerdict:
-        """What the evidence comes to."""
+        """Return the verdict on the evidence so far."""
         rows = self.records.arms(self.routing.candidate, self._counted_from())
         began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
         hours = max(0.0, max((row.at for row in rows), default=began) - began) / _HOUR
@@ -103,7 +103,7 @@ class Watch:
         lost: tuple[LostPair, ...],
         looked: float,
     ) -> ShadowContent:
-        """What the page says."""
+        """Return the content of the page."""
         counts = self.records.counts(self.routing.candidate)
         left = {name: count for name, count in counts.items() if name.startswith(_LEFT_OUT) and count}
         missed = {name.removeprefix("not recorded: "): count for name, count in left.items()}
@@ -112,15 +112,15 @@ class Watch:
         return shadow_report(name, settings, routing, verdict, judged, sample, lost, not_recorded=missed, looked=looked)
 
     def told(self) -> ReportedState:
-        """What the last look has said."""
-        found = read_state(self._told_file, ReportedState.model_validate_json)
-        return ReportedState() if found is None or isinstance(found, Damaged) else found
+        """Return the state that the last look reported."""
+        state = read_state(self._told_file, ReportedState.model_validate_json)
+        return ReportedState() if state is None or isinstance(state, Damaged) else state
 
     def tell(self, serving: str, alias_before: str) -> None:
-        """Note what this one says."""
-        said = ReportedState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
+        """Store the state that this look reports."""
+        state = ReportedState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
         state_directory(self.directory, private=True)
-        write_state(self._told_file, said.model_dump_json().encode())
+        write_state(self._told_file, state.model_dump_json().encode())
 
     @property
     def lost_file(self) -> Path:
@@ -131,16 +131,19 @@ class Watch:
         return self.directory / f"{self.profile.name}.told.json"
 
     def _counted_from(self) -> float:
-        """A server that was mended and is watched again is not killed for what it did before."""
+        """Return the start of the period whose requests count.
+
+        A server that was repaired and is watched again is not killed for its earlier errors.
+        """
         back = time.time() - _ARMS_LOOKED_BACK
         return max(back, self.routing.since) if self.is_open else back
 
 
 def shadow_settings(profile: Profile) -> ShadowSettings:
-    """What a profile says of its shadow.
+    """Return the shadow settings of a profile.
 
     Raises:
-        InvalidInput: It says nothing.
+        InvalidInput: The profile has no section ``shadow``.
     """
     if profile.shadow is None:
         raise InvalidInput(
@@ -153,11 +156,11 @@ def shadow_settings(profile: Profile) -> ShadowSettings:
 
 
 def open_watch(profile: Profile) -> Watch:
-    """What is watched.
+    """Open the watched release of a profile.
 
     Raises:
-        InvalidInput: when the profile says nothing of it, or no proxy has begun.
-        Refused: when the records cannot be reached.
+        InvalidInput: The profile has no section ``shadow``, or no proxy has started.
+        Refused: The database with the records is not available.
     """
     settings = shadow_settings(profile)
     file = routing_file(profile.name)
@@ -182,5 +185,5 @@ def open_watch(profile: Profile) -> Watch:
 
 
 def _in_order(rows: Iterable[ArmRow]) -> list[ArmRow]:
-    """In the order in which they ended."""
+    """Sort requests by the time they ended."""
     return sorted(rows, key=lambda row: row.at + row.seconds)

@@ -378,7 +378,7 @@ def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
         for name, step in steps.items():
             save_tiny(tmp_path / name, begin + step)
         found = client_round(
-            document, tmp_path, "profile", released=released, digest_of=digest_of, kept_place=tmp_path.joinpath
+            document, tmp_path, "profile", released=released, digest_of=digest_of, find_state=tmp_path.joinpath
         )
         recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
         assert len(recipe.references()) == (3 if number == 1 else 5)
@@ -414,7 +414,7 @@ def adam_after(place: Path, **byproduct: Any) -> ClientRound:
 
     document = {**DOCUMENT, "adam": {"rate": 0.01}}
     return client_round(
-        document, place, "profile", released=released, digest_of=digest_of, kept_place=lambda one: place_if(place / one)
+        document, place, "profile", released=released, digest_of=digest_of, find_state=lambda one: place_if(place / one)
     )
 
 

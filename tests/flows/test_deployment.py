@@ -41,7 +41,7 @@ from mergegate.flows.prefect_api import (
     sync_deployments,
     sync_rules,
 )
-from mergegate.flows.prefect_api.schedules import parse_nights
+from mergegate.flows.prefect_api.schedules import parse_schedules
 from mergegate.flows.prefect_api.site import write_settings
 from mergegate.merge_core.errors import InvalidInput
 
@@ -105,7 +105,7 @@ def _served(root: Path, begin_records: Begin) -> Iterator[Served]:
 
 
 def nights(*profiles: dict[str, str], **more: object) -> Schedules:
-    return parse_nights({"profiles": list(profiles), **more}, "nights.yaml")
+    return parse_schedules({"profiles": list(profiles), **more}, "nights.yaml")
 
 
 def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> None:

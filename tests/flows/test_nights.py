@@ -14,7 +14,7 @@ from demo_project import PROFILES
 
 from mergegate.flows.prefect_api import Schedules, desired_deployments, desired_rules
 from mergegate.flows.prefect_api.automations import StateChange
-from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_nights
+from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_schedules
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_duration
 
@@ -23,7 +23,7 @@ DEMO = {"profile": "profiles/demo.yaml"}
 
 
 def nights(*profiles: Mapping[str, object], **more: object) -> Schedules:
-    return parse_nights({"profiles": list(profiles) or [DEMO], **more}, "nights.yaml")
+    return parse_schedules({"profiles": list(profiles) or [DEMO], **more}, "nights.yaml")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_file_that_is_shipped_means_something() -> None:
 )
 def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse_nights(data, "nights.yaml")
+        parse_schedules(data, "nights.yaml")
     assert said in str(refused.value)
     assert str(refused.value).startswith("nights.yaml")
 
