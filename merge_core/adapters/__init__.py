@@ -1,6 +1,6 @@
-"""LoRA adapters on weights as they are stored: read, applied while streaming, combined with each other, extracted.
+"""Read LoRA adapters, apply them to stored weights while streaming, combine them, and extract them from fine-tunes.
 
-``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
+``apply_adapter(base, adapter)`` returns a regular checkpoint, whose tensors are computed while they are read.
 """
 
 from mergegate.merge_core.adapters.adapter import (

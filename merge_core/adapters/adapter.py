@@ -1,7 +1,7 @@
-"""An adapter on disk: its configuration, and its tensors by the module that they belong to. No weight is read.
+"""Open an adapter on disk: read its configuration and group its tensors by module, without reading weights.
 
-Layout: ``adapter_config.json`` and ``adapter_model.safetensors``, as PEFT writes them. A tensor is called
-``base_model.model.<module in memory>.<what it is>``.
+The layout is PEFT's: ``adapter_config.json`` and ``adapter_model.safetensors``. A tensor has the name
+``base_model.model.<module in memory>.<kind>``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."
 
-# What a tensor is, by the end of its name; the longest first.
+# Kind of a tensor by the suffix of its name, the longest suffix first.
 _KINDS = (
     ("token_rows", r"\.token_adapter\.trainable_tokens_delta|\.trainable_tokens_delta"),
     ("own_weight", r"\.base_layer\.weight|\.token_adapter\.base_layer\.weight"),
@@ -47,7 +47,7 @@ _LEFT_OUT = "every tensor of an adapter must have a place, or the result is not 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """What an adapter holds for one module of the model, by kind (``a``, ``b``, ``magnitude``, …)."""
+    """Tensors of an adapter for one module of the model, by kind (``a``, ``b``, ``magnitude``, …)."""
 
     name: str
     tensors: Mapping[str, StoredTensor]
@@ -58,12 +58,12 @@ class Adapter:
     """A LoRA adapter.
 
     Args:
-        directory: Where it lies.
-        config: What it is.
-        modules: What is changed by factors, by name in memory.
-        whole: Tensors that take the place of the model's own, by name in memory.
-        companions: The adapter's own tokenizer and chat templates. They belong to the model with the adapter applied.
-        others: Names of files and folders of ``directory`` that no merge carries, although a user may miss them.
+        directory: Directory of the adapter.
+        config: Parsed configuration.
+        modules: Modules that are changed by factors, by name in memory.
+        whole: Full tensors that replace tensors of the model, by name in memory.
+        companions: Tokenizer and chat templates of the adapter. The model with the adapter applied uses them.
+        others: Names of files and folders of ``directory`` that a merge does not copy, although users may miss them.
     """
 
     directory: Path
@@ -75,46 +75,48 @@ class Adapter:
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """All of its tensors."""
-        inside = (tensor for module in self.modules.values() for tensor in module.tensors.values())
-        return (*inside, *self.whole.values())
+        """All tensors of the adapter."""
+        module_tensors = (tensor for module in self.modules.values() for tensor in module.tensors.values())
+        return (*module_tensors, *self.whole.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.stored)
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether what lies in ``directory`` calls itself an adapter."""
+    """Return whether ``directory`` contains the configuration of an adapter."""
     return (directory / CONFIG_FILE).is_file()
 
 
 def adapter_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the files of an adapter's directory that decide what it does, its own tokenizer among them."""
+    """Return the names of the files that determine the effect of an adapter, including its tokenizer."""
     weights = WEIGHTS_FILE if WEIGHTS_FILE in names else PICKLED_FILE
     return (*(name for name in (CONFIG_FILE, weights) if name in names), *sorted(filter(is_own_text, names)))
 
 
 def is_own_text(name: str) -> bool:
-    """Return whether a file of an adapter's directory is part of the adapter's own tokenizer or chat template."""
+    """Return whether a file in an adapter's directory belongs to the adapter's own tokenizer or chat template."""
     return companion_kind(name) in ("tokenizer", "chat template")
 
 
 def open_adapter(
     directory: Path,
-    elsewhere: Mapping[Path, Sequence[StoredTensor]] | None = None,
+    remote_headers: Mapping[Path, Sequence[StoredTensor]] | None = None,
     names: Collection[str] | None = None,
 ) -> Adapter:
-    """Read configuration, header and the names of further files of the adapter in ``directory``.
+    """Read configuration, header and file names of the adapter in ``directory``.
 
     Args:
-        directory: Where it lies.
-        elsewhere: Headers of weight files that are not there yet, by the path that each will have.
-        names: Names of all files of a Hub repository, of which only some are in ``directory``. Default: those that are.
+        directory: Directory of the adapter.
+        remote_headers: Headers of weight files that are still on the Hub, by the future path of each file.
+        names: Names of all files of a Hub repository, if only some are in ``directory``. Default: the files in
+            ``directory``.
 
     Raises:
-        InvalidInput: No adapter, damaged files, a configuration that cannot be applied, a tensor that nobody knows.
+        InvalidInput: There is no adapter, files are damaged, the configuration is not supported, or a tensor has an
+            unknown kind.
     """
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="no such directory", expected="an adapter")
@@ -126,10 +128,10 @@ def open_adapter(
             expected="an adapter as PEFT saves it",
             remedy="after the + of a reference stands an adapter, before it a whole model",
         )
-    config, known = read_adapter_config(directory), elsewhere or {}
+    config, headers = read_adapter_config(directory), remote_headers or {}
     path = directory / WEIGHTS_FILE
-    if path in known:
-        tensors = known[path]
+    if path in headers:
+        tensors = headers[path]
     elif path.exists():
         tensors = read_header(path, within=directory)
     elif (directory / PICKLED_FILE).exists():
@@ -138,11 +140,12 @@ def open_adapter(
         raise InvalidInput(str(directory), found="no weights", expected=WEIGHTS_FILE)
     if not tensors:
         raise InvalidInput(str(path), found="no tensors", expected="an adapter with weights")
-    own = list_companions(directory).only(is_own_text)
-    return replace(_sorted_out(directory, config, tensors), companions=own, others=list_others(directory, names))
+    companions = list_companions(directory).only(is_own_text)
+    adapter = _group_by_module(directory, config, tensors)
+    return replace(adapter, companions=companions, others=list_others(directory, names))
 
 
-def _sorted_out(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:
+def _group_by_module(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:
     modules: dict[str, dict[str, StoredTensor]] = {}
     whole: dict[str, StoredTensor] = {}
     for tensor in tensors:
@@ -161,15 +164,15 @@ def _sorted_out(directory: Path, config: AdapterConfig, tensors: Sequence[Stored
                 remedy="it was saved before its parts were gathered (DeepSpeed, FSDP); save it again",
             )
         name = tensor.name.removeprefix(PREFIX)
-        found = _KIND.search(name)
-        if found is None:
+        match = _KIND.search(name)
+        if match is None:
             if ".lora_" in name:
                 raise InvalidInput(where, found="a tensor that is not known here", expected="LoRA", remedy=_LEFT_OUT)
             whole[name] = tensor
             continue
-        kind = str(found.lastgroup)
-        inside = modules.setdefault(name[: found.start()], {})
-        if kind in inside:
-            raise InvalidInput(where, found=f"the same as {inside[kind].name}", expected="each once")
-        inside[kind] = tensor
-    return Adapter(directory, config, {name: AdaptedModule(name, inside) for name, inside in modules.items()}, whole)
+        kind = str(match.lastgroup)
+        by_kind = modules.setdefault(name[: match.start()], {})
+        if kind in by_kind:
+            raise InvalidInput(where, found=f"the same as {by_kind[kind].name}", expected="each once")
+        by_kind[kind] = tensor
+    return Adapter(directory, config, {name: AdaptedModule(name, by_kind) for name, by_kind in modules.items()}, whole)

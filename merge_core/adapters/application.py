@@ -1,8 +1,7 @@
-"""A model with an adapter applied, as another table of tensors: nothing is read here but what has been read already.
+"""Apply an adapter to a checkpoint by building a new table of tensors, without reading weights.
 
-Each tensor of the adapter is given its place in the model; one that has none ends it, because what is left out is a
-result that looks right. Which weight a module's name means is said in :mod:`.names`, what is computed in
-:mod:`.arithmetic`.
+Each tensor of the adapter must match a tensor of the model. Otherwise the application fails, because a result with a
+missing change looks correct. :mod:`.names` maps module names to weights, :mod:`.arithmetic` computes the new values.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from mergegate.merge_core.recipe import name_in_path
 
 _LEFT_OUT = "name the model that the adapter was trained on"
 _USE_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
-# Of these libraries' layers, the projections of GPT-2 keep their weights as [in, out].
+# Models whose projections are GPT-2's Conv1D layers, which store their weights as [in, out].
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_PARTS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
-# Mixtures whose fused experts PEFT knows to be [experts, in, out]; all others it takes for [experts, out, in].
+# Mixtures whose fused experts PEFT treats as [experts, in, out]. PEFT treats all others as [experts, out, in].
 _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 _STRAIGHT_EXPERTS = frozenset(
     (
@@ -53,38 +52,38 @@ _STRAIGHT_EXPERTS = frozenset(
 
 
 def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """``base`` with ``adapter`` applied.
+    """Return ``base`` with ``adapter`` applied.
 
     Raises:
-        InvalidInput: A tensor of the adapter has no place in the model, another shape than its place, or lacks its
-            counterpart; heads and embeddings that are tied are changed apart.
+        InvalidInput: A tensor of the adapter has no target in the model, does not have the shape of its target, or
+            lacks its counterpart; or the adapter changes only one of a tied head and embedding.
     """
-    applying = _Applying(base, adapter)
+    application = _Application(base, adapter)
     for name, tensor in adapter.whole.items():
-        applying.bring(name, tensor)
+        application.replace_tensor(name, tensor)
     for module in adapter.modules.values():
         if "own_weight" in module.tensors:
-            applying.bring(f"{module.name}.weight", module.tensors["own_weight"])
+            application.replace_tensor(f"{module.name}.weight", module.tensors["own_weight"])
         if "own_bias" in module.tensors:
-            applying.bring(f"{module.name}.bias", module.tensors["own_bias"])
+            application.replace_tensor(f"{module.name}.bias", module.tensors["own_bias"])
     for chain in _chains(adapter):
-        applying.adapt(chain)
-    return applying.result()
+        application.adapt(chain)
+    return application.result()
 
 
 def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
-    """Whether a module of a model keeps its weight as [in, out]."""
+    """Return whether a module of a model stores its weight as [in, out]."""
     return config.get("model_type") in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_PARTS
 
 
 def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
-    """What is odd about applying ``adapter`` to the model that a person calls ``base``."""
-    said = adapter.config.base
-    if said and name_in_path(said) != name_in_path(base.partition("@")[0]):
+    """Yield a warning if the adapter names a different base than ``base``, the reference of the model."""
+    declared_base = adapter.config.base
+    if declared_base and name_in_path(declared_base) != name_in_path(base.partition("@")[0]):
         yield Finding(
             "warn",
             f"{adapter.config.where}: base_model_name_or_path",
-            found=said,
+            found=declared_base,
             expected=f"{base}, which it is applied to",
             remedy="shapes agree; that it was trained on the same weights nobody can see from here",
         )
@@ -93,8 +92,8 @@ def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
 def _with_own_text(base: Checkpoint, own: Companions) -> Companions:
     """Return the files of ``base`` with the tokenizer and the chat templates of an adapter.
 
-    A tokenizer that can be loaded takes the place of all tokenizer files of the base. Other files replace those of the
-    same name. The base's chat templates stay if the adapter has none.
+    A loadable tokenizer replaces all tokenizer files of the base. Other files replace the files with the same name. The
+    chat templates of the base stay if the adapter has none.
     """
     templates = read_chat_templates(own) or base.chat_templates
     own = own.only(lambda name: companion_kind(name) == "tokenizer")
@@ -107,14 +106,14 @@ def _with_own_text(base: Checkpoint, own: Companions) -> Companions:
 
 @dataclass
 class _Chain:
-    """A module and the wrappers around it: parameters of one module that are adapted themselves are nested."""
+    """A module and its wrappers. PEFT nests one wrapper per adapted parameter of the module."""
 
     module: AdaptedModule
     pairs: list[AdaptedModule] = field(default_factory=list)
 
 
 def _chains(adapter: Adapter) -> Iterator[_Chain]:
-    """Modules whose names differ in ``base_layer`` at the end alone, together."""
+    """Group the modules whose names differ only in trailing ``base_layer`` parts."""
     chains: dict[str, _Chain] = {}
     for name, module in adapter.modules.items():
         inner = name
@@ -127,14 +126,14 @@ def _chains(adapter: Adapter) -> Iterator[_Chain]:
     yield from chains.values()
 
 
-class _Applying:
-    """The table while it is changed."""
+class _Application:
+    """Table of tensors while an adapter is applied to it."""
 
     def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
         self._base, self._adapter, self._config = base, adapter, adapter.config
         self._names = StoredNames(base)
         self._tensors: dict[str, AnyTensor] = dict(base.tensors)
-        self._brought: set[str] = set()
+        self._replaced: set[str] = set()
         self._changed: set[str] = set()
         self._ties = ties_embeddings(base.config)
         self._untied = False
@@ -153,33 +152,33 @@ class _Applying:
             others=tuple(dict.fromkeys((*self._base.others, *self._adapter.others))),
         )
 
-    def bring(self, name: str, own: StoredTensor) -> None:
-        """Put a whole tensor of the adapter into the place of the model's own."""
-        place = self._names.find(name)
-        if place is None and is_head(name) and self._ties is not False:
-            place = self._new_head(name, own)
-        if place is None:
-            raise self._homeless(own, name)
-        self._require_shape(own, own.shape, place.shape, place)
-        if place.name in self._brought:
-            raise InvalidInput(f"{own.file}: {own.name}", found=f"{place.name} is brought twice", expected="once")
-        self._brought.add(place.name)
-        self._tensors[place.name] = AdapterOwnTensor(place.name, place.dtype, place.shape, place, own)
+    def replace_tensor(self, name: str, own: StoredTensor) -> None:
+        """Replace a tensor of the model by a full tensor of the adapter."""
+        target = self._names.find(name)
+        if target is None and is_head(name) and self._ties is not False:
+            target = self._new_head(name, own)
+        if target is None:
+            raise self._no_target_error(own, name)
+        self._require_shape(own, own.shape, target.shape, target)
+        if target.name in self._replaced:
+            raise InvalidInput(f"{own.file}: {own.name}", found=f"{target.name} is brought twice", expected="once")
+        self._replaced.add(target.name)
+        self._tensors[target.name] = AdapterOwnTensor(target.name, target.dtype, target.shape, target, own)
 
     def adapt(self, chain: _Chain) -> None:
-        """Change a module, or its parameters, by all that the adapter has for it."""
-        inside = chain.module.tensors
-        if len(chain.pairs) > 1 or self._is_parameters(chain):
+        """Apply all tensors of the adapter for a module, or for its parameters."""
+        tensors = chain.module.tensors
+        if len(chain.pairs) > 1 or self._has_parameters(chain):
             for pair in chain.pairs:
                 self._adapt_parameter(chain.module.name, pair)
             return
-        if "a" in inside or "b" in inside or "b_bias" in inside:
+        if "a" in tensors or "b" in tensors or "b_bias" in tensors:
             self._adapt_linear(chain.module)
-        elif "embedding_a" in inside or "embedding_b" in inside:
+        elif "embedding_a" in tensors or "embedding_b" in tensors:
             self._adapt_embedding(chain.module)
-        elif "magnitude" in inside:
-            raise self._without_partner(inside["magnitude"], "lora_A and lora_B")
-        if "token_rows" in inside:
+        elif "magnitude" in tensors:
+            raise self._no_partner_error(tensors["magnitude"], "lora_A and lora_B")
+        if "token_rows" in tensors:
             self._adapt_rows(chain.module)
 
     def _adapt_linear(self, module: AdaptedModule) -> None:
@@ -251,48 +250,50 @@ class _Applying:
             )
         name = f"{module.name}.weight"
         if is_head(name) and self._ties is not False and self._names.find(name) is None:
-            return  # The same rows as those of the embedding, which the head is tied to.
+            return  # The head is tied to the embedding, which gets the same rows.
         weight = self._current(name)
         if weight is None:
-            raise self._homeless(values, name)
+            raise self._no_target_error(values, name)
         self._require_shape(values, (weight.shape[0], values.shape[-1]), weight.shape, weight)
         if rows and max(rows) >= weight.shape[0]:
-            raise self._grown(f"{self._config.where}: trainable_token_indices", max(rows) + 1, weight)
+            raise self._vocabulary_error(f"{self._config.where}: trainable_token_indices", max(rows) + 1, weight)
         if weight.name in self._changed:
             raise InvalidInput(where, found="its embedding has factors as well", expected="one of them, as in PEFT")
         self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
 
-    def _is_parameters(self, chain: _Chain) -> bool:
+    def _has_parameters(self, chain: _Chain) -> bool:
         return bool(self._parameters(chain.module.name))
 
     def _parameters(self, module: str) -> list[str]:
-        """Last names of the parameters of ``module`` that ``target_parameters`` means.
+        """Return the last name parts of the existing parameters of ``module`` that ``target_parameters`` matches.
 
-        Those that it has: a bare ``down_proj`` is the end of any name.
+        The check for existence is necessary because a bare ``down_proj`` matches the end of any name.
         """
-        ends = dict.fromkeys(wanted.rpartition(".")[2] for wanted in self._config.parameters)
-        meant = [end for end in ends if self._config.adapts_parameter(f"{module}.{end}")]
-        return [end for end in meant if self._names.find_parameter(module, end)]
+        ends = dict.fromkeys(target.rpartition(".")[2] for target in self._config.parameters)
+        matches = [end for end in ends if self._config.adapts_parameter(f"{module}.{end}")]
+        return [end for end in matches if self._names.find_parameter(module, end)]
 
     def _adapt_parameter(self, module: str, pair: AdaptedModule) -> None:
-        """Change the parameter of ``module`` whose shape fits; the nesting does not say which it is."""
+        """Change the parameter of ``module`` with a matching shape, because the nesting does not identify it."""
         a, b = self._pair(pair, "a", "b")
-        odd = next((one for kind, one in pair.tensors.items() if kind not in ("a", "b")), None)
-        if odd is not None:
-            raise InvalidInput(f"{odd.file}: {odd.name}", found="beside target_parameters", expected="factors alone")
-        fitting = []
+        stray = next((tensor for kind, tensor in pair.tensors.items() if kind not in ("a", "b")), None)
+        if stray is not None:
+            raise InvalidInput(
+                f"{stray.file}: {stray.name}", found="beside target_parameters", expected="factors alone"
+            )
+        candidates = []
         for parameter in self._parameters(module):
             places = self._names.find_parameter(module, parameter)
             if places and (form := self._form(f"{module}.{parameter}", places, a, b)) is not None:
-                fitting.append((parameter, places, form))
-        if len(fitting) != 1:
+                candidates.append((parameter, places, form))
+        if len(candidates) != 1:
             raise InvalidInput(
                 f"{a.file}: {a.name}",
-                found=f"factors {list(a.shape)} and {list(b.shape)} fit {len(fitting)} parameters of {module}",
+                found=f"factors {list(a.shape)} and {list(b.shape)} fit {len(candidates)} parameters of {module}",
                 expected="one parameter of target_parameters, with the experts that the model has",
                 remedy=self._unknown_name(),
             )
-        parameter, places, (experts, transposed) = fitting[0]
+        parameter, places, (experts, transposed) = candidates[0]
         scale = self._config.scale_of(f"{module}.{parameter}")
         for place in places:
             tensor = self._tensors[place.tensor.name]
@@ -317,10 +318,11 @@ class _Applying:
     def _form(
         self, name: str, places: tuple[ExpertPlace, ...], a: StoredTensor, b: StoredTensor
     ) -> tuple[int, bool] | None:
-        """How many experts the factors are for, and whether the parameter is stored as [in, out]; None: no fit.
+        """Return the number of experts, and whether the parameter is stored as [in, out], or None for a mismatch.
 
         Raises:
-            InvalidInput: Square experts of a family that is not known: both would fit, one would be wrong.
+            InvalidInput: The experts are square and their family is unknown. Both orientations would match, and one
+                would be wrong.
         """
         if len(a.shape) != 2 or len(b.shape) != 2:
             return None
@@ -360,42 +362,44 @@ class _Applying:
     def _pair(self, module: AdaptedModule, first: str, second: str) -> tuple[StoredTensor, StoredTensor]:
         a, b = module.tensors.get(first), module.tensors.get(second)
         if a is None or b is None:
-            there = a or b or next(iter(module.tensors.values()))
-            raise self._without_partner(there, "both factors")
-        for one in (a, b):
-            if len(one.shape) != 2:
+            present = a or b or next(iter(module.tensors.values()))
+            raise self._no_partner_error(present, "both factors")
+        for factor in (a, b):
+            if len(factor.shape) != 2:
                 raise InvalidInput(
-                    f"{one.file}: {one.name}",
-                    found=f"shape {list(one.shape)}",
+                    f"{factor.file}: {factor.name}",
+                    found=f"shape {list(factor.shape)}",
                     expected="a matrix: convolutions are not supported",
                     remedy=_USE_PEFT,
                 )
         return a, b
 
     def _magnitude(self, module: AdaptedModule, size: int) -> StoredTensor | None:
-        found = module.tensors.get("magnitude")
-        if found is None and self._config.dora:
+        magnitude = module.tensors.get("magnitude")
+        if magnitude is None and self._config.dora:
             raise InvalidInput(
                 f"{self._config.where}: use_dora",
                 found=f"no lora_magnitude_vector for {module.name}",
                 expected="one for each module",
             )
-        if found is not None and not self._config.dora:
+        if magnitude is not None and not self._config.dora:
             raise InvalidInput(
-                f"{found.file}: {found.name}",
+                f"{magnitude.file}: {magnitude.name}",
                 found="a magnitude, while the configuration has no use_dora: PEFT leaves it out",
                 expected="use_dora: true, or no such tensor",
             )
-        if found is not None and found.numel != size:
+        if magnitude is not None and magnitude.numel != size:
             raise InvalidInput(
-                f"{found.file}: {found.name}", found=f"{found.numel} numbers", expected=f"{size}, one for each output"
+                f"{magnitude.file}: {magnitude.name}",
+                found=f"{magnitude.numel} numbers",
+                expected=f"{size}, one for each output",
             )
-        return found
+        return magnitude
 
     def _weight(self, module: AdaptedModule, factor: StoredTensor) -> AnyTensor:
         weight = self._current(f"{module.name}.weight")
         if weight is None:
-            raise self._homeless(factor, f"{module.name}.weight")
+            raise self._no_target_error(factor, f"{module.name}.weight")
         if weight.dtype.kind != "float":
             raise InvalidInput(
                 f"{factor.file}: {factor.name}",
@@ -406,8 +410,8 @@ class _Applying:
         return weight
 
     def _current(self, name: str) -> AnyTensor | None:
-        place = self._names.find(name)
-        return self._tensors[place.name] if place is not None else None
+        target = self._names.find(name)
+        return self._tensors[target.name] if target is not None else None
 
     def _put(self, tensor: AdaptedWeight | AdaptedBias | TrainedRows) -> None:
         if tensor.name in self._changed:
@@ -422,58 +426,57 @@ class _Applying:
 
     def _require_rank(self, module: str, tensor: StoredTensor, *ranks: int) -> None:
         rank = self._config.rank_of(module)
-        if any(one != rank for one in ranks):
+        if any(item != rank for item in ranks):
             raise InvalidInput(
                 f"{tensor.file}: {tensor.name}",
-                found=f"rank {next(one for one in ranks if one != rank)}",
+                found=f"rank {next(item for item in ranks if item != rank)}",
                 expected=f"{rank}, as r and rank_pattern of {self._config.where} say",
             )
 
     def _require_shape(
-        self, own: StoredTensor, found: tuple[int, ...], wanted: tuple[int, ...], place: AnyTensor
+        self, own: StoredTensor, shape: tuple[int, ...], target_shape: tuple[int, ...], target: AnyTensor
     ) -> None:
-        if tuple(found) == tuple(wanted):
+        if tuple(shape) == tuple(target_shape):
             return
-        if has_vocabulary_rows(place.name) and found[0] > wanted[0] and found[1:] == wanted[1:]:
-            raise self._grown(f"{own.file}: {own.name}", found[0], place)
+        if has_vocabulary_rows(target.name) and shape[0] > target_shape[0] and shape[1:] == target_shape[1:]:
+            raise self._vocabulary_error(f"{own.file}: {own.name}", shape[0], target)
         raise InvalidInput(
             f"{own.file}: {own.name}",
-            found=f"for a shape of {list(found)}",
-            expected=f"{list(wanted)}, as {place.name} of {self._base.directory.name} has",
+            found=f"for a shape of {list(shape)}",
+            expected=f"{list(target_shape)}, as {target.name} of {self._base.directory.name} has",
             remedy=_LEFT_OUT,
         )
 
-    def _grown(self, where: str, rows: int, place: AnyTensor) -> InvalidInput:
+    def _vocabulary_error(self, where: str, rows: int, target: AnyTensor) -> InvalidInput:
         """Return the error for an adapter that was trained after tokens were added to the vocabulary."""
         directory = self._base.directory.name
         return InvalidInput(
             where,
             found=f"{rows} rows, for a vocabulary with more tokens than {directory} has",
-            expected=f"{place.shape[0]} rows, as {place.name} of {directory} has",
+            expected=f"{target.shape[0]} rows, as {target.name} of {directory} has",
             remedy=f"grow {directory} with resize_token_embeddings({rows}), save it as a new model, and name that; or"
             f" {_USE_PEFT}",
         )
 
     def _new_head(self, name: str, own: StoredTensor) -> AnyTensor | None:
-        """A place for a head that was tied to the embedding, and is no longer: the adapter brings both."""
+        """Add a head for a model with tied embeddings if the adapter contains both tensors, which unties them."""
         embeddings = [tensor for tensor in self._base.tensors.values() if is_embedding(tensor.name)]
-        brings = [one for one in self._adapter.whole if is_embedding(one)]
-        if len(embeddings) != 1 or not brings:
+        if len(embeddings) != 1 or not any(is_embedding(name) for name in self._adapter.whole):
             return None
         self._untied = True
         embedding = embeddings[0]
         prefix = "language_model." if embedding.name.startswith("language_model.") else ""
-        place = AdapterOwnTensor(f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own)
-        self._tensors[place.name] = place
-        return place
+        head = AdapterOwnTensor(f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own)
+        self._tensors[head.name] = head
+        return head
 
     def _keep_tied(self) -> None:
-        """See that an embedding and a head that are one in memory stay one, or are both said."""
+        """Check that a tied embedding and head stay equal, or that the adapter contains both."""
         heads = [name for name in self._base.tensors if is_head(name)]
         tables = [name for name in self._base.tensors if is_embedding(name)]
         if self._ties is not True or self._untied:
             return
-        touched = self._changed | self._brought
+        touched = self._changed | self._replaced
         for head in heads:
             if head in touched:
                 raise InvalidInput(
@@ -483,8 +486,8 @@ class _Applying:
                     remedy=_USE_PEFT,
                 )
             if any(table in touched for table in tables):
-                del self._tensors[head]  # A copy of what the embedding was; in memory it follows.
-        if any(table in self._brought and is_saved for table in tables for is_saved in [self._is_saved(table)]):
+                del self._tensors[head]  # It is a copy of the old embedding. In memory, the head follows the embedding.
+        if any(table in self._replaced and is_saved for table in tables for is_saved in [self._is_saved(table)]):
             raise InvalidInput(
                 f"{self._adapter.directory}: {tables[0]}",
                 found="modules_to_save has the embedding alone, which is tied to the head",
@@ -493,14 +496,14 @@ class _Applying:
             )
 
     def _is_saved(self, table: str) -> bool:
-        """Whether the embedding itself was trained, rather than saved along with its factors."""
-        return any(is_embedding(name) for name in self._adapter.whole) and table in self._brought
+        """Return whether the embedding itself was trained, instead of only being saved together with its factors."""
+        return any(is_embedding(name) for name in self._adapter.whole) and table in self._replaced
 
-    def _homeless(self, tensor: StoredTensor, name: str) -> InvalidInput:
-        """Return the error for a tensor of the adapter that changes nothing in the model.
+    def _no_target_error(self, tensor: StoredTensor, name: str) -> InvalidInput:
+        """Return the error for a tensor of the adapter without a target in the model.
 
-        A layer that the model does not have means another model. A layer that it has under names that are not known
-        here means that the library renames the tensors of this family when it loads them.
+        If the model lacks the layer, the adapter belongs to a different model. If the model has the layer under unknown
+        names, the library renames the tensors of this family when it loads them.
         """
         directory, at = self._base.directory.name, parse_layer_place(name)
         tied = is_head(name) and self._ties is not False
@@ -520,5 +523,5 @@ class _Applying:
     def _unknown_name(self) -> str:
         return f"if the adapter was trained on {self._base.directory.name}, {_USE_PEFT}; else {_LEFT_OUT}"
 
-    def _without_partner(self, tensor: StoredTensor, expected: str) -> InvalidInput:
+    def _no_partner_error(self, tensor: StoredTensor, expected: str) -> InvalidInput:
         return InvalidInput(f"{tensor.file}: {tensor.name}", found="alone", expected=expected)

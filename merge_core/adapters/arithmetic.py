@@ -1,8 +1,9 @@
-"""The arithmetic of adapters on pieces of a tensor, with the roundings of PEFT: torch inside, imported when it is used.
+"""Compute adapted values for parts of a tensor, with the rounding of PEFT. torch is imported lazily.
 
-A product of two factors is computed in tiles of whole rows on a fixed grid, so an element does not depend on which
-block it is read in. A tile is never of so few rows that a matrix product becomes a matrix-vector product, which sums in
-another order: so each tile has the same bits as the whole product would have there.
+The product of two factors is computed in tiles of complete rows on a fixed grid, so an element does not depend on the
+block in which it is read. Every tile has enough rows for a matrix product. With few rows, it would become a
+matrix-vector product, which sums in a different order. So each tile is bit-identical to the same part of the full
+product.
 """
 
 from __future__ import annotations
@@ -22,67 +23,67 @@ if TYPE_CHECKING:
 
     from mergegate.merge_core.checkpoint import DType
 
-# A tile stays in the cache of a core, and is worth the calls that it takes; it has at least so many rows, also the
-# last one.
+# A tile fits in the cache of a core and is large enough to amortize its calls. Every tile, including the last one, has
+# at least _FEWEST_ROWS rows.
 _TILE_ELEMENTS = 1 << 18
 _FEWEST_ROWS = 16
-_REMEMBERED_BYTES = 64 << 20
-# From here on the compiled addition is worth loading; below it torch's own says the same.
+_CACHED_BYTES = 64 << 20
+# From this size on, the compiled addition is worth loading. For smaller tensors, torch gives the same result.
 _COMPILED_FROM_ELEMENTS = 1 << 20
 _scratch = threading.local()
 
 
 def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
-    """How to read elements of a tensor, stored or derived itself."""
+    """Return a reader for the elements of a stored or derived tensor."""
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)
     return lambda first, into: read(tensor, first, into)
 
 
 def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count: int | None = None) -> torch.Tensor:
-    """``count`` elements of a tensor from ``first`` on, one-dimensional, in its own format."""
+    """Return ``count`` elements of a tensor from ``first`` on (default: all), one-dimensional, in its own format."""
     into = np.empty((tensor.numel - first if count is None else count) * tensor.dtype.size, np.uint8)
     elements(first, into)
     return as_torch(into, tensor.dtype)
 
 
 def read_factor(tensor: StoredTensor, read: ReadStored, high: torch.dtype) -> torch.Tensor:
-    """A whole factor as a matrix of format ``high``."""
+    """Return a full factor as a matrix in the format ``high``."""
     return read_whole(tensor, lambda first, into: read(tensor, first, into)).view(tensor.shape).to(high)
 
 
 def as_torch(stored: Any, dtype: DType) -> torch.Tensor:
-    """Stored bytes as a one-dimensional tensor over the same memory."""
+    """Return a one-dimensional tensor that shares its memory with the stored bytes."""
     import torch
 
     return torch.from_numpy(stored).view(getattr(torch, dtype.torch_name))
 
 
 def high_format(dtype: DType) -> torch.dtype:
-    """The format that is computed in: float64 for weights of float64, else float32."""
+    """Return the format for computations: float64 for float64 weights, else float32."""
     import torch
 
     return torch.float64 if dtype.code == "F64" else torch.float32
 
 
 def scratch(use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Memory of this thread for ``count`` numbers, until the next call for the same use gives it again."""
+    """Return thread-local memory for ``count`` numbers. The next call with the same ``use`` reuses it."""
     import torch
 
-    held: dict[tuple[str, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault("held", {})
-    if (use, dtype) not in held or len(held[use, dtype]) < count:
-        held[use, dtype] = torch.empty(count, dtype=dtype)
-    return held[use, dtype][:count]
+    buffers: dict[tuple[str, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault("buffers", {})
+    if (use, dtype) not in buffers or len(buffers[use, dtype]) < count:
+        buffers[use, dtype] = torch.empty(count, dtype=dtype)
+    return buffers[use, dtype][:count]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Tiles of whole rows of a tensor that consists of ``units`` matrices, one after the other.
+    """Division of a tensor with ``units`` consecutive matrices into tiles of complete rows.
 
     Args:
         units: Number of matrices.
-        rows: Of each.
-        width: Elements of a row.
+        rows: Rows per matrix.
+        width: Elements per row.
     """
 
     units: int
@@ -90,31 +91,31 @@ class Grid:
     width: int
 
     def tiles(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(unit, first row, end row) of every tile with elements between ``first`` and ``end``."""
+        """Yield unit, first row and end row of each tile that contains elements from ``first`` to ``end``."""
         step = max(_FEWEST_ROWS, _TILE_ELEMENTS // max(self.width, 1) // _FEWEST_ROWS * _FEWEST_ROWS)
         count = max(1, self.rows // step)
-        # What remains after whole tiles is a tile of its own where that has enough rows.
+        # The remainder is a separate tile only if it has enough rows. Otherwise it extends the last tile.
         if self.rows > count * step and self.rows - count * step >= _FEWEST_ROWS:
             count += 1
-        at = first
-        while at < end:
-            unit, row = divmod(at // self.width, self.rows)
+        position = first
+        while position < end:
+            unit, row = divmod(position // self.width, self.rows)
             number = min(row // step, count - 1)
             last = self.rows if number == count - 1 else (number + 1) * step
             yield unit, number * step, last
-            at = (unit * self.rows + last) * self.width
+            position = (unit * self.rows + last) * self.width
 
 
 @dataclass(frozen=True)
 class Product:
-    """The change of a weight: ``scale · (left @ right)`` of each unit, or its transposed.
+    """Change of a weight: ``scale · (left @ right)`` per unit, or its transpose.
 
     Args:
-        left: ``[units, out, rank]``.
-        right: ``[units, rank, in]``.
-        scale: As PEFT scales it.
+        left: Factors ``[units, out, rank]``.
+        right: Factors ``[units, rank, in]``.
+        scale: Scale of the product, as in PEFT.
         transposed: Whether the weight is stored as ``[in, out]``.
-        first_row: Of the weight's first row in the product, where the weight is a part of it.
+        first_row: Row of the product at which the weight starts, if the weight is only a part of it.
     """
 
     left: torch.Tensor
@@ -124,7 +125,7 @@ class Product:
     first_row: int = 0
 
     def rows(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Rows ``first`` to ``end`` of the change of one unit, ``[end - first, width]``, until the next call."""
+        """Return rows of one unit's change, ``[end - first, width]``. They are valid until the next call."""
         import torch
 
         first, end = first + self.first_row, end + self.first_row
@@ -133,7 +134,7 @@ class Product:
             right = right[:, first:end]
         else:
             left = left[first:end]
-        # Fresh memory would cost more than the product.
+        # Allocating memory would take longer than the product.
         product = scratch("product", left.dtype, len(left) * right.shape[1]).view(len(left), -1)
         torch.mm(left, right, out=product)
         if self.scale != 1:
@@ -141,34 +142,34 @@ class Product:
         return product.T if self.transposed else product
 
     def with_exact_scale(self) -> Product:
-        """The same numbers with less to do: a power of two goes into a factor without any rounding."""
+        """Return an equal product that is faster to compute, with a power-of-two scale moved into a factor."""
         if abs(math.frexp(self.scale)[0]) != 0.5 or not 2**-24 <= abs(self.scale) <= 2**24:
             return self
         return replace(self, left=self.left * self.scale, scale=1.0)
 
 
-def remembered(tensor: DerivedTensor, elements: ReadElements) -> ReadElements:
-    """The same elements, computed once: methods that look at a tensor in several passes read the second from memory.
+def cache_elements(tensor: DerivedTensor, elements: ReadElements) -> ReadElements:
+    """Return a reader that computes elements once, for methods that need several passes over a tensor.
 
-    Of tensors up to a size; a larger one is computed again, so that memory does not grow with the model.
+    Tensors of more than 64 MiB are computed again, so that memory does not grow with the model.
     """
-    if not 0 < tensor.nbytes <= _REMEMBERED_BYTES:
+    if not 0 < tensor.nbytes <= _CACHED_BYTES:
         return elements
-    kept: dict[int, Any] = {}  # first element → its piece; pieces are the same in every pass
+    cache: dict[int, Any] = {}  # Blocks by their first element. They are the same in every pass.
 
-    def once(first: int, into: Any) -> None:
-        piece = kept.get(first)
-        if piece is not None and len(piece) == len(into):
-            into[:] = piece
+    def read_cached(first: int, into: Any) -> None:
+        block = cache.get(first)
+        if block is not None and len(block) == len(into):
+            into[:] = block
             return
         elements(first, into)
-        kept[first] = into.copy()
+        cache[first] = into.copy()
 
-    return once
+    return read_cached
 
 
 def column_norms(source: AnyTensor, elements: ReadElements, product: Product, grid: Grid) -> torch.Tensor:
-    """Euclidean norm of each column of the changed weight, by one pass over it; float64 sums, one rounding."""
+    """Return the Euclidean norm of each column of the changed weight, summed in float64 in one pass, rounded once."""
     import torch
 
     total = torch.zeros(grid.width, dtype=torch.float64)
@@ -183,10 +184,15 @@ def column_norms(source: AnyTensor, elements: ReadElements, product: Product, gr
 def add_product(
     source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, *, round_change: bool
 ) -> ReadElements:
-    """``source`` with the product added.
+    """Return a reader for ``source`` plus the product.
 
     Args:
-        round_change: Whether the change is rounded to the format of the weight before it is added, not the sum alone.
+        source: Weight that is changed.
+        elements: Reader of its elements.
+        product: Change of the weight.
+        grid: Tiles of the weight.
+        round_change: Whether the change is rounded to the format of the weight before it is added. Otherwise only the
+            sum is rounded.
     """
     add = _addition(source, round_change)
 
@@ -197,26 +203,26 @@ def add_product(
             start = (unit * grid.rows + top) * grid.width
             change = product.rows(unit, top, bottom).reshape(-1)
             low, high = max(first, start), min(end, start + len(change))
-            there = into[(low - first) * source.dtype.size : (high - first) * source.dtype.size]
-            add(there, change[low - start : high - start])
+            stored = into[(low - first) * source.dtype.size : (high - first) * source.dtype.size]
+            add(stored, change[low - start : high - start])
 
     return changed
 
 
 def _addition(tensor: AnyTensor, round_change: bool) -> Callable[[Any, torch.Tensor], None]:
-    """How a change is added to stored numbers of ``tensor``, in place: compiled and in one go for large bfloat16."""
+    """Return the in-place addition of a change to stored numbers, which is one compiled loop for large bfloat16."""
     if tensor.dtype.code == "BF16" and tensor.numel >= _COMPILED_FROM_ELEMENTS:
         from mergegate.merge_core.methods.kernels import add_change
 
         return lambda stored, change: add_change(patterns(stored, tensor.dtype), change.numpy(), round_change)
 
     def add(stored: Any, change: torch.Tensor) -> None:
-        there = as_torch(stored, tensor.dtype)
-        if round_change or there.dtype == change.dtype:
-            there.add_(change.to(there.dtype))
-        else:  # One rounding, of the sum. An addition of two formats does the same in smaller steps.
+        values = as_torch(stored, tensor.dtype)
+        if round_change or values.dtype == change.dtype:
+            values.add_(change.to(values.dtype))
+        else:  # Round only the sum. Adding two formats directly gives the same result, but in smaller steps.
             wide = scratch("wide", change.dtype, len(change))
-            there.copy_(wide.copy_(there).add_(change))
+            values.copy_(wide.copy_(values).add_(change))
 
     return add
 
@@ -224,16 +230,17 @@ def _addition(tensor: AnyTensor, round_change: bool) -> Callable[[Any, torch.Ten
 def scale_directions(
     source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, magnitude: torch.Tensor
 ) -> ReadElements:
-    """DoRA: the changed weight with its norms replaced by ``magnitude``, of rows, or of columns where it is transposed.
+    """Return a reader for DoRA: the changed weight, with the norms of its rows replaced by ``magnitude``.
 
-    There is no epsilon: a direction without length gives no number, and the merge is refused for that.
+    For a transposed weight, the norms are those of columns. There is no epsilon: a row of zeros becomes NaN, and the
+    merge is refused for that reason.
     """
     import torch
 
     size, numeric = source.dtype.size, high_format(source.dtype)
-    of_columns = None
+    column_scales = None
     if product.transposed:
-        of_columns = (magnitude / column_norms(source, elements, product, grid)).view(1, -1)
+        column_scales = (magnitude / column_norms(source, elements, product, grid)).view(1, -1)
 
     def changed(first: int, into: Any) -> None:
         values = as_torch(into, source.dtype)
@@ -242,11 +249,11 @@ def scale_directions(
             start = (unit * grid.rows + top) * grid.width
             rows = read_whole(source, elements, start, (bottom - top) * grid.width).view(bottom - top, grid.width)
             moved = rows.to(numeric) + product.rows(unit, top, bottom)
-            if of_columns is None:
+            if column_scales is None:
                 norms = torch.linalg.norm(moved, dim=1)
                 moved = (magnitude[top:bottom] / norms).view(-1, 1) * moved
             else:
-                moved = of_columns * moved
+                moved = column_scales * moved
             low, high = max(first, start), min(end, start + rows.numel())
             values[low - first : high - first] = moved.reshape(-1)[low - start : high - start].to(values.dtype)
 

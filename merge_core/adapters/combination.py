@@ -1,12 +1,12 @@
-"""Adapters on one base become one adapter: by the recipe's own method, on the changes that they make.
+"""Combine adapters on one base into one adapter, by applying the recipe's method to their changes.
 
-A merge of ``base + Δ₁`` and ``base + Δ₂`` by a method of differences is ``base + Δ``; ``Δ`` is what the same method
-makes of ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the products, streamed as ever, with its masks and
-thresholds, and the result is cut to the wanted rank. A plain sum of products is never multiplied out: stacked factors
-are the sum itself (:mod:`.factoring`).
+A task-vector method merges ``base + Δ₁`` and ``base + Δ₂`` into ``base + Δ``, and ``Δ`` is the result of the same
+method for ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the products in the usual streaming way, with
+its masks and thresholds, and the result is truncated to the requested rank. A plain sum of products is never
+multiplied out, because stacked factors represent it exactly (:mod:`.factorization`).
 
-Tensors that adapters bring along whole (norms, biases) are merged as they are, and brought along whole again. What is
-neither that nor a product of two factors (DoRA, experts) is refused by its name.
+Full tensors of adapters (norms, biases) are merged directly and become full tensors of the result. Changes that are
+neither full tensors nor products of two factors (DoRA, experts) are refused with the name of the tensor.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _EXPECTED = "products of two factors in every adapter, or the same tensors broug
 
 @dataclass(frozen=True)
 class Combined:
-    """An adapter made of others, not yet written.
+    """A combined adapter that is not yet written.
 
     Args:
         adapter: The adapter.
-        errors: What the rank leaves out of the change of each module.
-        error: Of all changes together.
+        errors: Error of the truncation to the rank, for each module.
+        error: Relative error of all changes together.
     """
 
     adapter: NewAdapter
@@ -67,7 +67,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class _Zeros(DerivedTensor):
-    """The base, as a method of differences sees it."""
+    """A tensor of zeros, which replaces a base tensor when changes are merged."""
 
     place: AnyTensor
 
@@ -94,48 +94,50 @@ def combine_adapters(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Combined:
-    """Carry out a recipe whose ``output`` is an adapter.
+    """Execute a recipe whose ``output`` is an adapter.
 
     Args:
         recipe: See :mod:`merge_core.recipe.adapter_output`.
-        base: The model that all adapters are for.
-        adapters: By ``str(ref)`` of the recipe's models.
-        scratch: A directory for merged changes, where the method needs them; removed at the end.
-        seed: Of the random masks.
-        on_progress: Called with bytes done and in all.
+        base: Base model of all adapters.
+        adapters: Adapters by ``str(ref)`` of the recipe's models.
+        scratch: Temporary directory for merged changes, if the method needs them. It is removed at the end.
+        seed: Seed of the random masks.
+        on_progress: Called with the number of bytes done and the total.
 
     Raises:
-        InvalidInput: Adapters that do not fit the base, or hold more than factors; weights that are no average.
+        InvalidInput: An adapter does not match the base or contains unsupported changes, or the weights do not add up
+            to 1 although the method requires it.
     """
-    assert recipe.output is not None  # the caller's reason to be here
+    assert recipe.output is not None  # Guaranteed by the caller.
     parts = {ref: changes_of(ref, base, adapter) for ref, adapter in adapters.items()}
     changes = {ref: products for ref, (products, _) in parts.items()}
-    names = [name for name in base.tensors if any(name in of_one for of_one in changes.values())]
-    whole = _merged_whole(recipe, base, {ref: brought for ref, (_, brought) in parts.items()}, scratch, seed)
+    names = [name for name in base.tensors if any(name in products for products in changes.values())]
+    full_tensors = {ref: full for ref, (_, full) in parts.items()}
+    merged_full = _merge_full_tensors(recipe, base, full_tensors, scratch, seed)
     modules = _modules(names, changes)
     tables = _tables(recipe, base, names, changes)
     plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), tables)
-    kept_as = format_of_factors(recipe)
+    dtype = format_of_factors(recipe)
     if recipe.output.is_sum:
         jobs = {job.output.name: job for job in plan.jobs}
         with opened_files() as read:
-            found = {name: _summed(jobs[name], changes, recipe.output.rank, kept_as, read) for name in names}
+            results = {name: _sum_changes(jobs[name], changes, recipe.output.rank, dtype, read) for name in names}
     else:
-        assert recipe.output.rank is not None  # or it had been refused
+        assert recipe.output.rank is not None  # The recipe would have been refused.
         shutil.rmtree(scratch, ignore_errors=True)
         merge_weights(plan, scratch, seed=seed, device="cpu", on_progress=on_progress)
         merged = open_merged(scratch)
         with opened_files() as read:
-            found = {
-                name: _cut(merged.tensors[name], modules[name], recipe.output.rank, kept_as, read) for name in names
+            results = {
+                name: _truncate(merged.tensors[name], modules[name], recipe.output.rank, dtype, read) for name in names
             }
         shutil.rmtree(scratch, ignore_errors=True)
-    return _result(recipe, base, adapters, names, modules, found, whole)
+    return _result(recipe, base, adapters, names, modules, results, merged_full)
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A module that is adapted: its name in memory, and how its weight is stored."""
+    """An adapted module: its name in memory, and the layout of its weight."""
 
     name: str
     is_embedding: bool
@@ -143,33 +145,40 @@ class _Module:
 
 
 def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:
-    """See from headers that an adapter can be combined with others.
+    """Check from headers that an adapter can be combined with others.
 
     Raises:
-        InvalidInput: It does not fit the base, or holds more than products of two factors.
+        InvalidInput: The adapter does not match the base, or contains changes that cannot be combined.
     """
-    changes_of(ref, base, adapter, are_here=False)
+    changes_of(ref, base, adapter, is_local=False)
 
 
 def changes_of(
-    ref: str, base: Checkpoint, adapter: Adapter, *, are_here: bool = True
+    ref: str, base: Checkpoint, adapter: Adapter, *, is_local: bool = True
 ) -> tuple[dict[str, AdaptedWeight], dict[str, AnyTensor]]:
-    """What an adapter adds to, and what it brings along whole, by name on disk.
+    """Return the changed weights and the full tensors of an adapter, by name on disk.
 
     Args:
-        are_here: Whether weights may be read: an embedding may lie beside its factors, if it is the base's own.
+        ref: Reference of the adapter, for messages.
+        base: Base model of the adapter.
+        adapter: The adapter.
+        is_local: Whether the weights can be read. If so, an embedding that is stored in addition to its factors must
+            equal the embedding of the base.
+
+    Raises:
+        InvalidInput: The adapter does not match the base, or contains changes that cannot be combined.
     """
     applied = apply_adapter(base, adapter)
-    products, brought = dict[str, AdaptedWeight](), dict[str, AnyTensor]()
+    products, full_tensors = dict[str, AdaptedWeight](), dict[str, AnyTensor]()
     for name, tensor in applied.tensors.items():
         own = base.tensors.get(name)
         if tensor is own:
             continue
         if own is not None and len(own.shape) == 1 and isinstance(tensor, AdapterOwnTensor | AdaptedBias):
-            brought[name] = tensor
+            full_tensors[name] = tensor
             continue
         if not isinstance(tensor, AdaptedWeight) or not (
-            tensor.source is own or not are_here or _is_copy(tensor.source, own)
+            tensor.source is own or not is_local or _is_copy(tensor.source, own)
         ):
             raise InvalidInput(f"{ref}: {name}", found="it is replaced, not added to", expected=_EXPECTED)
         if tensor.magnitude is not None:
@@ -177,86 +186,93 @@ def changes_of(
         if tensor.experts != 1 or len(tensor.shape) != 2:
             raise InvalidInput(f"{ref}: {name}", found="factors of experts", expected=_EXPECTED)
         products[name] = tensor
-    return products, brought
+    return products, full_tensors
 
 
-def _merged_whole(
+def _merge_full_tensors(
     recipe: Recipe,
     base: Checkpoint,
-    brought: Mapping[str, Mapping[str, AnyTensor]],
+    full_tensors: Mapping[str, Mapping[str, AnyTensor]],
     scratch: Path,
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """What the recipe makes of the tensors that adapters bring along whole, by name on disk."""
-    plan = plan_of_whole(recipe, base, brought)
+    """Return the merge of the adapters' full tensors, by name on disk."""
+    plan = plan_full_tensors(recipe, base, full_tensors)
     if plan is None:
         return {}
     shutil.rmtree(scratch, ignore_errors=True)
     merge_weights(plan, scratch, seed=seed, device="cpu")
     merged = open_merged(scratch)
     with opened_files() as read:
-        found = {name: read_whole(one, elements_of(one, read)).view(one.shape) for name, one in merged.tensors.items()}
+        results = {
+            name: read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
+            for name, tensor in merged.tensors.items()
+        }
     shutil.rmtree(scratch, ignore_errors=True)
-    return found
+    return results
 
 
-def plan_of_whole(recipe: Recipe, base: Checkpoint, brought: Mapping[str, Mapping[str, AnyTensor]]) -> MergePlan | None:
-    """How tensors that adapters bring along whole are merged; None where there are none.
+def plan_full_tensors(
+    recipe: Recipe, base: Checkpoint, full_tensors: Mapping[str, Mapping[str, AnyTensor]]
+) -> MergePlan | None:
+    """Return the plan for merging the adapters' full tensors, or None if no adapter has any.
 
     Args:
-        brought: By ``str(ref)`` and name on disk.
+        recipe: Recipe that combines the adapters.
+        base: Base model of the adapters.
+        full_tensors: Full tensors by ``str(ref)`` of the adapter and by name on disk.
     """
-    names = [name for name in base.tensors if any(name in of_one for of_one in brought.values())]
+    names = [name for name in base.tensors if any(name in tensors for tensors in full_tensors.values())]
     if not names:
         return None
     tables = {str(recipe.base): replace(base, tensors={name: base.tensors[name] for name in names})}
-    for ref, of_one in brought.items():
-        tables[ref] = replace(base, tensors={name: of_one.get(name, base.tensors[name]) for name in names})
+    for ref, tensors in full_tensors.items():
+        tables[ref] = replace(base, tensors={name: tensors.get(name, base.tensors[name]) for name in names})
     return plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
 
 
 def _is_copy(source: AnyTensor, own: AnyTensor | None) -> bool:
-    """Whether a weight that an adapter brings along (an embedding, beside its factors) is the base's own."""
+    """Return whether a full weight of an adapter (an embedding that also has factors) equals the base's weight."""
     if own is None or not isinstance(source, AdapterOwnTensor):
         return False
     with opened_files() as read:
-        brought, before = (read_whole(one, elements_of(one, read)) for one in (source, own))
-    return bool((brought == before).all())
+        values, base_values = (read_whole(tensor, elements_of(tensor, read)) for tensor in (source, own))
+    return bool((values == base_values).all())
 
 
 def _modules(names: list[str], changes: Mapping[str, Mapping[str, AdaptedWeight]]) -> dict[str, _Module]:
-    found = {}
+    modules = {}
     for name in names:
-        tensor = next(of_one[name] for of_one in changes.values() if name in of_one)
+        tensor = next(products[name] for products in changes.values() if name in products)
         is_embedding = tensor.a.name.endswith(".lora_embedding_A")
         module = tensor.a.name.removeprefix(PREFIX).removesuffix(".lora_embedding_A").removesuffix(".lora_A.weight")
-        found[name] = _Module(module, is_embedding, tensor.transposed)
-    return found
+        modules[name] = _Module(module, is_embedding, tensor.transposed)
+    return modules
 
 
 def _tables(
     recipe: Recipe, base: Checkpoint, names: list[str], changes: Mapping[str, Mapping[str, AdaptedWeight]]
 ) -> dict[str, Checkpoint]:
-    """The changes as checkpoints over a base of zeros."""
+    """Return the changes as checkpoints over a base of zeros."""
     zeros = {name: _Zeros(name, _F32, base.tensors[name].shape, base.tensors[name]) for name in names}
     tables = {str(recipe.base): replace(base, tensors=zeros)} if recipe.base else {}
-    for ref, of_one in changes.items():
-        inside: dict[str, AnyTensor] = {
-            name: replace(of_one[name], dtype=_F32, source=zero, round_change=False) if name in of_one else zero
+    for ref, products in changes.items():
+        tensors: dict[str, AnyTensor] = {
+            name: replace(products[name], dtype=_F32, source=zero, round_change=False) if name in products else zero
             for name, zero in zeros.items()
         }
-        tables[ref] = replace(base, tensors=inside)
+        tables[ref] = replace(base, tensors=tensors)
     return tables
 
 
-def _summed(
+def _sum_changes(
     job: TensorJob,
     changes: Mapping[str, Mapping[str, AdaptedWeight]],
     rank: int | None,
-    kept_as: torch.dtype,
+    dtype: torch.dtype,
     read: ReadStored,
 ) -> LowRankChange:
-    """``Σ coefficient · scale · B @ A``, with the coefficients that the method has for this tensor."""
+    """Return ``Σ coefficient · scale · B @ A``, with the method's coefficients for this tensor."""
     inputs = list(zip(job.inputs, job.per_input, strict=True))[1 if job.has_base else 0 :]
     weights = [float(values["weight"]) for _, values in inputs]
     total = sum(weights) if job.shared["normalize"] else 1.0
@@ -272,9 +288,9 @@ def _summed(
     for (item, _), weight in zip(inputs, weights, strict=True):
         tensor = changes[item.model].get(job.output.name)
         if tensor is not None:
-            a, b = (_matrix(one, read) for one in (tensor.a, tensor.b))
+            a, b = (_matrix(factor, read) for factor in (tensor.a, tensor.b))
             factors.append((weight * scale * tensor.scale, a, b))
-    return factor_sum(factors, rank, kept_as=kept_as)
+    return factor_sum(factors, rank, dtype=dtype)
 
 
 def _matrix(tensor: StoredTensor, read: ReadStored) -> torch.Tensor:
@@ -282,27 +298,27 @@ def _matrix(tensor: StoredTensor, read: ReadStored) -> torch.Tensor:
     return values if tensor.dtype.code == "F64" else values.float()
 
 
-def _cut(tensor: AnyTensor, module: _Module, rank: int, kept_as: torch.dtype, read: ReadStored) -> LowRankChange:
+def _truncate(tensor: AnyTensor, module: _Module, rank: int, dtype: torch.dtype, read: ReadStored) -> LowRankChange:
     change = read_whole(tensor, lambda first, into: read(tensor.parts[0], first, into)).view(tensor.shape)
-    return factor_change(change.T if module.transposed else change, rank, kept_as=kept_as)
+    return factor_change(change.T if module.transposed else change, rank, dtype=dtype)
 
 
-def _biases(base: Checkpoint, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Biases among what is brought along, by module in memory."""
-    named = {memory_name(name, base): tensor for name, tensor in whole.items()}
-    return {name.removesuffix(".bias"): tensor for name, tensor in named.items() if name.endswith(".bias")}
+def _biases(base: Checkpoint, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the biases among full tensors, by module in memory."""
+    by_name = {memory_name(name, base): tensor for name, tensor in full_tensors.items()}
+    return {name.removesuffix(".bias"): tensor for name, tensor in by_name.items() if name.endswith(".bias")}
 
 
-def _saved(
-    base: Checkpoint, whole: Mapping[str, torch.Tensor], factors: Mapping[str, object]
+def _tensors_without_factors(
+    base: Checkpoint, full_tensors: Mapping[str, torch.Tensor], factors: Mapping[str, object]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What is brought along of modules without factors."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in whole.items():
+    """Return the full tensors of modules without factors, by module and last name part."""
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in full_tensors.items():
         module, _, leaf = memory_name(name, base).rpartition(".")
         if module not in factors:
-            found.setdefault(module, {})[leaf] = tensor
-    return found
+            by_module.setdefault(module, {})[leaf] = tensor
+    return by_module
 
 
 def _result(
@@ -311,36 +327,37 @@ def _result(
     adapters: Mapping[str, Adapter],
     names: list[str],
     modules: Mapping[str, _Module],
-    found: Mapping[str, LowRankChange],
-    whole: Mapping[str, torch.Tensor],
+    results: Mapping[str, LowRankChange],
+    full_tensors: Mapping[str, torch.Tensor],
 ) -> Combined:
     configs = [adapter.config for adapter in adapters.values()]
     bases = dict.fromkeys(config.base for config in configs if config.base)
     tasks = dict.fromkeys(config.task for config in configs if config.task)
-    factors = {modules[name].name: (found[name].a, found[name].b) for name in names if not modules[name].is_embedding}
-    tables = {modules[name].name: (found[name].a, found[name].b) for name in names if modules[name].is_embedding}
+    pairs = {name: (results[name].a, results[name].b) for name in names}
+    factors = {modules[name].name: pairs[name] for name in names if not modules[name].is_embedding}
+    embeddings = {modules[name].name: pairs[name] for name in names if modules[name].is_embedding}
     first = recipe.modules[0].slices[0].sources[0].model
-    # The adapters' own name of the base, if they agree on one. A local path means nothing on another machine.
+    # Use the base name that the adapters declare, if they agree. A local path is useless on another machine.
     base_name = next(iter(bases)) if len(bases) == 1 else first.path
     if base_name.startswith(("/", "~", "file:")):
         base_name = base_name.rstrip("/").rpartition("/")[2]
     adapter = NewAdapter(
         base=base_name,
         factors=factors,
-        embeddings=tables,
-        biases={module: bias for module, bias in _biases(base, whole).items() if module in factors},
-        whole=_saved(base, whole, factors),
+        embeddings=embeddings,
+        biases={module: bias for module, bias in _biases(base, full_tensors).items() if module in factors},
+        whole=_tensors_without_factors(base, full_tensors, factors),
         transposed=any(modules[name].transposed for name in names if not modules[name].is_embedding),
         task=next(iter(tasks)) if len(tasks) == 1 else "CAUSAL_LM",
     )
-    errors = tuple(ModuleError(modules[name].name, len(found[name].a), found[name].error) for name in names)
-    left, all_of_it = (sum(getattr(one, key) for one in found.values()) for key in ("left_out", "squared"))
-    return Combined(adapter, errors, math.sqrt(max(left, 0.0) / all_of_it) if all_of_it else 0.0)
+    errors = tuple(ModuleError(modules[name].name, len(results[name].a), results[name].error) for name in names)
+    left_out, squared = (sum(getattr(change, key) for change in results.values()) for key in ("left_out", "squared"))
+    return Combined(adapter, errors, math.sqrt(max(left_out, 0.0) / squared) if squared else 0.0)
 
 
 def format_of_factors(recipe: Recipe) -> torch.dtype:
-    """Of the factors: what the recipe says, else float32."""
+    """Return the format of the factors: that of the recipe, or float32."""
     import torch
 
-    said = recipe.out_dtype or recipe.dtype
-    return getattr(torch, said.torch_name) if said else torch.float32
+    dtype = recipe.out_dtype or recipe.dtype
+    return getattr(torch, dtype.torch_name) if dtype else torch.float32

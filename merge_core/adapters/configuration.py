@@ -1,7 +1,7 @@
-"""``adapter_config.json`` of a LoRA adapter, typed: what decides how its tensors change a model, and nothing else.
+"""Parse ``adapter_config.json`` of a LoRA adapter into the settings that determine how its tensors change a model.
 
-The file is a stranger's. A key that is known changes the arithmetic, is known not to, or is refused by its name; a key
-that nobody has heard of is refused where it is set, because PEFT of a later version may mean anything by it.
+The file is untrusted input. A known key changes the arithmetic, has no effect on it, or is refused by name. An unknown
+key is refused if it is set, because a later version of PEFT may give it any meaning.
 
 Source: PEFT 0.21 (``LoraConfig``), https://huggingface.co/docs/peft/package_reference/lora.
 """
@@ -29,7 +29,7 @@ _MOST_TOKENS = 1 << 20
 _LONGEST_PATTERN = 500
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# What these do is more than a change of weights, or one that nobody here has checked.
+# Keys of features that do more than change weights, or whose arithmetic is unverified.
 _REFUSED = {
     "layer_replication": "it adds layers to the model",
     "use_qalora": "QALoRA changes how inputs are grouped",
@@ -41,7 +41,7 @@ _REFUSED = {
     "velora_config": "VeLoRA has not been checked",
     "megatron_config": "adapters of Megatron layers have another layout",
 }
-# About training, bookkeeping, or said again by the tensors themselves.
+# Keys about training, bookkeeping, or facts that the tensors show themselves.
 _WITHOUT_EFFECT = frozenset(
     (
         "auto_mapping", "base_model_class", "parent_library", "inference_mode", "lora_dropout", "target_modules",
@@ -62,23 +62,23 @@ _MERGE_IN_PEFT = "apply it with PEFT (merge_and_unload), save the model, and nam
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter's configuration says.
+    """Parsed configuration of an adapter.
 
     Args:
-        where: The file, for messages.
+        where: File of the configuration, for messages.
         rank: ``r``.
         alpha: ``lora_alpha``.
-        rank_pattern: Pattern → rank of the modules it matches.
-        alpha_pattern: Pattern → alpha of the modules it matches.
+        rank_pattern: Rank by pattern, for modules that match the pattern.
+        alpha_pattern: Alpha by pattern, for modules that match the pattern.
         rslora: Whether the scale is alpha / sqrt(r) instead of alpha / r.
-        dora: Whether a weight's direction and magnitude are adapted apart.
-        bias: Which biases were trained along.
-        lora_bias: Whether ``lora_B`` has a bias of its own.
-        tokens: Rows of the embedding that were trained; of several modules by their names. None: none.
-        parameters: ``target_parameters``: ends of names of parameters that are adapted themselves.
-        base: ``base_model_name_or_path``; empty when it does not say.
-        task: ``task_type``; empty when it does not say.
-        fan_in_fan_out: As it is written. Whether a weight is stored transposed is known from the model.
+        dora: Whether direction and magnitude of a weight are adapted separately.
+        bias: Biases that were trained in addition to the factors.
+        lora_bias: Whether ``lora_B`` has a bias.
+        tokens: Trained rows of the embedding, or of several modules by name. None if no rows were trained.
+        parameters: ``target_parameters``, name suffixes of directly adapted parameters.
+        base: ``base_model_name_or_path``, or an empty string.
+        task: ``task_type``, or an empty string.
+        fan_in_fan_out: Value as written. The model determines whether a weight is stored transposed.
     """
 
     where: str
@@ -97,41 +97,41 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
 
     def rank_of(self, module: str) -> int:
-        """Rank of the factors of a module, or of a parameter, by its name in memory."""
+        """Return the rank of the factors of a module or parameter, by its name in memory."""
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of the factors of a module is multiplied by."""
+        """Return the scale of the product of a module's factors."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def tokens_of(self, module: str) -> tuple[int, ...] | None:
-        """Rows of the embedding called ``module`` that were trained; None when it is not said."""
+        """Return the trained rows of the embedding ``module``, or None if the configuration does not list them."""
         if isinstance(self.tokens, Mapping):
-            found = [rows for name, rows in self.tokens.items() if module == name or module.endswith(f".{name}")]
-            return found[0] if len(found) == 1 else None
+            matches = [rows for name, rows in self.tokens.items() if module == name or module.endswith(f".{name}")]
+            return matches[0] if len(matches) == 1 else None
         return self.tokens
 
     def adapts_parameter(self, name: str) -> bool:
-        """Whether ``target_parameters`` has the parameter called ``name`` in memory."""
-        return any(name == wanted or name.endswith(f".{wanted}") for wanted in self.parameters)
+        """Return whether ``target_parameters`` matches the parameter with this name in memory."""
+        return any(name == target or name.endswith(f".{target}") for target in self.parameters)
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """The configuration of the adapter in ``directory``.
+    """Read the configuration of the adapter in ``directory``.
 
     Raises:
-        InvalidInput: No such file, no JSON, a value that means nothing, or something that cannot be applied to stored
-            weights; the message names the key.
+        InvalidInput: The file is missing or not JSON, a value is invalid, or a feature cannot be applied to stored
+            weights. The message names the key.
     """
     return parse_adapter_config(read_json(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
 
 
 def parse_adapter_config(content: Mapping[str, Any], where: str) -> AdapterConfig:
-    """As :func:`read_adapter_config`, of JSON that has been read.
+    """Parse the content of ``adapter_config.json``.
 
     Raises:
-        InvalidInput: As there.
+        InvalidInput: See :func:`read_adapter_config`.
     """
     _require_lora(content, where)
     bias = content.get("bias", "none")
@@ -165,15 +165,15 @@ def _require_lora(content: Mapping[str, Any], where: str) -> None:
     kind = content.get("peft_type")
     if kind != "LORA":
         raise InvalidInput(f"{where}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT)
-    for key, why in _REFUSED.items():
-        # Not by truth: [] and {} are set, too.
+    for key, reason in _REFUSED.items():
+        # Truthiness is not sufficient, because [] and {} are also set.
         if content.get(key) is not None and content[key] is not False:
             raise InvalidInput(
-                f"{where}: {key}", found=f"it is set: {why}", expected="plain LoRA factors", remedy=_MERGE_IN_PEFT
+                f"{where}: {key}", found=f"it is set: {reason}", expected="plain LoRA factors", remedy=_MERGE_IN_PEFT
             )
     start = content.get("init_lora_weights", True)
     if isinstance(start, str):
-        changed = next((one for one in _CHANGES_BASE if start.lower().startswith(one)), None)
+        changed = next((name for name in _CHANGES_BASE if start.lower().startswith(name)), None)
         if changed or start.lower() not in _PLAIN_INITS:
             raise InvalidInput(
                 f"{where}: init_lora_weights",
@@ -212,7 +212,7 @@ def _whole(value: object, where: str) -> int:
 
 
 def _number(value: object, where: str) -> float:
-    if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]  # it is one of the two
+    if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]  # The type is int or float.
         return value  # type: ignore[return-value]
     raise InvalidInput(where, found=f"{value!r:.60}", expected="a finite number")
 
@@ -248,7 +248,7 @@ def _rows(value: object, where: str) -> tuple[int, ...]:
 
 
 def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[str, object]]:
-    """Pattern and value. A pattern is a stranger's regular expression: one that may take forever is refused."""
+    """Return patterns and values. Patterns are untrusted, so expressions that may run forever are refused."""
     table = content.get(key)
     if table is None:
         return []
@@ -256,7 +256,7 @@ def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[st
         raise InvalidInput(f"{where}: {key}", found=f"{table!r:.60}", expected="pattern → number")
     for pattern in table:
         place = f"{where}: {key}.{pattern:.80}"
-        # With a group repeated, or three repetitions in a row, matching may take longer than anybody waits.
+        # Matching a repeated group, or three repetitions in a row, may take practically forever.
         repeats = len(re.findall(r"[*+{]", pattern))
         if len(pattern) > _LONGEST_PATTERN or repeats > 2 or re.search(r"\)[*+{]", pattern):
             raise InvalidInput(
@@ -269,7 +269,7 @@ def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[st
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # As PEFT looks a module up: the pattern must match a whole end of its name.
+    # Like in PEFT, the pattern must match complete trailing parts of the module's name.
     return re.compile(rf"(.*\.)?({pattern})$")
 
 

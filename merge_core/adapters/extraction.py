@@ -1,7 +1,7 @@
-"""A LoRA adapter from a fine-tune and its base: one tensor at a time, with the error that each one leaves.
+"""Extract a LoRA adapter from a fine-tune and its base, one tensor at a time, and report the error of each tensor.
 
-What did not change is left out. What changed and is no matrix of a linear layer is saved whole (norms), as a bias of a
-layer with factors, or refused by its name; nothing is dropped in silence.
+Unchanged tensors are skipped. A changed tensor that is not a matrix of a linear layer is saved in full (norms), saved
+as the bias of a layer with factors, or refused by name. No change is dropped silently.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _INSTEAD = "release the whole model, or merge it as it is"
 
 @dataclass(frozen=True)
 class ExtractionSettings:
-    """How an adapter is made of two models.
+    """Settings for extracting an adapter.
 
     Args:
-        rank: The largest that is wanted.
-        epsilon: Directions with singular values up to this are left out.
-        save: Ends of names of modules that are saved whole instead of as factors (``lm_head``).
-        dtype: Format of the factors, as torch names it.
+        rank: Maximum rank of the factors.
+        epsilon: Directions with singular values up to this limit are dropped. Default: 0.
+        save: Name suffixes of modules that are saved in full instead of as factors (``lm_head``).
+        dtype: torch name of the factors' format. Default: float32.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class ExtractionSettings:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """What factors leave out of the change of one module: its rank, and a relative error."""
+    """Rank of one module's factors, and the relative error of the change that they represent."""
 
     module: str
     rank: int
@@ -75,13 +75,13 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Extracted:
-    """An adapter, not yet written.
+    """An extracted adapter that is not yet written.
 
     Args:
         adapter: The adapter.
-        errors: Of each module with factors.
-        error: Of all changes together, those that are saved whole among them.
-        unchanged: Number of tensors that are the same in both models.
+        errors: Errors of the modules with factors.
+        error: Relative error of all changes together, including those saved in full.
+        unchanged: Number of tensors that are equal in both models.
     """
 
     adapter: NewAdapter
@@ -97,32 +97,33 @@ def extract_adapter(
     settings: ExtractionSettings,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Extracted:
-    """The adapter that makes ``tuned`` of ``base``, as far as the rank allows.
+    """Return the adapter that turns ``base`` into ``tuned``, as closely as the rank allows.
 
     Args:
         tuned: The fine-tune.
-        base: What it was made from.
-        base_name: What the adapter calls its base.
-        settings: See there.
-        on_progress: Called with bytes done and in all.
+        base: Model that the fine-tune was trained from.
+        base_name: Name of the base in the adapter's configuration.
+        settings: Settings of the extraction.
+        on_progress: Called with the number of bytes done and the total.
 
     Raises:
-        InvalidInput: The models differ in tensors or shapes, in nothing, or in something that no adapter can hold.
+        InvalidInput: The models have different tensors or shapes, they are equal, or they differ in a part that an
+            adapter cannot represent.
     """
-    _require_alike(tuned, base)
-    work = _Extraction(tuned, base, settings)
+    _require_same_shapes(tuned, base)
+    extraction = _Extraction(tuned, base, settings)
     total, done = tuned.nbytes, 0
     with opened_files() as read:
         for name, tensor in tuned.tensors.items():
             if name in base.tensors:
-                work.compare(name, _values(tensor, read), _values(base.tensors[name], read))
+                extraction.compare(name, _values(tensor, read), _values(base.tensors[name], read))
             done += tensor.nbytes
             on_progress(done, total)
-        work.complete(lambda name: _values(tuned.tensors[name], read))
-    return work.result(base_name)
+        extraction.complete(lambda name: _values(tuned.tensors[name], read))
+    return extraction.result(base_name)
 
 
-def _require_alike(tuned: Checkpoint, base: Checkpoint) -> None:
+def _require_same_shapes(tuned: Checkpoint, base: Checkpoint) -> None:
     for name in sorted(tuned.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
             owner = tuned if name in tuned.tensors else base
@@ -133,20 +134,20 @@ def _require_alike(tuned: Checkpoint, base: Checkpoint) -> None:
                 remedy="name the model that the fine-tune was made from",
             )
     for name in tuned.tensors.keys() & base.tensors.keys():
-        one, other = tuned.tensors[name], base.tensors[name]
-        if one.shape != other.shape:
+        tuned_shape, base_shape = tuned.tensors[name].shape, base.tensors[name].shape
+        if tuned_shape != base_shape:
             vocabulary = is_embedding(name) or is_head(name)
             raise InvalidInput(
                 f"{tuned.directory.name}: {name}",
-                found=f"shape {list(one.shape)}",
-                expected=f"{list(other.shape)}, as in {base.directory.name}",
+                found=f"shape {list(tuned_shape)}",
+                expected=f"{list(base_shape)}, as in {base.directory.name}",
                 remedy="the vocabularies differ: an adapter has no rows for new tokens" if vocabulary else _INSTEAD,
             )
 
 
 @dataclass
 class _Extraction:
-    """What has been found so far."""
+    """State of an extraction."""
 
     tuned: Checkpoint
     base: Checkpoint
@@ -154,8 +155,8 @@ class _Extraction:
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     whole: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    biases: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)  # module → stored name, bias
-    stored: dict[str, str] = field(default_factory=dict)  # module → name of its weight on disk
+    biases: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)  # Stored name and bias by module.
+    stored: dict[str, str] = field(default_factory=dict)  # Name of the weight on disk by module.
     transposed: set[bool] = field(default_factory=set)
     errors: list[ModuleError] = field(default_factory=list)
     left_out: float = 0.0
@@ -169,19 +170,19 @@ class _Extraction:
             self.unchanged += 1
             return
         if not ours.is_floating_point() or not theirs.is_floating_point():
-            raise self._refused(name, "numbers that are no weights")
+            raise self._refusal(name, "numbers that are no weights")
         change = ours.double() - theirs.double()
-        if not change.any():  # the same numbers in two formats
+        if not change.any():  # The numbers are equal, but their formats differ.
             self.unchanged += 1
             return
         if not bool(torch.isfinite(change).all()):
-            raise self._refused(name, "NaN or infinity")
+            raise self._refusal(name, "NaN or infinity")
         in_memory = memory_name(name, self.tuned)
         module, _, leaf = in_memory.rpartition(".")
         if ".experts." in f".{module}." or _is_router(module):
-            raise self._refused(name, "a change of experts or their router")
+            raise self._refusal(name, "a change of experts or their router")
         if leaf not in ("weight", "bias") or not module:
-            raise self._refused(name, "a parameter that is neither weight nor bias of a layer")
+            raise self._refusal(name, "a parameter that is neither weight nor bias of a layer")
         if leaf == "bias":
             self.biases[module] = (name, ours)
             self.squared += float(change.square().sum())
@@ -197,33 +198,33 @@ class _Extraction:
     def _factor(self, name: str, module: str, change: torch.Tensor) -> None:
         import torch
 
-        kept_as = getattr(torch, self.settings.dtype)
+        dtype = getattr(torch, self.settings.dtype)
         is_table = is_embedding(name) or (parse_layer_place(name) is None and is_before_layers(name))
         transposed = not is_table and is_conv1d(self.tuned.config, module)
         matrix = change.T if transposed or is_table else change
-        found = factor_change(matrix, self.settings.rank, epsilon=self.settings.epsilon, kept_as=kept_as)
-        (self.embeddings if is_table else self.factors)[module] = (found.a, found.b)
+        result = factor_change(matrix, self.settings.rank, epsilon=self.settings.epsilon, dtype=dtype)
+        (self.embeddings if is_table else self.factors)[module] = (result.a, result.b)
         if not is_table and not is_head(name):
             self.transposed.add(transposed)
-        self.errors.append(ModuleError(module, len(found.a), found.error))
-        self.left_out += max(found.left_out, 0.0)
-        self.squared += found.squared
+        self.errors.append(ModuleError(module, len(result.a), result.error))
+        self.left_out += max(result.left_out, 0.0)
+        self.squared += result.squared
 
     def complete(self, ours: Callable[[str], torch.Tensor]) -> None:
-        """Give biases of layers without factors, and weights beside them, their places."""
+        """Save biases of layers without factors in full, together with the other tensors of their modules."""
         for module, (name, bias) in list(self.biases.items()):
             if module in self.factors:
                 continue
             del self.biases[module]
-            inside = self.whole.setdefault(module, {})
-            inside["bias"] = bias
+            tensors = self.whole.setdefault(module, {})
+            tensors["bias"] = bias
             weight = name.removesuffix("bias") + "weight"
-            if "weight" not in inside and weight in self.tuned.tensors:
-                inside["weight"] = ours(weight)
-        for module, inside in self.whole.items():
+            if "weight" not in tensors and weight in self.tuned.tensors:
+                tensors["weight"] = ours(weight)
+        for module, tensors in self.whole.items():
             bias_name = self.stored.get(module, "").removesuffix("weight") + "bias"
-            if "bias" not in inside and bias_name in self.tuned.tensors:
-                inside["bias"] = ours(bias_name)  # A module is saved with all that it has.
+            if "bias" not in tensors and bias_name in self.tuned.tensors:
+                tensors["bias"] = ours(bias_name)  # A saved module needs all its tensors.
 
     def result(self, base_name: str) -> Extracted:
         if not (self.factors or self.embeddings or self.whole):
@@ -255,11 +256,11 @@ class _Extraction:
 
     def _require_untied(self, name: str) -> None:
         if (is_embedding(name) or is_head(name)) and ties_embeddings(self.tuned.config) is not False:
-            heads = [one for one in self.tuned.tensors if is_head(one)]
+            heads = [tensor for tensor in self.tuned.tensors if is_head(tensor)]
             if not heads:
-                raise self._refused(name, "an embedding that is tied to the head, to be saved whole")
+                raise self._refusal(name, "an embedding that is tied to the head, to be saved whole")
 
-    def _refused(self, name: str, found: str) -> InvalidInput:
+    def _refusal(self, name: str, found: str) -> InvalidInput:
         return InvalidInput(
             f"{self.tuned.directory.name}: {name}",
             found=found,
@@ -279,7 +280,7 @@ def _values(tensor: AnyTensor, read: Callable[[StoredTensor, int, Any], None]) -
 
 @contextmanager
 def opened_files() -> Iterator[Callable[[StoredTensor, int, Any], None]]:
-    """How to read stored tensors; each file is opened once."""
+    """Yield a reader of stored tensors that opens each file once, and close the files at the end."""
     files: dict[Path, int] = {}
 
     def read(tensor: StoredTensor, first: int, into: Any) -> None:

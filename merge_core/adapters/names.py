@@ -1,9 +1,9 @@
-"""From the names that a model has in memory, which adapters carry, to those that its tensors have on disk.
+"""Map the names of a model's tensors in memory, which adapters use, to their names on disk.
 
-The two differ where a library renamed parts of a network and kept the files as they were: a prefix more or less around
-the language model, the block of a mixture under another name, experts one by one or in one tensor. So a name is reduced
-to what all layouts agree on, and that is looked up. Two tensors that reduce to one name are told apart by their whole
-names only.
+The names differ if a library renamed parts of a network without changing the file format: an additional or missing
+prefix around the language model, a different name for the mixture block, experts as separate tensors or as one tensor.
+So names are reduced to the parts that all layouts share, and looked up in this form. If two tensors reduce to the same
+name, only their full names identify them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from mergegate.merge_core.architecture.experts import expert_names
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
 from mergegate.merge_core.errors import InvalidInput
 
-# Containers around a text model that layouts have or have not. Towers of images and sound keep their names.
+# Containers around a text model that only some layouts have. Vision and audio towers keep their names.
 _CONTAINERS = frozenset({"model", "language_model", "transformer", "backbone"})
 _SAME_PART = {"block_sparse_moe": "mlp", "embed_out": "lm_head"}
-# One expert of a mixture, also as a piece of a tensor of all; and what its projections are called one by one.
+# Name of a tensor of one expert, which may be a slice of a fused tensor, and the names of its separate projections.
 _EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>[0-9]{1,5})\.(?P<part>\w+?)(?:\.weight)?$")
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-# A mixture in which the experts are modules of their own names on disk, and one module in memory.
-_FUSED_ELSEWHERE = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
+# Names on disk of a mixture whose experts are separate modules on disk, but one module in memory.
+_FUSED_DISK_NAMES = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
 
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """What a stored tensor is of a parameter of fused experts.
+    """Part of a fused experts parameter that a stored tensor contains.
 
     Args:
-        tensor: The stored one.
-        experts: Which experts it holds: one, or None for all of them.
-        first_row: Of its rows in an expert's matrix of the parameter.
+        tensor: The stored tensor.
+        experts: Index of the expert in the tensor, or None if it contains all experts.
+        first_row: Position of the first row of the tensor in the expert's matrix of the parameter.
     """
 
     tensor: AnyTensor
@@ -43,7 +43,7 @@ class ExpertPlace:
     first_row: int = 0
 
 
-# Layouts on disk of models with a tower beside the text model: prefix on disk → prefix in memory, by family.
+# Prefixes of multimodal models: prefix on disk → prefix in memory, by family.
 _WITH_TOWERS = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -60,10 +60,10 @@ _PREFIXES: Mapping[str, Mapping[str, str]] = {
 
 
 def memory_name(name: str, checkpoint: Checkpoint) -> str:
-    """The name in memory of a stored tensor of ``checkpoint``.
+    """Return the name in memory of a stored tensor of ``checkpoint``.
 
     Raises:
-        InvalidInput: A model of several parts whose names in memory are not known here.
+        InvalidInput: The model has several parts, and its names in memory are unknown.
     """
     kind = checkpoint.config.get("model_type")
     parts = [key for key in checkpoint.config if key.endswith("_config") and key != "quantization_config"]
@@ -75,26 +75,26 @@ def memory_name(name: str, checkpoint: Checkpoint) -> str:
                 found=f"{kind!r:.60}, a model of several parts",
                 expected="a text model, or one of " + ", ".join(sorted(_PREFIXES)),
             )
-        return _in_mixture(name, checkpoint.config)
+        return _mixture_memory_name(name, checkpoint.config)
     if name.startswith(("model.language_model.", "model.visual.", "model.vision_tower.", "lm_head.")):
         return name
     return next((new + name.removeprefix(old) for old, new in table.items() if name.startswith(old)), name)
 
 
-def _in_mixture(name: str, config: Mapping[str, Any]) -> str:
-    """The name in memory of a tensor of a layer, where mixtures have another there."""
-    at = parse_layer_place(name)
-    for memory, disk in expert_names(config).renamed if at else ():
-        if at is not None and at.part.startswith(disk):
-            return f"{at.stack}.{at.index}.{memory}{at.part.removeprefix(disk)}"
-    for parameter, disk in _FUSED_ELSEWHERE.items():
+def _mixture_memory_name(name: str, config: Mapping[str, Any]) -> str:
+    """Return the name in memory of a layer's tensor, which differs from the name on disk in some mixtures."""
+    place = parse_layer_place(name)
+    for memory, disk in expert_names(config).renamed if place else ():
+        if place is not None and place.part.startswith(disk):
+            return f"{place.stack}.{place.index}.{memory}{place.part.removeprefix(disk)}"
+    for parameter, disk in _FUSED_DISK_NAMES.items():
         if name.endswith(f".block_sparse_moe.{disk}"):
             return f"{name.removesuffix(disk)}experts.{parameter}"
     return name
 
 
 class StoredNames:
-    """The tensors of a checkpoint, found by the names that they have in memory."""
+    """Index of a checkpoint's tensors by their names in memory."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
@@ -105,36 +105,36 @@ class StoredNames:
         self._experts: dict[str, dict[int, dict[str, str]]] = {}
         for name in checkpoint.tensors:
             self._reduced.setdefault(self._reduce(name), []).append(name)
-            if found := _EXPERT.match(name):
-                module = self._experts.setdefault(self._reduce(found["module"]), {})
-                module.setdefault(int(found["number"]), {})[found["part"]] = name
+            if match := _EXPERT.match(name):
+                module = self._experts.setdefault(self._reduce(match["module"]), {})
+                module.setdefault(int(match["number"]), {})[match["part"]] = name
 
     def find(self, name: str) -> AnyTensor | None:
-        """The tensor that is called ``name`` in memory; None where there is none, or more than one."""
+        """Return the tensor with the name ``name`` in memory, or None if there is none or more than one."""
         if name in self._tensors:
             return self._tensors[name]
-        for known in (name, self._on_disk(name)):
-            found = self._reduced.get(self._reduce(known), [])
-            if len(found) == 1:
-                return self._tensors[found[0]]
+        for candidate in (name, self._on_disk(name)):
+            matches = self._reduced.get(self._reduce(candidate), [])
+            if len(matches) == 1:
+                return self._tensors[matches[0]]
         return None
 
     def find_parameter(self, module: str, parameter: str) -> tuple[ExpertPlace, ...]:
-        """The stored tensors of a parameter that is adapted itself: it, or the experts' own; empty where there is none.
+        """Return the stored tensors of a directly adapted parameter: one tensor, or those of the single experts.
 
         Args:
-            module: Name in memory of what has the parameter (``model.layers.0.mlp.experts``).
-            parameter: Its last name (``gate_up_proj``).
+            module: Name in memory of the module that has the parameter (``model.layers.0.mlp.experts``).
+            parameter: Last part of the parameter's name (``gate_up_proj``).
         """
         tensor = self.find(f"{module}.{parameter}")
-        if tensor is None and parameter in _FUSED_ELSEWHERE and module.endswith(".experts"):
-            tensor = self.find(f"{module.removesuffix('.experts')}.{_FUSED_ELSEWHERE[parameter]}")
+        if tensor is None and parameter in _FUSED_DISK_NAMES and module.endswith(".experts"):
+            tensor = self.find(f"{module.removesuffix('.experts')}.{_FUSED_DISK_NAMES[parameter]}")
         if tensor is not None:
             return (ExpertPlace(tensor),)
         experts = self._experts.get(self._reduce(module), {})
-        pieces = [one for one in self._parts(experts, (parameter,), 0) if not one.tensor.name.endswith(".weight")]
-        if pieces:  # Of a tensor of all experts, taken apart.
-            return tuple(pieces)
+        slices = [part for part in self._parts(experts, (parameter,), 0) if not part.tensor.name.endswith(".weight")]
+        if slices:  # Slices of a fused tensor of all experts.
+            return tuple(slices)
         if parameter == "down_proj":
             return tuple(self._parts(experts, _DOWN, 0))
         gates = self._parts(experts, _GATE, 0)
@@ -156,8 +156,8 @@ class StoredNames:
         ]
 
     def _on_disk(self, name: str) -> str:
-        at = parse_layer_place(name)
-        return name if at is None else f"{at.stack}.{at.index}.{self._expert_names.on_disk(at.part)}"
+        place = parse_layer_place(name)
+        return name if place is None else f"{place.stack}.{place.index}.{self._expert_names.on_disk(place.part)}"
 
     def _reduce(self, name: str) -> str:
         parts = name.split(".")

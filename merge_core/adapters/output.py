@@ -1,6 +1,7 @@
-"""An adapter as PEFT reads it: one file of tensors, and a configuration that says no more than they need.
+"""Write an adapter that PEFT can read: one file of tensors, and a minimal configuration.
 
-Every module is named by its whole path: a last part alone (``up_proj``) also means modules that were never adapted.
+The configuration names every module by its full path, because a last name part such as ``up_proj`` would also match
+modules that were not adapted.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """An adapter that is to be written. Factors are scaled already: alpha is the rank.
+    """An adapter to write. Its factors already include the scale, so alpha equals the rank.
 
     Args:
         base: ``base_model_name_or_path``.
-        factors: Module → ``A [rank, in]`` and ``B [out, rank]``.
-        embeddings: The same of embeddings: ``A [rank, rows]``, ``B [width, rank]``.
-        biases: Module with factors → its whole bias.
-        whole: Module without factors → its tensors by last name.
-        transposed: Whether the weights that are adapted are stored as ``[in, out]``.
+        factors: Factors ``A [rank, in]`` and ``B [out, rank]`` by module.
+        embeddings: Factors ``A [rank, rows]`` and ``B [width, rank]`` of embeddings by module.
+        biases: Full bias by module, for modules with factors.
+        whole: Full tensors by module and last name part, for modules without factors.
+        transposed: Whether the adapted weights are stored as ``[in, out]``.
         task: ``task_type``.
     """
 
@@ -43,22 +44,23 @@ class NewAdapter:
     task: str = "CAUSAL_LM"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names that they have in the file."""
-        named: dict[str, torch.Tensor] = {}
+        """Return the tensors by their names in the file."""
+        tensors: dict[str, torch.Tensor] = {}
         for module, (a, b) in self.factors.items():
-            named |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         for module, (a, b) in self.embeddings.items():
-            named |= {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
-        named |= {f"{module}.base_layer.bias": bias for module, bias in self.biases.items()}
-        named |= {f"{module}.{leaf}": one for module, inside in self.whole.items() for leaf, one in inside.items()}
-        return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(named.items())}
+            tensors |= {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
+        tensors |= {f"{module}.base_layer.bias": bias for module, bias in self.biases.items()}
+        for module, full_tensors in self.whole.items():
+            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in full_tensors.items()}
+        return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
 
     def configuration(self) -> dict[str, Any]:
-        """``adapter_config.json``."""
+        """Return the content of ``adapter_config.json``."""
         ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
         rank = max(ranks.values(), default=1)
-        # As PEFT reads a pattern: a regular expression for a whole end of the module's name.
-        smaller = {re.escape(module): one for module, one in ranks.items() if one != rank}
+        # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.
+        smaller = {re.escape(module): module_rank for module, module_rank in ranks.items() if module_rank != rank}
         return {
             "peft_type": "LORA",
             "task_type": self.task,
@@ -80,17 +82,17 @@ class NewAdapter:
 
 
 def write_adapter(adapter: NewAdapter, out: Path) -> None:
-    """Write ``adapter`` into the directory ``out``, its configuration last."""
+    """Write ``adapter`` into the directory ``out``. The configuration is written last."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
     tensors = adapter.tensors()
     header = [
-        (name, BY_TORCH_NAME[str(one.dtype).removeprefix("torch.")].code, tuple(one.shape), one.nbytes)
-        for name, one in tensors.items()
+        (name, BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].code, tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
     ]
     with (out / WEIGHTS_FILE).open("wb") as file:
         file.write(render_header(header, {"format": "pt"}))
-        for one in tensors.values():
-            file.write(one.reshape(-1).view(torch.uint8).numpy().data)
+        for tensor in tensors.values():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     (out / CONFIG_FILE).write_text(json.dumps(adapter.configuration(), indent=1, sort_keys=True) + "\n")

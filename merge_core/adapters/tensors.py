@@ -1,6 +1,6 @@
-"""Tensors of a model with an adapter applied: each is computed from the model's own and the adapter's while it is read.
+"""Define the tensors of a model with an adapter applied, which are computed while they are read.
 
-They stack: a weight that an adapter brings along may itself be changed by factors, and the model's own may be derived.
+They can be nested. Factors may change a full weight of the adapter, and the model's own tensor may be derived too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mergegate.merge_core.adapters.arithmetic import (
     Product,
     add_product,
     as_torch,
+    cache_elements,
     elements_of,
     high_format,
     read_factor,
     read_whole,
-    remembered,
     scale_directions,
 )
 from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterOwnTensor(DerivedTensor):
-    """A tensor that the adapter brings along whole, in the place and format of the model's own."""
+    """A full tensor of the adapter that replaces a tensor of the model and is converted to its format."""
 
     place: AnyTensor
     own: StoredTensor
@@ -52,19 +52,19 @@ class AdapterOwnTensor(DerivedTensor):
 
 @dataclass(frozen=True)
 class AdaptedWeight(DerivedTensor):
-    """A weight with the product of two factors added, and its magnitudes replaced where the adapter is DoRA.
+    """A weight plus the product of two factors, with replaced magnitudes if the adapter uses DoRA.
 
     Args:
-        source: The model's own.
-        a: ``lora_A`` ``[rank, in]``, or of all experts ``[experts · rank, in]``, expert by expert.
-        b: ``lora_B`` ``[out, rank]``, or of all experts ``[out, rank · experts]``, rank by rank.
-        magnitude: Of DoRA.
-        scale: What the product is multiplied by.
+        source: Weight of the model.
+        a: ``lora_A`` ``[rank, in]``, or ``[experts · rank, in]`` for all experts, grouped by expert.
+        b: ``lora_B`` ``[out, rank]``, or ``[out, rank · experts]`` for all experts, grouped by rank.
+        magnitude: Magnitudes of DoRA. None for plain LoRA.
+        scale: Factor of the product.
         transposed: Whether the weight is stored as ``[in, out]``.
-        experts: How many the factors are for.
-        expert: Of which of them the weight is; None: of all, one after the other.
-        first_row: Of the weight in the product, where it is a part of it.
-        round_change: Whether the change is rounded before it is added, as PEFT does here.
+        experts: Number of experts that the factors cover.
+        expert: Index of the expert that the weight belongs to. None if it contains all experts in order.
+        first_row: Row of the product at which the weight starts, if the weight is only a part of it.
+        round_change: Whether the change is rounded before it is added, like in PEFT for this kind of layer.
     """
 
     source: AnyTensor
@@ -85,8 +85,8 @@ class AdaptedWeight(DerivedTensor):
 
     def identity(self) -> Any:
         inner = self.source.identity() if isinstance(self.source, DerivedTensor) else None
-        said = [self.scale, self.transposed, self.experts, self.expert, self.first_row, self.round_change]
-        return ["adapted", inner, *said, self.magnitude is not None]
+        settings = [self.scale, self.transposed, self.experts, self.expert, self.first_row, self.round_change]
+        return ["adapted", inner, *settings, self.magnitude is not None]
 
     def open(self, read: ReadStored) -> ReadElements:
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
@@ -95,19 +95,19 @@ class AdaptedWeight(DerivedTensor):
         units = len(left)
         grid = Grid(units, self.shape[-2], self.shape[-1])
         if self.magnitude is None:
-            # Quicker computed again than kept, for methods that look at a tensor in several passes.
+            # For methods with several passes over a tensor, computing it again is faster than caching it.
             return add_product(self.source, elements, product, grid, round_change=self.round_change)
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
-        return remembered(self, scale_directions(self.source, elements, product, grid, magnitude))
+        return cache_elements(self, scale_directions(self.source, elements, product, grid, magnitude))
 
     def _factors(self, read: ReadStored, numeric: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[units, out, rank]`` and ``[units, rank, in]``."""
+        """Return the factors ``[units, out, rank]`` and ``[units, rank, in]``."""
         b = read_factor(self.b, read, numeric)
         rank = self.a.shape[0] // self.experts
         if self.expert is None:
             a = read_factor(self.a, read, numeric).view(self.experts, rank, -1)
             return b.view(len(b), rank, self.experts).permute(2, 0, 1).contiguous(), a
-        # Of one expert: only its rows of A are read; those of B lie apart.
+        # For one expert, only its rows of A are read. Its columns of B are not contiguous, so all of B is read.
         width = self.a.shape[1]
         count = rank * width
         own = read_whole(self.a, lambda at, memory: read(self.a, at, memory), self.expert * count, count)
@@ -119,7 +119,7 @@ class AdaptedWeight(DerivedTensor):
 
 @dataclass(frozen=True)
 class AdaptedBias(DerivedTensor):
-    """A bias with the scaled one of ``lora_B`` added."""
+    """A bias plus the scaled bias of ``lora_B``."""
 
     source: AnyTensor
     shift: StoredTensor
@@ -146,12 +146,12 @@ class AdaptedBias(DerivedTensor):
 
 @dataclass(frozen=True)
 class TrainedRows(DerivedTensor):
-    """An embedding of which the adapter brings some rows.
+    """An embedding with some rows replaced by rows of the adapter.
 
     Args:
-        source: The model's own.
-        values: The rows, one after the other.
-        rows: Which they are.
+        source: Embedding of the model.
+        values: New rows.
+        rows: Index of each new row in the embedding.
     """
 
     source: AnyTensor
@@ -171,14 +171,14 @@ class TrainedRows(DerivedTensor):
         elements, width = elements_of(self.source, read), self.shape[1]
         dtype: torch.dtype = getattr(torch, self.dtype.torch_name)
         values = read_factor(self.values, read, dtype)
-        at: Mapping[int, int] = {row: index for index, row in enumerate(self.rows)}
+        positions: Mapping[int, int] = {row: index for index, row in enumerate(self.rows)}
 
         def changed(first: int, into: Any) -> None:
             elements(first, into)
             memory = as_torch(into, self.dtype)
             end = first + len(memory)
-            for row in sorted(at.keys() & set(range(first // width, -(-end // width)))):
+            for row in sorted(positions.keys() & set(range(first // width, -(-end // width)))):
                 low, high = max(first, row * width), min(end, (row + 1) * width)
-                memory[low - first : high - first] = values[at[row], low - row * width : high - row * width]
+                memory[low - first : high - first] = values[positions[row], low - row * width : high - row * width]
 
         return changed

@@ -157,9 +157,9 @@ def test_large_matrices_are_decomposed_as_small_ones_are(monkeypatch: pytest.Mon
     generator = torch.Generator().manual_seed(0)
     strengths = torch.logspace(0, -4, 90)
     change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
-    whole = factor_change(change, 8, kept_as=torch.float32)
+    whole = factor_change(change, 8, dtype=torch.float32)
     monkeypatch.setattr("mergegate.merge_core.adapters.factorization._WHOLE", 16)
-    assert factor_change(change, 8, kept_as=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
+    assert factor_change(change, 8, dtype=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
 
 
 def factors(seed: int, rank: int) -> tuple[float, torch.Tensor, torch.Tensor]:
@@ -170,7 +170,7 @@ def factors(seed: int, rank: int) -> tuple[float, torch.Tensor, torch.Tensor]:
 
 def test_stacked_factors_are_the_sum_of_products() -> None:
     parts = [factors(1, 4), factors(2, 8)]
-    stacked = factor_sum(parts, None, kept_as=torch.float64)
+    stacked = factor_sum(parts, None, dtype=torch.float64)
     expected = sum(weight * (b @ a) for weight, a, b in parts)
     assert isinstance(expected, torch.Tensor)
     assert stacked.a.shape[0] == 12
@@ -181,7 +181,7 @@ def test_stacked_factors_are_the_sum_of_products() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 11])
 def test_a_sum_of_thin_products_is_cut_as_a_whole_decomposition_cuts_it(rank: int) -> None:
     parts = [factors(1, 4), factors(2, 8)]
-    cut = factor_sum(parts, rank, kept_as=torch.float64)
+    cut = factor_sum(parts, rank, dtype=torch.float64)
     product = parts[0][0] * (parts[0][2] @ parts[0][1]) + parts[1][0] * (parts[1][2] @ parts[1][1])
     s = torch.linalg.svdvals(product)
     best = float((s[rank:].square().sum() / s.square().sum()).sqrt())
