@@ -123,18 +123,20 @@ def _name(case: Case) -> Iterator[LicenseFinding]:
     """Require that name prefixes contain each other, and that the name of the merge begins with the longest."""
     prefixed = [entry for entry in case.resolved if entry.name_prefix]
     status: LicenseStatus = "blocked" if case.public else "allowed"
-    condition = "" if case.public else ", once the model is shared"
+    suffix = "" if case.public else ", once the model is shared"
     for first, second in combinations(prefixed, 2):
         if not _begins(first.name_prefix, second.name_prefix) and not _begins(second.name_prefix, first.name_prefix):
             sentence = (
                 f"the name would have to begin with {first.name_prefix!r} for {case.describe(first)} and with "
-                f"{second.name_prefix!r} for {case.describe(second)}{condition}"
+                f"{second.name_prefix!r} for {case.describe(second)}{suffix}"
             )
             yield LicenseFinding(status, sentence, case.about(first, second))
     name = case.use.name.rsplit("/", 1)[-1]
     for entry in prefixed:
         if not _begins(name, entry.name_prefix):
-            sentence = f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.describe(entry)} asks{condition}"
+            sentence = (
+                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.describe(entry)} asks{suffix}"
+            )
             yield LicenseFinding(status, sentence, case.about(entry))
 
 
