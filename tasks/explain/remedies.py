@@ -69,7 +69,7 @@ class Diagnosis:
         refs: The same models in the recipe's notation.
         origin: Start of the task vectors: name, and the model in the recipe's notation.
         has_base: Whether the origin is the recipe's base. If not, it is its first model, a parent like the others.
-        whole: Tally of the whole network.
+        tally: Tally of the whole network.
         verdict: Verdict of the gate.
         named_base: For a recipe without base, the base that the cards of all its models name, in the recipe's notation.
             None if they name none or several.
@@ -80,7 +80,7 @@ class Diagnosis:
     refs: tuple[str, ...]
     origin: tuple[str, str]
     has_base: bool
-    whole: Tally
+    tally: Tally
     verdict: GateVerdict
     named_base: str | None = None
 
@@ -105,7 +105,7 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def _move_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    ratio, strength = relative_movement(diagnosis.whole), _strength(diagnosis)
+    ratio, strength = relative_movement(diagnosis.tally), _strength(diagnosis)
     if ratio is None or strength is None or ratio <= _TOO_FAR:
         return
     yield Remedy(
@@ -117,11 +117,11 @@ def _move_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
 
 def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
     models = diagnosis.recipe.get("models")
-    if diagnosis.whole.vectors < 3 or not isinstance(models, Sequence):
+    if diagnosis.tally.vectors < 3 or not isinstance(models, Sequence):
         return
     for index, (name, ref) in enumerate(zip(diagnosis.names, diagnosis.refs, strict=True)):
         other_cosines = [
-            diagnosis.whole.cosine(index, other) for other in range(diagnosis.whole.vectors) if other != index
+            diagnosis.tally.cosine(index, neighbor) for neighbor in range(diagnosis.tally.vectors) if neighbor != index
         ]
         cosines = [cosine for cosine in other_cosines if cosine is not None]
         remaining = [entry for entry in models if isinstance(entry, Mapping) and entry.get("model") != ref]
@@ -135,7 +135,7 @@ def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
 
 def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
     """Propose methods that resolve conflicts, in place of a method in which opposed task vectors cancel."""
-    method, conflict = _method(diagnosis), diagnosis.whole.conflict
+    method, conflict = _method(diagnosis), diagnosis.tally.conflict
     if not method.traits.adds_up or not diagnosis.has_base or "models" not in diagnosis.recipe:
         return
     if conflict is None or conflict < _HIGH_CONFLICT:
@@ -147,13 +147,13 @@ def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
         additions = {name: value for name, value in remedy_traits.additions.items() if method.parameter(name) is None}
         yield Remedy(
             change={"merge_method": alternative.name, **remedy_traits.settings, **additions},
-            reason=f"{_conflict_words(diagnosis.whole)}; {method.name} adds them up and they cancel, "
+            reason=f"{_conflict_words(diagnosis.tally)}; {method.name} adds them up and they cancel, "
             f"while {alternative.name} {remedy_traits.because}.",
         )
 
 
 def _keep_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    conflict = diagnosis.whole.conflict
+    conflict = diagnosis.tally.conflict
     if not _method(diagnosis).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
         return
     current = max(_numbers(diagnosis.recipe, "density"), default=1.0)
@@ -161,19 +161,19 @@ def _keep_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
     if lower is not None:
         yield Remedy(
             change={"density": lower},
-            reason=f"{_conflict_words(diagnosis.whole)}; with density {lower:g} instead of {current:g} "
+            reason=f"{_conflict_words(diagnosis.tally)}; with density {lower:g} instead of {current:g} "
             "fewer of them meet.",
         )
 
 
 def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
     """Propose more weight for the parent whose skill was lost, if the merge is farther from it than from the others."""
-    models, whole = diagnosis.recipe.get("models"), diagnosis.whole
-    distances = {name: whole.merge_distance(index) for index, name in enumerate(diagnosis.names)}
+    models, tally = diagnosis.recipe.get("models"), diagnosis.tally
+    distances = {name: tally.merge_distance(index) for index, name in enumerate(diagnosis.names)}
     refs = dict(zip(diagnosis.names, diagnosis.refs, strict=True))
     if not diagnosis.has_base:
         name, refs[name] = diagnosis.origin
-        distances[name] = whole.merge_length
+        distances[name] = tally.merge_length
     lost = [guard for guard in diagnosis.verdict.guards if guard.outcome == "fail" and guard.reference in distances]
     if not lost or not isinstance(models, Sequence) or len(distances) < 2:
         return
@@ -188,7 +188,7 @@ def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
     for entry, weight in zip(entries, weights, strict=True):
         if entry.get("model") == refs[worst.reference] and weight is not None:
             # At least the largest weight of any other model.
-            increased = max(_MORE_WEIGHT * weight, *(other for other in weights if other is not None))
+            increased = max(_MORE_WEIGHT * weight, *(value for value in weights if value is not None))
             entry["parameters"] = {**entry["parameters"], "weight": round(increased, 3)}
             yield Remedy(
                 change={"models": entries},
@@ -225,7 +225,7 @@ def _take_the_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
 
 
 def _move_less_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    drift, strength, ratio = diagnosis.verdict.drift, _strength(diagnosis), relative_movement(diagnosis.whole)
+    drift, strength, ratio = diagnosis.verdict.drift, _strength(diagnosis), relative_movement(diagnosis.tally)
     if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
         return
     yield Remedy(
@@ -291,10 +291,10 @@ def _canonical_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return canonical
 
 
-def relative_movement(whole: Tally) -> float | None:
+def relative_movement(tally: Tally) -> float | None:
     """Return how far the merge moved from the origin, divided by the distance of the parent that moved farthest."""
-    farthest = max(whole.norm(vector) for vector in range(whole.vectors))
-    return whole.gram[-1][-1] ** 0.5 / farthest if whole.has_merge and farthest else None
+    farthest = max(tally.norm(vector) for vector in range(tally.vectors))
+    return tally.gram[-1][-1] ** 0.5 / farthest if tally.has_merge and farthest else None
 
 
 def _method(diagnosis: Diagnosis) -> Method:
@@ -321,9 +321,9 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def _conflict_words(whole: Tally) -> str:
-    share = f"{100 * (whole.conflict or 0):.0f} % of the weights that several parents move are pulled both ways"
-    return share if whole.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % would be chance)"
+def _conflict_words(tally: Tally) -> str:
+    share = f"{100 * (tally.conflict or 0):.0f} % of the weights that several parents move are pulled both ways"
+    return share if tally.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % would be chance)"
 
 
 def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:

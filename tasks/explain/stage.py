@@ -40,10 +40,10 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
-        whole = self.interference.whole
-        ratio = relative_movement(whole)
+        tally = self.interference.whole
+        ratio = relative_movement(tally)
         parts = [
-            f"sign conflict {100 * whole.conflict:.0f} %" if whole.conflict is not None else "",
+            f"sign conflict {100 * tally.conflict:.0f} %" if tally.conflict is not None else "",
             _how_far(ratio) if ratio is not None else "",
         ]
         return " · ".join(part for part in parts if part) or f"{len(self.interference.spots)} parts compared"
@@ -213,7 +213,7 @@ def explain_merge(
                 refs=tuple(parent.ref for parent in parents),
                 origin=(origin.name, origin.ref),
                 has_base=origin.is_base,
-                whole=interference.whole,
+                tally=interference.whole,
                 verdict=verdict,
                 named_base=None if origin.is_base else _find_named_base(pinned),
             )

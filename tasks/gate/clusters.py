@@ -72,8 +72,10 @@ def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
     sizes = Counter(clusters)
     remedy = "population: new questions, without cluster_by, where the verdict need not speak for other clusters"
     if len(sizes) < 2:
-        found = f"all documents in one cluster ({clusters[0]})"
-        raise InvalidInput(location, found=found, expected=f"{FEWEST_CLUSTERS:g} or more, better dozens", remedy=remedy)
+        description = f"all documents in one cluster ({clusters[0]})"
+        raise InvalidInput(
+            location, found=description, expected=f"{FEWEST_CLUSTERS:g} or more, better dozens", remedy=remedy
+        )
     effective = effective_clusters(list(sizes.values()))
     if effective < FEWEST_CLUSTERS - 1e-9:
         name, most = sizes.most_common(1)[0]

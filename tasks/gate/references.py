@@ -48,7 +48,7 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
 
 
 def comparable_parents(
-    reference: str | Sequence[str], parents: Sequence[str], merged: Collection[str], where: str
+    reference: str | Sequence[str], parents: Sequence[str], merged: Collection[str], location: str
 ) -> tuple[str, ...]:
     """Return the parents that 'best parent' chooses from, in their original order.
 
@@ -57,7 +57,7 @@ def comparable_parents(
         parents: Names of all parents.
         merged: Names of parents whose weights are merged. A base that task vectors are only measured from is not one of
             them, because a merge does not have to be better at everything than the base model.
-        where: Setting that messages name.
+        location: Setting that messages name.
 
     Raises:
         InvalidInput: For a name that is not the name of a parent.
@@ -70,7 +70,7 @@ def comparable_parents(
     for name in names:
         if name not in parents:
             raise InvalidInput(
-                where,
+                location,
                 found=f"{name!r}, which is no model of this merge",
                 expected=f"{FINE_TUNES!r}, {ALL_PARENTS!r}, or names of parents",
                 remedy=suggest(name, [*parents, FINE_TUNES, ALL_PARENTS]),

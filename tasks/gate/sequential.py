@@ -64,11 +64,11 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
     )
 
 
-def look_at(documents: int, schedule: Sequence[int], confidence: float, where: str) -> InterimLook:
+def look_at(documents: int, schedule: Sequence[int], confidence: float, location: str) -> InterimLook:
     """Return the look that is reached with this number of documents.
 
     Args:
-        where: Name of the task in messages.
+        location: Location of the task in messages.
 
     Raises:
         InvalidInput: If no look was planned there. The plan exists to prevent stopping whenever it suits.
@@ -77,7 +77,7 @@ def look_at(documents: int, schedule: Sequence[int], confidence: float, where: s
         if look.documents == documents:
             return look
     raise InvalidInput(
-        where,
+        location,
         found=f"{documents:,} documents scored",
         expected=f"as many as at a planned look: {', '.join(f'{planned:,}' for planned in schedule)}",
         remedy="evaluate up to the next look",

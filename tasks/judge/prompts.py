@@ -132,8 +132,8 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _prompt(line: Mapping[str, Any], location: str) -> Prompt:
     if ("prompt" in line) == ("turns" in line):
-        found = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
-        raise InvalidInput(location, found=found, expected="a text under prompt, or a list of texts under turns")
+        problem = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
+        raise InvalidInput(location, found=problem, expected="a text under prompt, or a list of texts under turns")
     turns = (line["prompt"],) if "prompt" in line else line["turns"]
     if not (isinstance(turns, (list, tuple)) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
         raise InvalidInput(

@@ -29,12 +29,12 @@ def judge_recorded_pairs(
     pairs: Sequence[RecordedAnswerPair],
     judging: JudgmentSettings,
     server: JudgeServer,
-    known: Collection[tuple[str, Order]] = (),
+    judged: Collection[tuple[str, Order]] = (),
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
 
     Args:
-        known: ``(id, order)`` of earlier judgments, which are not requested again.
+        judged: ``(id, order)`` of earlier judgments, which are not requested again.
 
     Raises:
         InvalidInput: If the server cannot be reached.
@@ -44,7 +44,7 @@ def judge_recorded_pairs(
         for pair in pairs
         if pair.reference != pair.merge
         for question in both_orders(Prompt(pair.id, (pair.question,), (None,)), 0, (pair.reference,), (pair.merge,))
-        if (pair.id, question.order) not in known
+        if (pair.id, question.order) not in judged
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)
 

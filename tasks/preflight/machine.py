@@ -57,13 +57,15 @@ class Machine:
     gpu: Capacity | None = None
 
 
-def measure_machine_capacity(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
-    """Return the resources of this machine for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
+def measure_machine_capacity(
+    compatibility: Compatibility, parents: Sequence[ResolvedCheckpoint], device: str
+) -> Machine:
+    """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
     from mergegate.merge_core.engine import usable_cores
 
     return Machine(
         cores=usable_cores(),
-        disks=_disks(compatibility.disk, found),
+        disks=_disks(compatibility.disk, parents),
         memory=system_memory(),
         gpu=gpu_memory(device) if device != "cpu" else None,
     )
@@ -143,9 +145,9 @@ def _in_memory(compatibility: Compatibility, dtype: str) -> int:
     return compatibility.largest_bytes if width is None else width * compatibility.largest_parameters
 
 
-def _disks(merged: int, found: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
+def _disks(merged: int, parents: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
     """Return the project's disk and the disk of the Hub's cache, which may be the same."""
-    snapshots = {snapshot.directory: snapshot for parent in found for snapshot in parent.snapshots}
+    snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
     downloads = {directory: snapshot.bytes_to_download for directory, snapshot in snapshots.items()}
     writes = [(home(), "the merged checkpoint", merged)]
     writes += [(directory, "weights from the Hub", count) for directory, count in downloads.items() if count]

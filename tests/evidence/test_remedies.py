@@ -107,7 +107,7 @@ def suggestions(
         "has_base": "base_model" in found,
         **about,
     }
-    return suggest_remedies(Diagnosis(recipe=found, whole=whole, verdict=verdict or refused(guard()), **given_by))
+    return suggest_remedies(Diagnosis(recipe=found, tally=whole, verdict=verdict or refused(guard()), **given_by))
 
 
 def changes(

@@ -347,7 +347,7 @@ def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str
         if not names:
             return None, None, ""
         with open_plain(directory / names[0], within=directory) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # raw is enough
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # A raw stream suffices.
             file.seek(0)
             data = file.read(_LICENSE_BYTES + 1)
         is_usable = len(names) == 1 and len(data) <= _LICENSE_BYTES
@@ -355,8 +355,8 @@ def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str
     except FileNotFoundError:
         return None, None, ""
     except (InvalidInput, OSError) as error:
-        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
-        problems.append(f"the licence file cannot be read: {found}")
+        detail = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        problems.append(f"the licence file cannot be read: {detail}")
         return None, None, ""
 
 

@@ -58,7 +58,7 @@ def _known(case: Case) -> Iterator[LicenseFinding]:
             yield LicenseFinding("review", sentence, (Subject(model=model.name, license=None),))
     for entry in case.resolved:
         if entry.review:
-            yield LicenseFinding("review", f"{case.called(entry)}: {entry.review}", case.about(entry))
+            yield LicenseFinding("review", f"{case.describe(entry)}: {entry.review}", case.about(entry))
 
 
 def _derivatives(case: Case) -> Iterator[LicenseFinding]:
@@ -83,7 +83,7 @@ def _commercial(case: Case) -> Iterator[LicenseFinding]:
     if case.use.purpose == "commercial":
         for entry in case.resolved:
             if entry.commercial == "forbidden":
-                yield LicenseFinding("blocked", f"{case.called(entry)} forbids commercial use", case.about(entry))
+                yield LicenseFinding("blocked", f"{case.describe(entry)} forbids commercial use", case.about(entry))
 
 
 def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
@@ -91,7 +91,7 @@ def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
     if case.public and case.use.commercial_entity:
         for entry in case.resolved:
             if entry.sharing == "noncommercial-only":
-                sentence = f"{case.called(entry)} does not let a commercial entity distribute, even free of charge"
+                sentence = f"{case.describe(entry)} does not let a commercial entity distribute, even free of charge"
                 yield LicenseFinding("blocked", sentence, case.about(entry))
 
 
@@ -103,7 +103,7 @@ def _improving_others(case: Case) -> Iterator[LicenseFinding]:
         outsiders = sorted({_describe_model(p) for p in case.parents if not _is_within(p, entry)})
         if outsiders:
             sentence = (
-                f"{case.called(entry)} may not be used to improve models outside {join_words(entry.only_with)}, "
+                f"{case.describe(entry)} may not be used to improve models outside {join_words(entry.only_with)}, "
                 f"and here it meets {join_words(outsiders)}"
             )
             yield LicenseFinding("blocked", sentence, case.about(entry))
@@ -123,19 +123,19 @@ def _name(case: Case) -> Iterator[LicenseFinding]:
     """Require that name prefixes contain each other, and that the name of the merge begins with the longest."""
     prefixed = [entry for entry in case.resolved if entry.name_prefix]
     status: LicenseStatus = "blocked" if case.public else "allowed"
-    condition = "" if case.public else ", once the model is shared"
+    suffix = "" if case.public else ", once the model is shared"
     for first, second in combinations(prefixed, 2):
         if not _begins(first.name_prefix, second.name_prefix) and not _begins(second.name_prefix, first.name_prefix):
             sentence = (
-                f"the name would have to begin with {first.name_prefix!r} for {case.called(first)} and with "
-                f"{second.name_prefix!r} for {case.called(second)}{condition}"
+                f"the name would have to begin with {first.name_prefix!r} for {case.describe(first)} and with "
+                f"{second.name_prefix!r} for {case.describe(second)}{suffix}"
             )
             yield LicenseFinding(status, sentence, case.about(first, second))
     name = case.use.name.rsplit("/", 1)[-1]
     for entry in prefixed:
         if not _begins(name, entry.name_prefix):
             sentence = (
-                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.called(entry)} asks{condition}"
+                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.describe(entry)} asks{suffix}"
             )
             yield LicenseFinding(status, sentence, case.about(entry))
 
@@ -206,7 +206,7 @@ def _territory(case: Case) -> Iterator[LicenseFinding]:
     """Require a review of a license that grants nothing in some territory or to some users."""
     for entry in case.resolved:
         if entry.territory:
-            yield LicenseFinding("review", f"{case.called(entry)} is limited: {entry.territory}", case.about(entry))
+            yield LicenseFinding("review", f"{case.describe(entry)} is limited: {entry.territory}", case.about(entry))
 
 
 def _ancestry(case: Case) -> Iterator[LicenseFinding]:

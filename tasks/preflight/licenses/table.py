@@ -201,10 +201,10 @@ def _license(name: str, fields: object, location: str) -> License:
         return License.model_validate({"id": name, **values})
     except ValidationError as error:
         first = error.errors()[0]
-        found = "nothing" if first["type"] == "missing" else repr(first["input"])
+        value = "nothing" if first["type"] == "missing" else repr(first["input"])
         hint = " (YAML reads a bare yes or no as true or false)" if isinstance(first["input"], bool) else ""
         raise InvalidInput(
-            f"{location}: licenses.{name}.{'.'.join(map(str, first['loc']))}", found=found + hint, expected=first["msg"]
+            f"{location}: licenses.{name}.{'.'.join(map(str, first['loc']))}", found=value + hint, expected=first["msg"]
         ) from error
 
 
