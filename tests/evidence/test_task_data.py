@@ -21,6 +21,7 @@ from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import inspect_data, open_tasks, score_documents
@@ -87,9 +88,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_DATASETS_CACHE", str(cache))
         patched.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-        process.end_model_process()
+        end_model_process()
         yield cache
-    process.end_model_process()
+    end_model_process()
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_data_that_did_not_change_are_not_loaded_anew(
     hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = pin_data(task)
-    process.end_model_process()
+    end_model_process()
     monkeypatch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
     assert pin_data(task) == first
 
