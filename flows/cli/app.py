@@ -127,7 +127,7 @@ def run_command(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Release a merge: check, merge, evaluate, gate, publish. Stages that are already cached are reused."""
+    """Make a release: check, merge, evaluate, gate, publish. Stages that are already cached are reused."""
     with _refusals(as_json or events):
         _prepare_environment()
         all_overrides = tuple(overrides or ())

@@ -55,7 +55,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
 
 def print_next(console: Console, outcome: RunOutcome, profile: Path) -> None:
     """Print the next command for the user, below the outcome."""
-    _print_below(console, next_step(outcome, profile), "next")
+    _print_below(console, next_command(outcome, profile), "next")
 
 
 def _print_below(console: Console, line: str, label: str = "") -> None:
@@ -71,7 +71,7 @@ def _print_below(console: Console, line: str, label: str = "") -> None:
     console.print(grid, soft_wrap=False)
 
 
-def next_step(outcome: RunOutcome, profile: Path) -> str:
+def next_command(outcome: RunOutcome, profile: Path) -> str:
     """Return the next command for the user."""
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
         return f"mergegate verify {short_path(outcome.location)}"
