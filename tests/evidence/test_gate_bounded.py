@@ -181,7 +181,7 @@ def test_what_is_no_difference_of_scores_is_refused() -> None:
 def test_graded_merges_at_the_margin_are_published_one_time_in_twenty_at_most(
     script: ModuleType, shape: str, n: int, parts: int
 ) -> None:
-    schedule = script.looks(n, math.ceil(n / parts))
+    schedule = script.interim_looks(n, math.ceil(n / parts))
     found = script.published(script.SHAPES[shape], 0.03, schedule, 2000, np.random.default_rng(5))
     assert found.ours <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 

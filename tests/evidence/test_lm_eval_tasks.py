@@ -165,7 +165,7 @@ def test_nltk_data_of_a_function_are_missed_with_the_command_that_fetches_them(
 ) -> None:
     from nltk import data
 
-    monkeypatch.setattr(data, "evidence_path", [str(tmp_path / "nltk_data")])
+    monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
     task_with_function(tmp_path, f"import nltk\n{module}")
     with pytest.raises(InvalidInput, match="small_tab, not installed here") as refused:
         require_supported("t.yaml", tmp_path)
