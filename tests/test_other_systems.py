@@ -205,7 +205,7 @@ def test_the_help_answers_elsewhere(tmp_path: Path) -> None:
 
 
 def test_on_windows_every_command_says_where_it_runs(tmp_path: Path) -> None:
-    windows = "import os\nfrom flows.cli import main\nos.name = 'nt'\nmain()\n"
+    windows = "import os\nfrom mergegate.flows.cli import main\nos.name = 'nt'\nmain()\n"
     done = on_a_mac(windows, tmp_path, "methods", really=False)
     assert (done.returncode, done.stdout) == (3, "")
     assert "WSL" in done.stderr

@@ -102,7 +102,7 @@ class TestTimeLimits:
 
     def test_a_main_thread_that_no_longer_answers_ends_with_its_process(self) -> None:
         script = (
-            "import signal, time, tasks.stage.limits as limits\n"
+            "import signal, time, mergegate.tasks.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
             "with limits.limited(limits.Limits(run='0.1 s')):\n"
             "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # as a call that never comes back
