@@ -1,4 +1,4 @@
-"""Merge a recipe and its pinned parents into a checkpoint, and measure what the recipe needs from models in advance.
+"""Merge the pinned parents of a recipe into a checkpoint, and take the measurements that the recipe needs first.
 
 * ``stage.py``: the merge stage.
 * ``preparation.py``: all measurements that a recipe needs before it can be planned.

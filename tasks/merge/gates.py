@@ -111,7 +111,7 @@ def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | Non
 
 
 def _require_rows(gates: GateRows, rows: int, base: str) -> None:
-    """Raise InvalidInput if the rows have a wrong size or are not finite. An untrusted tokenizer took part in them."""
+    """Raise InvalidInput if the rows have a wrong size or are not finite, because the model process is not trusted."""
     import numpy as np
 
     values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
