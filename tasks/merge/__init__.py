@@ -1,10 +1,12 @@
-"""The merge stage: a recipe and its pinned parents into a checkpoint; and what must be asked of a model before it.
+"""Merge the pinned parents of a recipe into a checkpoint, and take the measurements that the recipe needs first.
 
-``stage.py`` is the stage. ``preparation.py`` has models asked beforehand what a recipe wants of them: ``gates.py``
-makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what a model
-shows on a text of its own (``reading_inputs.py`` and ``reading_gradients.py``, in the process that holds models),
-``distances.py`` looks how far models are from each other. ``optimizer.py`` is the stage of what a server's optimizer
-keeps of a merge for the next one.
+* ``stage.py``: the merge stage.
+* ``preparation.py``: all measurements that a recipe needs before it can be planned.
+* ``gates.py``: router rows of a mixture of experts, computed from prompts.
+* ``statistics.py``: statistics of a model on its calibration text. ``input_statistics.py`` and
+  ``gradient_statistics.py`` compute them in the model process.
+* ``distances.py``: distances between models.
+* ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """
 
 from mergegate.tasks.merge.optimizer import (

@@ -1,8 +1,9 @@
-"""How far the models of a merge are from each other, for rules that ask: who is left out, whose voice counts how much.
+"""Measure the distances between the models of a merge, for rules that leave models out or weight them by distance.
 
-All weights are read once for it, and again where some are not finite: whose? What was found is kept by content::
+All weights are read once. If some are not finite, they are read again to find out which models contain them. The
+results are cached by content::
 
-    recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # the same recipe where nothing is asked
+    recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # unchanged if no rule needs distances
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ _PIECE = 16 << 20
 
 
 class ModelDistances(StageValue):
-    """Products of the task vectors of whole models, in the order in which they were asked."""
+    """Products of the task vectors of complete models, in the order of the request."""
 
     models: Annotated[tuple[str, ...], NotInKey]
-    broken: tuple[int, ...]  # numbers of each model that are not finite
-    gram: tuple[tuple[float, ...], ...]  # of those of which all are
+    broken: tuple[int, ...]  # count of NaN and infinite numbers in each model
+    gram: tuple[tuple[float, ...], ...]  # products of the models without such numbers
 
     @property
     def sound(self) -> tuple[int, ...]:
-        """Positions of the models that ``gram`` speaks of."""
-        return tuple(at for at, count in enumerate(self.broken) if not count)
+        """Indices of the models in ``gram``, which are those without NaN or infinity."""
+        return tuple(index for index, count in enumerate(self.broken) if not count)
 
     def summary(self) -> str:
         lengths = normalized_lengths_and_distances(self.gram) if self.gram else []
-        said = [f"{self.models[at]} {length:.1f}" for at, (length, _) in zip(self.sound, lengths, strict=True)]
-        said += [f"{self.models[at]} broken" for at, count in enumerate(self.broken) if count]
-        return f"lengths over the median: {', '.join(said)}"
+        parts = [f"{self.models[index]} {length:.1f}" for index, (length, _) in zip(self.sound, lengths, strict=True)]
+        parts += [f"{self.models[index]} broken" for index, count in enumerate(self.broken) if count]
+        return f"lengths over the median: {', '.join(parts)}"
 
 
 Measure: TypeAlias = Callable[[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]], StoredValue[ModelDistances]]
@@ -56,18 +57,20 @@ Measure: TypeAlias = Callable[[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]], 
 
 @value_stage("distances", version=2)
 def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]) -> ModelDistances:
-    """Products of the task vectors of ``models`` from ``base``; of those that hold NaN or infinity only how many.
+    """Return the products of the task vectors of ``models``, measured from ``base``.
+
+    Models that contain NaN or infinity have no products. For them, only the count of such numbers is returned.
 
     Raises:
-        InvalidInput: when a file cannot be read, or nothing can be compared.
+        InvalidInput: If a file cannot be read, the base contains NaN or infinity, or there is nothing to compare.
     """
     opened = [model.open() for model in models]
     broken = [0] * len(opened)
     gram = _products(base, opened)
     if gram is None:
-        if not _non_finite(base.open()):  # else what is an adapter on it would be blamed
-            broken = [_non_finite(one) for one in opened]
-            gram = _products(base, [one for one, count in zip(opened, broken, strict=True) if not count])
+        if not _non_finite(base.open()):  # A broken base also breaks the models that are adapters on it.
+            broken = [_non_finite(checkpoint) for checkpoint in opened]
+            gram = _products(base, [checkpoint for checkpoint, count in zip(opened, broken, strict=True) if not count])
         if gram is None and not all(broken):
             raise InvalidInput(
                 f"{base.name} ({base.directory})",
@@ -83,26 +86,26 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
 
 
 def _products(base: PinnedCheckpoint, opened: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
-    """Of the task vectors of whole models; None where a number of one is not finite, or there is no model.
+    """Return the products of the task vectors, or None if a number is not finite or there is no model.
 
     Raises:
-        InvalidInput: as :func:`model_distances`.
+        InvalidInput: If a file cannot be read, or there is nothing to compare.
     """
     if not opened:
         return None
     try:
-        found = measure_interference(
+        interference = measure_interference(
             base.open(), opened, on_progress=lambda done, total: advance(done, max(total, 1), "B")
         )
     except InvalidInput:
-        if not any(map(_non_finite, opened)):  # or nothing was left to be compared
+        if not any(map(_non_finite, opened)):  # Non-finite numbers can also leave nothing to compare.
             raise
         return None
-    return None if any(one.reason == NOT_FINITE for one in found.skipped) else found.whole.gram
+    return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.whole.gram
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:
-    """Numbers of a model that are none: also such that an adapter of sound numbers makes."""
+    """Count the NaN and infinite numbers of a model, including overflows that a finite adapter causes."""
     count = 0
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
@@ -122,52 +125,58 @@ def _read(tensor: StoredTensor, first: int, into: Any) -> None:
 
 
 def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:
-    """``recipe`` without the models that its rule leaves out, and with the voices that its method gives to the others.
+    """Return ``recipe`` with its models filtered and weighted by distance, as its rule and its method require.
 
     Args:
-        find: The pinned model of a reference.
-        measure: :func:`model_distances`, as a task of a flow; None: the same without Prefect.
+        recipe: Recipe to complete.
+        find: Function that returns the pinned model of a reference.
+        measure: :func:`model_distances` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
-        InvalidInput: when no model is left, or one is broken and no rule leaves it out.
+        InvalidInput: If no model remains, or a model contains NaN or infinity and no rule leaves it out.
     """
-    return recipe.map_documents(lambda document: _with_own(document, find, measure))
+    return recipe.map_documents(lambda document: _with_own_distances(document, find, measure))
 
 
-def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
+def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
     if not recipe.needs_distances or recipe.places is not None:
         return recipe
     refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
     models = tuple(find(ref) for ref in refs)
-    found = (measure or model_distances.build)(find(str(recipe.base)), models).value
-    out = {refs[at]: f"{count:,} numbers that are not finite" for at, count in enumerate(found.broken) if count}
-    if out and recipe.leave_out_beyond is None:
-        worst = next(iter(out))
+    distances = (measure or model_distances.build)(find(str(recipe.base)), models).value
+    left_out = {
+        refs[index]: f"{count:,} numbers that are not finite" for index, count in enumerate(distances.broken) if count
+    }
+    if left_out and recipe.leave_out_beyond is None:
+        first = next(iter(left_out))
         raise InvalidInput(
-            worst, found=out[worst], expected="numbers", remedy="remove it, or say leave_out_beyond in the recipe"
+            first, found=left_out[first], expected="numbers", remedy="remove it, or say leave_out_beyond in the recipe"
         )
-    kept = list(found.sound)
+    remaining = list(distances.sound)
     if recipe.leave_out_beyond is not None:
-        far = find_outliers(found.gram, recipe.leave_out_beyond) if found.gram else {}
-        out |= {
-            refs[kept[at]]: f"its change is {times:.1f} times as long as the median one" for at, times in far.items()
+        outliers = find_outliers(distances.gram, recipe.leave_out_beyond) if distances.gram else {}
+        left_out |= {
+            refs[remaining[row]]: f"its change is {ratio:.1f} times as long as the median one"
+            for row, ratio in outliers.items()
         }
-        kept = [at for number, at in enumerate(kept) if number not in far]
-    if not kept:
+        remaining = [index for row, index in enumerate(remaining) if row not in outliers]
+    if not remaining:
         raise InvalidInput(
             recipe.where,
-            found=f"no model is left: {next(iter(out))}: {next(iter(out.values()))}",
+            found=f"no model is left: {next(iter(left_out))}: {next(iter(left_out.values()))}",
             expected="one at least that is sound",
         )
     shares = None
     if recipe.method.traits.by_distance:
-        rows = [found.sound.index(at) for at in kept]
-        gram = [[found.gram[i][j] for j in rows] for i in rows]
-        voices = [recipe.model_weight(refs[at]) for at in kept]
-        shares = dict(zip([refs[at] for at in kept], geometric_median(gram, voices), strict=True))
-    around = dict(zip(found.sound, normalized_lengths_and_distances(found.gram) if found.gram else [], strict=True))
+        rows = [distances.sound.index(index) for index in remaining]
+        gram = [[distances.gram[i][j] for j in rows] for i in rows]
+        weights = [recipe.model_weight(refs[index]) for index in remaining]
+        shares = dict(zip([refs[index] for index in remaining], geometric_median(gram, weights), strict=True))
+    measured = dict(
+        zip(distances.sound, normalized_lengths_and_distances(distances.gram) if distances.gram else [], strict=True)
+    )
     places = {}
-    for at, ref in enumerate(refs):
-        length, apart = around.get(at, (None, None))
-        places[ref] = ModelPlace(length, apart, out.get(ref, ""))
+    for index, ref in enumerate(refs):
+        length, apart = measured.get(index, (None, None))
+        places[ref] = ModelPlace(length, apart, left_out.get(ref, ""))
     return select_models(recipe, places, shares)

@@ -1,13 +1,14 @@
-"""What flows into experts that are one parameter, seen in the products that a network computes with it.
+"""Observe the inputs of experts that share one parameter, through the matrix products that the network computes.
 
-Transformers holds all experts of a layer in one parameter, ``[experts, out, in]`` or ``[experts, in, out]``, so there
-is no module with an input of its own. But whatever a family makes of its router, in the end an input is multiplied with
-the matrix of one expert, which is a view of the parameter: where that begins in memory says whose it is::
+Transformers stores all experts of a layer in one parameter, ``[experts, out, in]`` or ``[experts, in, out]``, so no
+module has the input of a single expert. But in every model family, the layer finally multiplies an input by the matrix
+of one expert. This matrix is a view of the parameter, and its address in memory identifies the expert::
 
     linear(x, experts[3])       x @ experts[3]       bmm(x_of_each_expert, experts)
 
-So every product is looked at while the network computes, and nothing of a family need be known. Of the ways in which
-transformers can compute experts, the plain one does it expert by expert; it is chosen as long as somebody looks.
+The module therefore inspects every product while the network runs and needs no knowledge of the family. Transformers
+has several implementations of experts. The eager one computes one expert at a time, so it is selected during the
+observation.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _BY_COLUMNS = frozenset({"matmul", "mm", "__matmul__", "bmm"})  # [in, out]
 
 
 class ExpertProduct(NamedTuple):
-    """A product with the matrix of one expert.
+    """One product with the matrix of one expert.
 
     Args:
-        parameter: Name of the parameter of all experts.
-        number: The expert's.
-        given: What flows in, ``[tokens, in]``.
-        positions: Of these tokens in the text that is read; None where nobody knows.
+        parameter: Name of the parameter that contains all experts.
+        number: Number of the expert.
+        given: Input of the product, ``[tokens, in]``.
+        positions: Positions of these tokens in the window, or None if they cannot be determined.
         inputs_first: Whether the matrix is ``[in, out]`` in memory.
     """
 
@@ -42,60 +43,65 @@ class ExpertProduct(NamedTuple):
 
 
 class ExpertProducts(TorchFunctionMode):
-    """Calls ``seen`` for each product with the matrix of an expert, before it is computed. Use it in ``with``.
+    """Context manager that calls ``on_product`` for each product with the matrix of an expert, before it is computed.
 
     Args:
-        parameters: ``[experts, out, in]`` or ``[experts, in, out]``, by name.
-        seen: Is told of each.
+        parameters: Parameters of the experts by name, ``[experts, out, in]`` or ``[experts, in, out]``.
+        on_product: Callback that receives each product.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], seen: Callable[[ExpertProduct], None]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], on_product: Callable[[ExpertProduct], None]) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen = on_product
         self._sizes = {name: parameter.shape for name, parameter in parameters.items()}
         self._at = {
             parameter[number].data_ptr(): (name, number)
             for name, parameter in parameters.items()
             for number in range(len(parameter))
         }
-        # Numbers of the rows that were last taken out of a tensor: those of tokens that are sent to an expert.
+        # Most recent row indices used to index a tensor: the positions of the tokens that are routed to an expert.
         self._taken: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        called = getattr(func, "__name__", "")
-        if len(args) > 1 and (called in _BY_ROWS or called in _BY_COLUMNS):
-            self._look(args[0], args[1], inputs_first=called in _BY_COLUMNS)
-        elif called == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.long:
+        function = getattr(func, "__name__", "")
+        if len(args) > 1 and (function in _BY_ROWS or function in _BY_COLUMNS):
+            self._inspect(args[0], args[1], inputs_first=function in _BY_COLUMNS)
+        elif function == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.long:
             self._taken = args[1] if args[1].ndim == 1 else self._taken
         return func(*args, **(kwargs or {}))
 
-    def _look(self, given: Any, matrix: Any, *, inputs_first: bool) -> None:
-        at = self._at.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
-        if at is None:
+    def _inspect(self, inputs: Any, matrix: Any, *, inputs_first: bool) -> None:
+        expert = self._at.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
+        if expert is None:
             return
-        name, number = at
+        name, number = expert
         experts, *sizes = self._sizes[name]
         if list(matrix.shape) == sizes:
-            known = self._taken is not None and given.ndim == 2 and len(self._taken) == len(given)
-            self._seen(ExpertProduct(name, number, given, self._taken if known else None, inputs_first))
-        elif list(matrix.shape) == [experts, *sizes] and given.ndim == 3 and len(given) == experts:
-            # All tokens come to each expert, as zeros where its router did not choose it.
-            for number, own in enumerate(given):
-                positions = own.any(-1).nonzero()[:, 0]
-                self._seen(ExpertProduct(name, number, own[positions], positions, inputs_first))
+            has_positions = self._taken is not None and inputs.ndim == 2 and len(self._taken) == len(inputs)
+            self._seen(ExpertProduct(name, number, inputs, self._taken if has_positions else None, inputs_first))
+        elif list(matrix.shape) == [experts, *sizes] and inputs.ndim == 3 and len(inputs) == experts:
+            # Each expert receives all tokens. The tokens that the router did not send to it are zero.
+            for number, rows in enumerate(inputs):
+                positions = rows.any(-1).nonzero()[:, 0]
+                self._seen(ExpertProduct(name, number, rows[positions], positions, inputs_first))
 
 
 @contextmanager
 def experts_one_by_one(modules: Iterable[Any]) -> Iterator[None]:
-    """Modules of experts compute in the plain way, where transformers has several: their configuration says which."""
-    configs = {id(one.config): one.config for one in modules if hasattr(one, "config")}.values()
-    before = [(one, way) for one in configs if (way := getattr(one, "_experts_implementation", None)) is not None]
-    for config, _ in before:
+    """Select the eager implementation of experts within the context.
+
+    Modules of families for which transformers has only one implementation stay as they are.
+    """
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}.values()
+    previous = [
+        (config, name) for config in configs if (name := getattr(config, "_experts_implementation", None)) is not None
+    ]
+    for config, _ in previous:
         config._experts_implementation = "eager"
     try:
         yield
     finally:
-        for config, way in before:
-            config._experts_implementation = way
+        for config, name in previous:
+            config._experts_implementation = name

@@ -1,16 +1,21 @@
-"""Router rows of a mixture of experts, out of prompts: which hidden states should be sent to which expert.
+"""Compute the router rows of a mixture of experts from prompts.
 
-A row is the mean of what the base makes of an expert's positive prompts, less the mean of its negative ones, of length
-one; in a layer where nothing is left of the difference (the first sees the last token only, and prompts may end alike)
-the positive prompts' alone. What it makes of a prompt is, in layer ``l``, the hidden state that enters that layer: of
-the last token (``hidden``, ``hidden_last``) or the mean over all tokens (``hidden_avg``); or, in every layer, the sum
-of its tokens' embeddings (``cheap_embed``, where both means are brought to length one first), for which no layer is
-computed.
+A router row decides which hidden states the router sends to an expert. It is the mean state of the expert's positive
+prompts minus the mean state of its negative prompts, scaled to length one. In a layer where the two means are equal,
+the row is the mean of the positive prompts alone. This happens in the first layer, which sees only the last token, if
+all prompts end with the same one.
 
-Prompts are read one by one, so no padding is in any mean. The base is asked in the process that holds models: its
-tokenizer is what a stranger wrote. What it says is kept by content, like everything that a model was asked::
+The gate mode defines the state of a prompt in layer ``l``:
 
-    recipe = with_gates(recipe, find=lambda ref: pinned[ref])      # the same recipe where nothing is to be computed
+* ``hidden``, ``hidden_last``: the hidden state of the last token at the input of the layer;
+* ``hidden_avg``: the mean of these hidden states over all tokens;
+* ``cheap_embed``: the sum of the embeddings of all tokens, the same in every layer. No layer is computed, and both
+  means are scaled to length one before they are subtracted.
+
+The base reads one prompt at a time, so no mean contains padding. It runs in the model process, because its tokenizer is
+untrusted code. The rows are cached by content, like all results of models::
+
+    recipe = with_gates(recipe, find=lambda ref: pinned[ref])      # unchanged if there are no rows to compute
 """
 
 from __future__ import annotations
@@ -37,12 +42,12 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.floating[Any]]
 
-# Below this share of what the positive prompts give, the rest is rounding, and its direction means nothing.
+# A difference shorter than this share of the positive mean is rounding error, so its direction is meaningless.
 _NOTHING_LEFT = 1e-6
 
 
 class PromptPair(BaseModel):
-    """What should, and what should not, be sent to an expert."""
+    """Prompts that an expert should receive (positive) and prompts that it should not receive (negative)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,7 +56,10 @@ class PromptPair(BaseModel):
 
 
 class GateQuestion(BaseModel):
-    """What is asked of the base: one row a pair, in each layer; of an expert without prompts, zeros."""
+    """Request for the router rows of all experts, with one pair of prompt lists per expert.
+
+    The answer has one row per pair and layer. The rows of an expert without prompts are zero.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +68,11 @@ class GateQuestion(BaseModel):
 
 
 class RouterRows(StageValue):
-    """Rows of length one, or zeros, as base64 of little-endian float32 ``[layers, rows, width]``."""
+    """Router rows of all layers.
+
+    Args:
+        data: Base64 of the rows in little-endian float32, ``[layers, rows, width]``. Each has length one or is zero.
+    """
 
     layers: int
     rows: int
@@ -75,14 +87,15 @@ Ask: TypeAlias = "Callable[[Model, GateQuestion, Runtime], StoredValue[RouterRow
 
 
 def with_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None = None) -> Recipe:
-    """``recipe`` with the router rows that its prompts ask for, in every document of it.
+    """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
 
     Args:
-        find: The pinned model of a reference. Asked of bases only, and only where rows are to be computed.
-        ask: :func:`router_rows`, as a task of a flow; None: the same without Prefect.
+        find: Function that returns the pinned model of a reference. It is only called for bases, and only if there are
+            rows to compute.
+        ask: :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
-        InvalidInput: when the base cannot be loaded, or prompts leave nothing that tells an expert from nothing.
+        InvalidInput: If the base cannot be loaded, or if its states do not distinguish positive from negative prompts.
     """
     return recipe.map_documents(lambda document: _with_own_gates(document, find, ask))
 
@@ -91,19 +104,19 @@ def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | Non
     mixture = recipe.mixture
     if mixture is None or not mixture.needs_prompts or mixture.gates is not None:
         return recipe
-    said = (ask or router_rows.build)(find(str(recipe.base)), _question(mixture), runtime()).value
-    gates = GateRows(said.layers, said.rows, said.width, base64.b64decode(said.data))
+    rows = (ask or router_rows.build)(find(str(recipe.base)), _question(mixture), runtime()).value
+    gates = GateRows(rows.layers, rows.rows, rows.width, base64.b64decode(rows.data))
     _require_rows(gates, len(mixture.all_experts), str(recipe.base))
     return replace(recipe, mixture=replace(mixture, gates=gates))
 
 
-def _require_rows(gates: GateRows, rows: int, where: str) -> None:
-    """What a stranger's tokenizer had a hand in is looked at before it is believed."""
+def _require_rows(gates: GateRows, rows: int, base: str) -> None:
+    """Raise InvalidInput if the rows have a wrong size or are not finite, because the model process is not trusted."""
     import numpy as np
 
-    found = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
-    if gates.rows != rows or found.size != gates.layers * rows * gates.width or not np.isfinite(found).all():
-        raise InvalidInput(f"router rows of {where}", found="numbers that are none", expected=f"{rows} rows a layer")
+    values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
+    if gates.rows != rows or values.size != gates.layers * rows * gates.width or not np.isfinite(values).all():
+        raise InvalidInput(f"router rows of {base}", found="numbers that are none", expected=f"{rows} rows a layer")
 
 
 def _question(mixture: Mixture) -> GateQuestion:
@@ -114,23 +127,23 @@ def _question(mixture: Mixture) -> GateQuestion:
 
 @value_stage("gates", version=1, subject="model")
 def router_rows(model: Model, question: GateQuestion, runtime: Runtime) -> RouterRows:
-    """The rows that ``question`` asks of ``model``.
+    """Return the router rows that ``question`` requests from ``model``.
 
     Raises:
-        InvalidInput: see :func:`with_gates`.
+        InvalidInput: If the model cannot be loaded, or if its states do not distinguish positive from negative prompts.
     """
-    found = call_model_process(
+    result = call_model_process(
         compute_rows,
         (model, question, runtime.device),
         where=f"router rows of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "prompts"),
     )
-    return RouterRows(layers=found.layers, rows=found.rows, width=found.width, data=found.data)
+    return RouterRows(layers=result.layers, rows=result.rows, width=result.width, data=result.data)
 
 
 class SerializedRouterRows(NamedTuple):
-    """As :class:`RouterRows`, on its way between processes."""
+    """Content of :class:`RouterRows` in the form in which the model process returns it."""
 
     layers: int
     rows: int
@@ -139,7 +152,7 @@ class SerializedRouterRows(NamedTuple):
 
 
 def compute_rows(model: Model, question: GateQuestion, device: str, on_progress: TellProgress) -> SerializedRouterRows:
-    """The rows of every expert: done in the process that holds models."""
+    """Return the router rows of all experts. This function runs in the model process."""
     import numpy as np
 
     with _Reader(model, question.mode, device) as read:
@@ -156,33 +169,39 @@ def compute_rows(model: Model, question: GateQuestion, device: str, on_progress:
             rows.append(
                 _row(means, f"{model.name}: prompts of expert {number}", of_sums=question.mode == "cheap_embed")
             )
-        known = next(row for row in rows if row is not None)
-        stacked = np.stack([np.zeros_like(known) if row is None else row for row in rows], axis=1)
+        computed = next(row for row in rows if row is not None)
+        stacked = np.stack([np.zeros_like(computed) if row is None else row for row in rows], axis=1)
     layers, count, width = stacked.shape
     data = base64.b64encode(stacked.astype("<f4").tobytes()).decode()
     return SerializedRouterRows(layers, count, width, data)
 
 
-def _row(means: Sequence[Array | None], where: str, *, of_sums: bool) -> Array | None:
-    """``[layers, width]`` of length one: the positive mean less the negative one; None without positive prompts."""
+def _row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:
+    """Return the rows of one expert, ``[layers, width]`` of length one, or None if it has no positive prompts.
+
+    Args:
+        means: Mean states of the positive and of the negative prompts, None if there are no such prompts.
+        location: Location for error messages.
+        of_sums: Whether the states are sums of embeddings, whose means are scaled to length one before subtraction.
+    """
     import numpy as np
 
     positive, negative = means
     if positive is None:
         return None
-    alone = _normalised(positive, where)
+    direction = _normalized(positive, location)
     if negative is None:
-        return alone
-    rest = alone - _normalised(negative, where) if of_sums else positive - negative
-    left = _lengths(rest) > _NOTHING_LEFT * (1.0 if of_sums else _lengths(positive))
-    if not left.any():
+        return direction
+    difference = direction - _normalized(negative, location) if of_sums else positive - negative
+    is_significant = _lengths(difference) > _NOTHING_LEFT * (1.0 if of_sums else _lengths(positive))
+    if not is_significant.any():
         raise InvalidInput(
-            where,
+            location,
             found="nothing is left of them: positive and negative prompts give the same states",
             expected="texts that the base tells apart",
             remedy="write other prompts, or set gate_mode: random",
         )
-    return np.where(left, rest / np.where(left, _lengths(rest), 1.0), alone)
+    return np.where(is_significant, difference / np.where(is_significant, _lengths(difference), 1.0), direction)
 
 
 def _lengths(states: Array) -> Array:
@@ -192,19 +211,19 @@ def _lengths(states: Array) -> Array:
     return lengths
 
 
-def _normalised(states: Array, where: str) -> Array:
+def _normalized(states: Array, location: str) -> Array:
     import numpy as np
 
     lengths = _lengths(states)
     if not np.isfinite(lengths).all() or (lengths == 0).any():
         raise InvalidInput(
-            where, found="hidden states that are zero or not finite", expected="a base that computes something"
+            location, found="hidden states that are zero or not finite", expected="a base that computes something"
         )
     return states / lengths
 
 
 class _Reader:
-    """What a model makes of a prompt: float64 ``[layers, width]``."""
+    """Reader of the states of a model for a prompt, float64 ``[layers, width]``. Use it as a context manager."""
 
     def __init__(self, model: Model, mode: str, device: str) -> None:
         self._model, self._mode, self._device = model, mode, device
@@ -236,35 +255,35 @@ class _Reader:
                 remedy="shorten it",
             )
         with torch.inference_mode():
-            asked = torch.tensor([tokens], device=self._device)
-            entering = self._loaded.network(asked, output_hidden_states=True, use_cache=False).hidden_states[:-1]
-            states = torch.stack([layer[0].double() for layer in entering])
+            ids = torch.tensor([tokens], device=self._device)
+            layer_inputs = self._loaded.network(ids, output_hidden_states=True, use_cache=False).hidden_states[:-1]
+            states = torch.stack([layer[0].double() for layer in layer_inputs])
         states = states.mean(dim=1) if self._mode == "hidden_avg" else states[:, -1]
-        found: Array = states.cpu().numpy()
-        return found
+        result: Array = states.cpu().numpy()
+        return result
 
 
 class _Embedding:
-    """Rows of a model's embeddings, read where they are needed, and its tokenizer."""
+    """Tokenizer and embedding table of a model. Rows of the table are read from disk when they are needed."""
 
     def __init__(self, model: Model) -> None:
         import transformers
 
-        where = f"{model.name} ({model.directory})"
+        location = f"{model.name} ({model.directory})"
         checkpoint = open_checkpoint(model.directory)
         tables = [tensor for tensor in checkpoint.stored() if is_embedding(tensor.name)]
         if len(tables) != 1 or tables[0].dtype.kind != "float":
-            raise InvalidInput(where, found=f"{len(tables)} tables of embeddings", expected="one, of floating point")
+            raise InvalidInput(location, found=f"{len(tables)} tables of embeddings", expected="one, of floating point")
         self._model, self._table = model, tables[0]
         self._layers = int(checkpoint.config.get("num_hidden_layers", 1))
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 model.directory, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever a file of the checkpoint makes transformers raise
+        except Exception as error:  # A damaged checkpoint can make transformers raise any exception.
             cause = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInput(
-                where, found=f"no tokenizer: {cause[:300]}", expected="one that can be loaded"
+                location, found=f"no tokenizer: {cause[:300]}", expected="one that can be loaded"
             ) from error
 
     def sum(self, prompt: str) -> Array:
@@ -287,12 +306,12 @@ class _Embedding:
         return np.tile(total, (self._layers, 1))
 
 
-def _tokens(tokenizer: Any, prompt: str, where: str) -> list[int]:
-    """A prompt's tokens behind begin of text, where the tokenizer has it."""
+def _tokens(tokenizer: Any, prompt: str, model: str) -> list[int]:
+    """Return the tokens of a prompt, with the beginning-of-text token first if the tokenizer has one."""
     tokens = [int(token) for token in tokenizer(prompt)["input_ids"]]
     begin = tokenizer.bos_token_id
     if begin is not None and tokens[:1] != [begin]:
         tokens = [int(begin), *tokens]
     if not tokens:
-        raise InvalidInput(f"{where}: the prompt {prompt[:40]!r}", found="no tokens", expected="a text with some")
+        raise InvalidInput(f"{model}: the prompt {prompt[:40]!r}", found="no tokens", expected="a text with some")
     return tokens

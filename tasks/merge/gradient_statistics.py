@@ -1,15 +1,16 @@
-"""How much each element of a model matters to what it says on a text: done in the process that holds models.
+"""Measure how much each element of a model matters to its predictions on a text, in the model process.
 
-The text goes through the network window by window. At each position (of a conversation: where it is the model's turn)
-the model itself draws what it would say next, and
-the derivative of the log-likelihood of all that it drew is squared, element by element: its mean over documents is the
-diagonal of the Fisher information. (Squares of a whole batch, or of the answers that stand in the text, are another
-thing.) The derivative of one tensor is squared as soon as it is there and goes before that of the next one comes, so
-that of sums, as many as fit, each is held once; the rest is measured in further runs.
+The network reads one window at a time. At each position (in a conversation: at each position of the model's own turn),
+the next token is sampled from the model's own prediction. The derivative of the log-likelihood of all sampled tokens is
+squared element by element, and the mean of the squares is the diagonal of the Fisher information. The derivative for a
+whole batch, or for the tokens that are actually in the text, would measure something else.
 
-Of experts that are one parameter in memory each element is kept under the tensor that it is on disk, one expert by one,
-whatever the layout there; those that no position reached matter nothing. Parameters of experts that lie otherwise on
-disk are named, and stay the mean of the models.
+The derivative of a tensor is squared as soon as it is available and freed before the next one is computed, so memory
+only has to hold one sum per tensor. If the sums of all tensors do not fit, they are measured in several runs.
+
+If experts share one parameter in memory, each expert is stored separately under the names of its tensors on disk,
+regardless of the layout there. Experts that no position reached have an importance of zero. Parameters of experts with
+an unknown layout on disk are listed by name, and their merge falls back to the mean of the models.
 """
 
 from __future__ import annotations
@@ -45,28 +46,28 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """What was measured. The artifact is as :mod:`merge_core.checkpoint.importance` says."""
+    """Summary of the measured importance. See :mod:`merge_core.checkpoint.importance` for the files of the artifact."""
 
     model: Annotated[str, NotInKey]
     documents: int
     positions: int
     tensors: int
     parameters: int
-    unseen: tuple[str, ...] = ()  # parameters of experts that lie otherwise on disk
+    unseen: tuple[str, ...] = ()  # parameters of experts with an unknown layout on disk
 
     def summary(self) -> str:
-        said = f"{self.positions:,} positions of {self.documents} documents · {self.parameters:,} parameters"
-        return said + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
+        text = f"{self.positions:,} positions of {self.documents} documents · {self.parameters:,} parameters"
+        return text + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of the network, and the stored tensors that it is.
+    """A parameter of the network and the stored tensors that contain it.
 
     Args:
-        parameter: In memory.
-        names: Of stored tensors, each of which is all of it; of experts, of each piece.
-        pieces: Where it is the experts of a layer: what lies on disk of each.
+        parameter: Parameter in memory.
+        names: Names of stored tensors. Each tensor is the complete parameter; for experts, each is one of the pieces.
+        pieces: Stored tensors of the experts, if the parameter contains the experts of a layer.
     """
 
     parameter: Any
@@ -75,26 +76,28 @@ class _Part:
 
     @property
     def owner(self) -> dict[str, str]:
-        """By which tensor each name is kept."""
+        """Name of the tensor in the artifact for each of ``names``. Tied tensors share the first one."""
         return {name: name for name in self.names} if self.pieces else dict.fromkeys(self.names, self.names[0])
 
-    def kept(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is kept of sums of the parameter's shape."""
+    def split(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors to store for sums of the parameter's shape, by name."""
         if not self.pieces:
             return {self.names[0]: total}
-        return {piece.tensor.name: _of_piece(total, piece).contiguous() for piece in self.pieces}
+        return {piece.tensor.name: _slice_of_piece(total, piece).contiguous() for piece in self.pieces}
 
 
 class _SquaredGradients:
-    """Sums of squared derivatives, of some parameters of a network. Use it in ``with``: what asks for derivatives
-    before does so afterwards."""
+    """Sums of squared derivatives of some parameters of a network.
+
+    Use it as a context manager. On exit, ``requires_grad`` of all parameters is restored.
+    """
 
     def __init__(self, model: Model, network: Any, run: Sequence[_Part]) -> None:
         self.of: dict[str, torch.Tensor] = {}
         self._model, self._network, self._run = model, network, run
 
     def __enter__(self) -> _SquaredGradients:
-        self._asking = [(one, one.requires_grad) for one in self._network.parameters()]
+        self._asking = [(parameter, parameter.requires_grad) for parameter in self._network.parameters()]
         for parameter, _ in self._asking:
             parameter.requires_grad_(False)
         for part in self._run:
@@ -110,16 +113,21 @@ class _SquaredGradients:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        for parameter, asked in self._asking:
-            parameter.requires_grad_(asked)
+        for parameter, requires_grad in self._asking:
+            parameter.requires_grad_(requires_grad)
             parameter.grad = None
 
     def read(self, window: ReadWindow, seed: int) -> None:
-        """Add the square of what the model would say at its own positions of ``window`` that no window before had."""
+        """Add the squared derivatives for tokens sampled at the model's own positions among the new ones of ``window``.
+
+        Args:
+            window: Tokens to read.
+            seed: Seed of the sampling.
+        """
         import torch
 
         device = self._network.device
-        chance = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             ids = torch.tensor([window.tokens], device=device)
             own = torch.tensor(window.own, device=device)
@@ -127,10 +135,10 @@ class _SquaredGradients:
                 return
             logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new :][own].float()
             require_numbers(logits, "what it would say next", self._model)
-            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=chance)[:, 0].to(device)
-            unlikely = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-            if unlikely.requires_grad:
-                torch.autograd.backward(unlikely)
+            sampled = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(device)
+            loss = torch.nn.functional.cross_entropy(logits, sampled, reduction="sum")
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
 
     def _add(self, name: str, parameter: Any) -> None:
         square = parameter.grad.float().square()
@@ -145,17 +153,30 @@ def read_gradients(
     dtype: str,
     device: str,
     out: Path,
-    place: JournalPlace,
+    journal_place: JournalPlace,
     on_progress: TellProgress,
 ) -> ImportanceStatistics:
-    """Write how much each element of ``model`` matters to what it says on ``text`` into the directory ``out``.
+    """Measure how much each element of ``model`` matters to its predictions on ``text`` and write it to ``out``.
+
+    Args:
+        model: Model that reads the text.
+        text: Calibration text of the model.
+        reading: Number of documents and window length.
+        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
+        device: Device that computes the model.
+        out: Directory of the artifact.
+        journal_place: Location and key of the journal of finished runs.
+        on_progress: Callback that receives the number of windows read and their total number.
 
     Raises:
-        InvalidInput: when the model cannot be loaded or read the text, has no parameter under a name that is known, or
-            computes no numbers.
+        InvalidInput: If the model cannot be loaded or cannot read the text, has no parameter with a known name, or
+            computes NaN or infinity.
     """
     documents = read_documents_verbatim(text, reading.documents)
-    with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
+    with (
+        load_model(model, dtype=dtype, device=device) as loaded,
+        open_journal(journal_place, is_entry_of_run) as journal,
+    ):
         windows = list(windows_of(loaded, model, documents, reading.max_length))
         positions = sum(sum(window.own) for window in windows)
         if not positions:
@@ -168,7 +189,7 @@ def read_gradients(
         parts = _parts(loaded, StoredNames(stored))
         done = kept_runs(journal.records, out, importance_file_name)
         owner = {name: own for record in done for name, own in record["owner"].items()}
-        runs = in_runs((part for part in parts if part.names[0] not in owner), lambda one: 4 * one.parameter.numel())
+        runs = in_runs((part for part in parts if part.names[0] not in owner), lambda part: 4 * part.parameter.numel())
         total = len(windows) * max(len(runs), 1)
         for number, run in enumerate(runs):
             with _SquaredGradients(model, loaded.network, run) as squares:
@@ -176,10 +197,10 @@ def read_gradients(
                     squares.read(window, seed=count)
                     on_progress(number * len(windows) + count + 1, total)
             path = out / importance_file_name(len(done) + number)
-            told = [part for part in run if part.names[0] in squares.of]
-            sums = {name: total for part in told for name, total in part.kept(squares.of[part.names[0]]).items()}
+            reached = [part for part in run if part.names[0] in squares.of]
+            sums = {name: total for part in reached for name, total in part.split(squares.of[part.names[0]]).items()}
             _write(path, sums, positions=positions, model=model)
-            own = {name: kept for part in told for name, kept in part.owner.items()}
+            own = {name: stored_name for part in reached for name, stored_name in part.owner.items()}
             journal.append(entry_of_run(path, own))
             owner |= own
         if not owner:
@@ -201,21 +222,21 @@ def read_gradients(
 
 
 def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
-    """The parameters that lie on disk as they are in memory, or expert by expert, in the order of the network."""
-    found: dict[int, tuple[Any, list[str]]] = {}
+    """Return the parameters that are stored in the same shape or as separate experts, in network order."""
+    parts: dict[int, tuple[Any, list[str]]] = {}
     experts: dict[int, tuple[ExpertPlace, ...]] = {}
     for path, parameter in loaded.network.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             continue
         stored = names.find(path)
         if stored is not None and stored.shape == tuple(parameter.shape):
-            own = found.setdefault(id(parameter), (parameter, []))[1]
+            own = parts.setdefault(id(parameter), (parameter, []))[1]
             if stored.name not in own:
                 own.append(stored.name)
         elif stored is None and (pieces := _pieces(parameter, names.find_parameter(*_split(path)))):
-            found[id(parameter)] = (parameter, [piece.tensor.name for piece in pieces])
+            parts[id(parameter)] = (parameter, [piece.tensor.name for piece in pieces])
             experts[id(parameter)] = pieces
-    return [_Part(parameter, tuple(own), experts.get(at, ())) for at, (parameter, own) in found.items()]
+    return [_Part(parameter, tuple(own), experts.get(key, ())) for key, (parameter, own) in parts.items()]
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -223,19 +244,19 @@ def _split(path: str) -> tuple[str, str]:
     return module, last
 
 
-def _pieces(parameter: Any, places: tuple[ExpertPlace, ...]) -> tuple[ExpertPlace, ...]:
-    """``places``, if they are the whole of a parameter of experts; else none."""
-    if not places or any(place.experts is None or place.experts >= len(parameter) for place in places):
+def _pieces(parameter: Any, pieces: tuple[ExpertPlace, ...]) -> tuple[ExpertPlace, ...]:
+    """Return ``pieces`` if together they are the complete parameter of the experts, otherwise an empty tuple."""
+    if not pieces or any(piece.experts is None or piece.experts >= len(parameter) for piece in pieces):
         return ()
-    fits = all(_of_piece(parameter, place).shape == place.tensor.shape for place in places)
-    return places if fits and sum(place.tensor.numel for place in places) == parameter.numel() else ()
+    fits = all(_slice_of_piece(parameter, piece).shape == piece.tensor.shape for piece in pieces)
+    return pieces if fits and sum(piece.tensor.numel for piece in pieces) == parameter.numel() else ()
 
 
-def _of_piece(whole: Any, place: ExpertPlace) -> Any:
-    """What a stored tensor is of a parameter of experts. It may be turned: sizes say so."""
-    own, shape = whole[place.experts], place.tensor.shape
-    rows = own[place.first_row : place.first_row + shape[0]]
-    return own.T if rows.shape != shape and own.T.shape == shape else rows
+def _slice_of_piece(parameter: Any, piece: ExpertPlace) -> Any:
+    """Return the slice of a parameter of experts that a stored tensor contains, transposed if only that fits."""
+    expert, shape = parameter[piece.experts], piece.tensor.shape
+    rows = expert[piece.first_row : piece.first_row + shape[0]]
+    return expert.T if rows.shape != shape and expert.T.shape == shape else rows
 
 
 def _write(path: Path, sums: dict[str, torch.Tensor], *, positions: int, model: Model) -> None:

@@ -1,17 +1,19 @@
-"""What flows into each matrix of a model while it reads a text: done in the process that holds models.
+"""Measure the second moments of the inputs of each matrix while a model reads a text, in the model process.
 
-The text goes through the network window by window, alone in its batch, so there is no padding. In front of every linear
-layer inside a layer of the network stands a hook that adds ``x x'`` of each
-position to a sum in float64, in one place for modules that are given the very same tensor (query, key and value; gate
-and up). The sums of all layers of a large model need more memory than the model: so a run of layers is measured at a
-time, as many as fit, the text is read once for each run and no further than its last layer, and what is done is written
-and kept when the stage is killed.
+The network reads one window at a time with a batch size of one, so there is no padding. A hook in front of every linear
+layer inside a layer of the network adds ``x x'`` of each position to a float64 sum. Modules that receive the same
+tensor (query, key and value; gate and up) share one sum.
 
-An expert of a mixture sees the tokens that are sent to it. Where the experts of a layer are one parameter, each has its
-sums all the same (:mod:`.expert_products`), under the names that its matrices have one by one, whatever the layout on
-disk. As a layer of many experts may itself not fit, each expert counts as a layer of its own in a run. Means are over
-all positions of the text, so an expert counts by how often it is asked; of one that no position reached that is kept.
-Experts whose products are not seen are named, and stay the mean of the models.
+The sums of all layers of a large model need more memory than the model. Therefore the layers are measured in runs of as
+many layers as fit into memory. Each run reads the text once and stops at its last layer. Finished runs are on disk, so
+a killed stage does not repeat them.
+
+An expert of a mixture only sees the tokens that are routed to it. If the experts of a layer share one parameter, each
+expert still has its own sums (:mod:`.expert_products`), under the names of separate experts, regardless of the layout
+on disk. A layer with many experts may not fit into memory, so a run can include some of the experts of a layer. Means
+are over all positions of the text, which weights an expert by how often the router selects it. An expert that no
+position reached is recorded as such. Experts whose products cannot be observed are listed by name, and their merge
+falls back to the mean of the models.
 """
 
 from __future__ import annotations
@@ -58,24 +60,24 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """What was measured. The artifact is as :mod:`merge_core.checkpoint.moments` says."""
+    """Summary of the measured input moments. See :mod:`merge_core.checkpoint.moments` for the files of the artifact."""
 
     model: Annotated[str, NotInKey]
     documents: int
     positions: int
-    inputs: int  # that are distinct
+    inputs: int  # distinct inputs
     matrices: int
     widest: int
-    squares: int  # inputs of which only the squares are kept
-    unreached: int = 0  # inputs of experts to which no position was sent
-    unseen: tuple[str, ...] = ()  # matrices of experts whose products are computed in a way that nobody sees
+    squares: int  # inputs for which only the diagonal is stored
+    unreached: int = 0  # inputs of experts that no position reached
+    unseen: tuple[str, ...] = ()  # matrices of experts whose products could not be observed
 
     def summary(self) -> str:
-        said = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
-        # What a text does not show stays the mean of the models.
-        said += f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else ""
-        said += f" · {self.unreached} of experts that no position reached" if self.unreached else ""
-        return said + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
+        text = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
+        # Directions that the text does not cover fall back to the mean of the models.
+        text += f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else ""
+        text += f" · {self.unreached} of experts that no position reached" if self.unreached else ""
+        return text + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
 
     @property
     def is_thin(self) -> bool:
@@ -85,12 +87,12 @@ class InputStatistics(StageValue):
 
 @dataclass(frozen=True)
 class _ExpertMatrix:
-    """One expert's share of a parameter.
+    """Slice of a parameter that belongs to one expert.
 
     Args:
-        parameter: Its name in memory.
-        number: The expert's.
-        stored: Names on disk, and shapes, of what that is there: gate and up may be two.
+        parameter: Name of the parameter in memory.
+        number: Number of the expert.
+        stored: Name and shape of each tensor on disk that is part of the slice. Gate and up may be two tensors.
     """
 
     parameter: str
@@ -99,70 +101,76 @@ class _ExpertMatrix:
 
     @property
     def width(self) -> int:
-        """How many numbers flow in."""
+        """Width of the input."""
         return input_width(*self.stored[0])
 
-    def is_given(self, product: ExpertProduct) -> bool:
-        """Whether that is what flows into it, as the disk has it."""
+    def matches(self, product: ExpertProduct) -> bool:
+        """Return whether the input of ``product`` is the input of the matrix on disk."""
         name, shape = self.stored[0]
-        # Where it lies as [in, out] on disk and not in memory, only different sizes say that it was turned on the way.
-        turned = product.inputs_first or not is_inputs_first(name) or shape[0] != shape[1]
-        return product.given.ndim == 2 and product.given.shape[-1] == self.width and turned
+        # If the matrix is [in, out] on disk but not in memory, only a matrix that is not square shows that it was
+        # transposed when it was loaded.
+        has_same_input = product.inputs_first or not is_inputs_first(name) or shape[0] != shape[1]
+        return product.given.ndim == 2 and product.given.shape[-1] == self.width and has_same_input
 
 
 @dataclass
 class _Part:
-    """What must be measured together: the linear layers of one layer, by the names of their matrices on disk; or what
-    one expert has of each parameter of its layer."""
+    """Smallest unit of a run: all linear layers of one layer of the network, or all matrices of one expert.
+
+    Args:
+        modules: Linear layers by the names of their matrices on disk.
+        matrices: Slices of one expert, one for each parameter of its layer.
+    """
 
     modules: dict[str, Any] = field(default_factory=dict)
     matrices: list[_ExpertMatrix] = field(default_factory=list)
 
     @property
     def widths(self) -> dict[str, int]:
-        """How many numbers flow into each matrix."""
+        """Width of the input of each matrix, by name."""
         own = {name: int(module.weight.shape[1]) for name, module in self.modules.items()}
         return own | {name: matrix.width for matrix in self.matrices for name, _ in matrix.stored}
 
     def size(self, limit: int) -> int:
-        """Bytes of all sums, if no two modules share an input."""
+        """Return the size of all sums in bytes, if no two modules share an input."""
         widths = [int(module.weight.shape[1]) for module in self.modules.values()]
         widths += [matrix.width for matrix in self.matrices]
         return sum(8 * (width**2 if width <= limit else width) for width in widths)
 
 
 class _RunIsMeasured(Exception):
-    """The last layer of the run has been entered: the rest of the network need not be computed."""
+    """Signal that the last layer of the run has its input, so the rest of the network can be skipped."""
 
 
 class _Sums:
-    """What flows into the parts of a run, added up. Use it in ``with``.
+    """Sums of ``x x'`` over the inputs of all parts of a run. Use it as a context manager.
 
     Args:
-        loaded: The network.
-        run: Its parts, in the order of the network.
-        experts: Parameters of all experts of a layer, by name in memory.
-        limit: Of wider inputs only squares.
+        loaded: Model that reads the text.
+        run: Parts of its network, in network order.
+        experts: Parameters that contain all experts of a layer, by name in memory.
+        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
     """
 
     def __init__(self, loaded: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
         self.of: dict[str, torch.Tensor] = {}
         self.owner: dict[str, str] = {}
-        self.unreached: dict[str, int] = {}  # Widths.
+        self.unreached: dict[str, int] = {}  # Width by name.
         self._network, self._limit = loaded.network, limit
         self._modules = {name: module for part in run for name, module in part.modules.items()}
-        self._matrices = {(one.parameter, one.number): one for part in run for one in part.matrices}
-        self._kinds = {one.parameter: one for one in self._matrices.values()}  # Any of them: all have the same sizes.
+        self._matrices = {(matrix.parameter, matrix.number): matrix for part in run for matrix in part.matrices}
+        # One matrix per parameter: all matrices of a parameter have the same sizes.
+        self._kinds = {matrix.parameter: matrix for matrix in self._matrices.values()}
         self._parameters = {name: experts[name] for name in self._kinds}
-        self._fitting: set[str] = set()  # Parameters of which a product was seen, of whichever expert.
+        self._fitting: set[str] = set()  # Parameters with at least one observed product, of any expert.
         self._new, self._overlap = slice(None), 0
-        # Of linear layers (None), and of each expert: what was given last, and to which matrix.
+        # Most recent input and the matrix that received it, for linear layers (key None) and for each expert.
         self._last: dict[int | None, tuple[Any, str]] = {}
         self._left: set[str] = set()
 
     def __enter__(self) -> _Sums:
         self._hooks = [
-            module.register_forward_pre_hook(lambda _, given, name=name: self._see(name, given[0]))
+            module.register_forward_pre_hook(lambda _, inputs, name=name: self._observe(name, inputs[0]))
             for name, module in self._modules.items()
         ]
         self._around = ExitStack()
@@ -171,9 +179,9 @@ class _Sums:
 
             modules = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._parameters}
             for name, module in modules.items():
-                self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._is_done(name)))
+                self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._finish(name)))
             self._around.enter_context(experts_one_by_one(modules.values()))
-            self._around.enter_context(ExpertProducts(self._parameters, self._see_expert))
+            self._around.enter_context(ExpertProducts(self._parameters, self._observe_expert))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,13 +189,13 @@ class _Sums:
         for hook in self._hooks:
             hook.remove()
         for matrix in self._matrices.values():
-            (own, _), *others = matrix.stored
+            (own, _), *rest = matrix.stored
             if matrix.parameter in self._fitting and own not in self.owner:
-                self.owner |= dict.fromkeys((own, *(name for name, _ in others)), own)
+                self.owner |= dict.fromkeys((own, *(name for name, _ in rest)), own)
                 self.unreached[own] = matrix.width
 
     def read(self, window: ReadWindow) -> None:
-        """Add the positions of ``window`` that no window before had."""
+        """Add the positions of ``window`` that no earlier window contained."""
         import torch
 
         self._last, self._left = {}, self._modules.keys() | self._parameters.keys()
@@ -197,17 +205,17 @@ class _Sums:
         with torch.inference_mode(), suppress(_RunIsMeasured):
             self._network(input_ids=ids, use_cache=False)
 
-    def _see(self, name: str, given: torch.Tensor) -> None:
-        # What is sent to an expert is no longer in the order of the text: its overlap is not told apart here.
-        self._add(None, name, given, given[0, self._new] if given.ndim == 3 else given)
-        self._is_done(name)
+    def _observe(self, name: str, inputs: torch.Tensor) -> None:
+        # Tokens that are routed to an expert are not in text order, so the overlap cannot be removed here.
+        self._add(None, name, inputs, inputs[0, self._new] if inputs.ndim == 3 else inputs)
+        self._finish(name)
 
-    def _see_expert(self, product: ExpertProduct) -> None:
-        if not self._kinds[product.parameter].is_given(product):
+    def _observe_expert(self, product: ExpertProduct) -> None:
+        if not self._kinds[product.parameter].matches(product):
             return
         self._fitting.add(product.parameter)
         matrix = self._matrices.get((product.parameter, product.number))
-        if matrix is None:  # Of another run.
+        if matrix is None:  # The expert belongs to another run.
             return
         rows = product.given
         if self._overlap and product.positions is not None:
@@ -217,17 +225,17 @@ class _Sums:
             self._add(product.number, own, product.given, rows)
             self.owner |= {name: self.owner[own] for name, _ in matrix.stored}
 
-    def _add(self, expert: int | None, name: str, given: torch.Tensor, rows: torch.Tensor) -> None:
+    def _add(self, expert: int | None, name: str, inputs: torch.Tensor, rows: torch.Tensor) -> None:
         last = self._last.get(expert)
-        if last is None or last[0] is not given:
-            last = self._last[expert] = (given, name)
+        if last is None or last[0] is not inputs:
+            last = self._last[expert] = (inputs, name)
         owner = self.owner.setdefault(name, last[1])
         if owner == name:
-            rows = rows.reshape(-1, given.shape[-1]).double()
-            new = rows.T @ rows if given.shape[-1] <= self._limit else rows.square().sum(0)
+            rows = rows.reshape(-1, inputs.shape[-1]).double()
+            new = rows.T @ rows if inputs.shape[-1] <= self._limit else rows.square().sum(0)
             self.of[name] = self.of[name].add_(new) if name in self.of else new
 
-    def _is_done(self, name: str) -> None:
+    def _finish(self, name: str) -> None:
         self._left.discard(name)
         if not self._left:
             raise _RunIsMeasured
@@ -240,26 +248,39 @@ def read_inputs(
     dtype: str,
     device: str,
     out: Path,
-    place: JournalPlace,
+    journal_place: JournalPlace,
     on_progress: TellProgress,
 ) -> InputStatistics:
-    """Write what flows into each matrix of ``model`` while it reads ``text`` into the directory ``out``.
+    """Measure the inputs of each matrix of ``model`` while it reads ``text``, and write their moments to ``out``.
+
+    Args:
+        model: Model that reads the text.
+        text: Calibration text of the model.
+        reading: Number of documents, window length and the width above which only the diagonal is stored.
+        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
+        device: Device that computes the model.
+        out: Directory of the artifact.
+        journal_place: Location and key of the journal of finished runs.
+        on_progress: Callback that receives the number of windows read and their total number.
 
     Raises:
-        InvalidInput: when the model cannot be loaded or read the text, has no linear layer under a name that is known,
-            or computes no numbers.
+        InvalidInput: If the model cannot be loaded or cannot read the text, has no linear layer with a known name, or
+            computes NaN or infinity.
     """
     documents = read_documents_verbatim(text, reading.documents)
     stored = split_experts(open_checkpoint(model.directory))
     limit = reading.diagonal_above
-    with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
+    with (
+        load_model(model, dtype=dtype, device=device) as loaded,
+        open_journal(journal_place, is_entry_of_run) as journal,
+    ):
         windows = list(windows_of(loaded, model, documents, reading.max_length))
         positions = sum(window.new for window in windows)
         parts, experts = _parts(loaded, StoredNames(stored))
         done = kept_runs(journal.records, out, moments_file_name)
         owner = {name: own for record in done for name, own in record["owner"].items()}
-        left = [part for part in parts if not part.widths.keys() <= owner.keys()]
-        runs = in_runs(left, lambda part: part.size(limit))
+        remaining = [part for part in parts if not part.widths.keys() <= owner.keys()]
+        runs = in_runs(remaining, lambda part: part.size(limit))
         total = len(windows) * max(len(runs), 1)
         for number, run in enumerate(runs):
             with _Sums(loaded, run, experts, limit) as sums:
@@ -278,25 +299,25 @@ def read_inputs(
                 remedy="merge it with a method that reads no text",
             )
         write_inputs(out, owner, positions)
-        kept = open_moments(out)
-        own = [kept[name] for name in set(owner.values())]
+        moments = open_moments(out)
+        inputs = [moments[name] for name in set(owner.values())]
         return InputStatistics(
             model=model.name,
             documents=len(documents),
             positions=positions,
-            inputs=len(own),
+            inputs=len(inputs),
             matrices=len(owner),
-            widest=max(one.width for one in own),
-            squares=sum(one.is_diagonal for one in own),
-            unreached=sum(one.is_empty for one in own),
+            widest=max(stored_input.width for stored_input in inputs),
+            squares=sum(stored_input.is_diagonal for stored_input in inputs),
+            unreached=sum(stored_input.is_empty for stored_input in inputs),
             unseen=unseen_experts(stored, owner),
         )
 
 
 def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[str, Any]]:
-    """What is to be measured, in the order of the network; and the parameters of experts, by name in memory.
+    """Return the parts of the network in network order, and the parameters that contain experts by name in memory.
 
-    Linear layers whose weights lie on disk go by layer of the network; each expert of a layer goes by itself.
+    Linear layers with weights on disk are grouped by layer of the network. Each expert of a layer is its own part.
     """
     import torch
 
@@ -307,32 +328,32 @@ def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[s
             stored = names.find(f"{path}.weight")
             if stored is None or not is_projection(stored.name) or stored.shape != tuple(module.weight.shape):
                 continue
-            at = parse_layer_place(stored.name)
-            assert at is not None, "a projection stands in a layer"
-            parts.setdefault((at.stack, at.index, None), _Part()).modules[stored.name] = module
+            layer = parse_layer_place(stored.name)
+            assert layer is not None, "a projection stands in a layer"
+            parts.setdefault((layer.stack, layer.index, None), _Part()).modules[stored.name] = module
             continue
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{last}"
             matrices = _matrices(name, names.find_parameter(path, last)) if parameter.ndim == 3 else []
-            if {one.number for one in matrices} != set(range(len(parameter))):
+            if {matrix.number for matrix in matrices} != set(range(len(parameter))):
                 continue
             experts[name] = parameter
-            for one in matrices:
-                at = parse_layer_place(one.stored[0][0])
-                assert at is not None, "a projection stands in a layer"
-                parts.setdefault((at.stack, at.index, one.number), _Part()).matrices.append(one)
+            for matrix in matrices:
+                layer = parse_layer_place(matrix.stored[0][0])
+                assert layer is not None, "a projection stands in a layer"
+                parts.setdefault((layer.stack, layer.index, matrix.number), _Part()).matrices.append(matrix)
     return list(parts.values()), experts
 
 
-def _matrices(parameter: str, places: Sequence[ExpertPlace]) -> list[_ExpertMatrix]:
-    """What lies on disk of a parameter of experts; empty where that is not the matrices of each."""
-    found: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for place in places:
-        if place.experts is None or len(place.tensor.shape) != 2 or not is_projection(place.tensor.name):
+def _matrices(parameter: str, pieces: Sequence[ExpertPlace]) -> list[_ExpertMatrix]:
+    """Return the matrices of all experts in a parameter, or an empty list if the disk has no separate ones."""
+    stored: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for piece in pieces:
+        if piece.experts is None or len(piece.tensor.shape) != 2 or not is_projection(piece.tensor.name):
             return []
-        found.setdefault(place.experts, []).append((place.tensor.name, place.tensor.shape))
-    widths = {input_width(*one) for every in found.values() for one in every}
-    return [_ExpertMatrix(parameter, number, tuple(own)) for number, own in found.items()] if len(widths) == 1 else []
+        stored.setdefault(piece.experts, []).append((piece.tensor.name, piece.tensor.shape))
+    widths = {input_width(*tensor) for tensors in stored.values() for tensor in tensors}
+    return [_ExpertMatrix(parameter, number, tuple(own)) for number, own in stored.items()] if len(widths) == 1 else []
 
 
 def _write(path: Path, sums: _Sums, limit: int, *, positions: int, model: Model) -> None:
@@ -341,6 +362,6 @@ def _write(path: Path, sums: _Sums, limit: int, *, positions: int, model: Model)
 
     for name, total in sums.of.items():
         require_numbers(total, name, model)
-    kept = {name: pack_moments((total / positions).cpu().numpy()) for name, total in sums.of.items()}
-    kept |= {name: empty_moments(width, is_diagonal=width > limit) for name, width in sums.unreached.items()}
-    save_file({name: torch.from_numpy(values) for name, values in kept.items()}, path)
+    packed = {name: pack_moments((total / positions).cpu().numpy()) for name, total in sums.of.items()}
+    packed |= {name: empty_moments(width, is_diagonal=width > limit) for name, width in sums.unreached.items()}
+    save_file({name: torch.from_numpy(values) for name, values in packed.items()}, path)

@@ -1,8 +1,8 @@
-"""How a model reads a text for a merge: in windows of tokens, and in runs of layers, each of which is kept when done.
+"""Split a calibration text into windows of tokens and the layers of a model into runs.
 
-What is measured of all layers of a large model needs more memory than the model. So as many layers as fit are measured
-at a time, the text is read once for each run of them, and what a run gave is written and stands in a journal: a stage
-that is killed goes on behind it.
+The statistics of all layers of a large model need more memory than the model. Therefore a stage measures as many layers
+as fit into memory in one run and reads the text once per run. Each finished run is written to a file and recorded in a
+journal, so a killed stage resumes after it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from mergegate.tasks.perplexity import ChatMessage, OwnDocument, encode_text
 if TYPE_CHECKING:
     import torch
 
-# Of the memory that is available once the model is loaded, what sums may take; and what they always may.
+# Memory for the sums: a share of the memory that is available when the model is loaded, but at least this many bytes.
 _SHARE, _LEAST = 0.5, 256 << 20
 _T = TypeVar("_T")
 
 
 class ReadWindow(NamedTuple):
-    """Tokens that are read at once; the last of them, as many as ``own``, were in no window before.
+    """One window of tokens. Its first tokens may be context that an earlier window already contained.
 
     Args:
-        own: Of each of those, whether what comes next is the model's to say.
+        tokens: All tokens of the window. The last ``len(own)`` of them are new.
+        own: For each new token, whether the next token is part of the model's own answer. Always true in plain text.
     """
 
     tokens: list[int]
@@ -39,19 +40,29 @@ class ReadWindow(NamedTuple):
 
     @property
     def new(self) -> int:
-        """How many of the tokens were in no window before."""
+        """Number of tokens that no earlier window contained."""
         return len(self.own)
 
 
-def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[OwnDocument], most: int) -> Iterator[ReadWindow]:
-    """Every token of every document in one window; one that would be short begins with context from before. A text
-    begins as its model's tokenizer begins it for whoever asks, and a conversation is in the form of its model's
-    template: what is measured is what will flow.
+def windows_of(
+    loaded: LoadedModel, model: Model, documents: Sequence[OwnDocument], max_length: int
+) -> Iterator[ReadWindow]:
+    """Yield windows that contain each token of each document exactly once as a new token.
+
+    A window that would be short starts with earlier tokens of its document as context. Texts are encoded as in regular
+    use, so that the statistics match it. A plain document starts with the special tokens of the tokenizer, and a
+    conversation is rendered with the chat template of the model.
+
+    Args:
+        loaded: Model with its tokenizer.
+        model: Pinned model, for error messages.
+        documents: Plain documents or conversations.
+        max_length: Largest number of tokens in a window. The context length of the model limits it further.
 
     Raises:
-        InvalidInput: when the tokenizer does not belong to the weights, or a conversation does not fit its template.
+        InvalidInput: If the tokenizer does not belong to the weights, or a conversation does not fit the template.
     """
-    length = min(most, loaded.context or most)
+    length = min(max_length, loaded.context or max_length)
     for document in documents:
         if isinstance(document, str):
             tokens = encode_text(loaded, model, document, with_specials=True)
@@ -64,63 +75,71 @@ def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[OwnDocumen
 
 
 def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
-    """A conversation in the form of the model's template; of each token, whether the next one is its own to say."""
+    """Return the tokens of a rendered conversation and, for each, whether the model writes the next token."""
 
-    def rendered(said: Sequence[ChatMessage], *, asked: bool = False) -> str:
-        plain = [message._asdict() for message in said]
-        text: str = loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asked)
+    def render(conversation: Sequence[ChatMessage], *, add_prompt: bool = False) -> str:
+        plain = [message._asdict() for message in conversation]
+        text: str = loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt)
         return text
 
-    where = f"{model.name} ({model.directory}): chat template"
+    location = f"{model.name} ({model.directory}): chat template"
     if not loaded.tokenizer.chat_template:
         raise InvalidInput(
-            where,
+            location,
             found="none",
             expected="one, for texts that are conversations",
             remedy="name texts of plain documents",
         )
     try:
-        whole = rendered(messages)
+        full_text = render(messages)
         spans = []
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before, after = rendered(messages[:at], asked=True), rendered(messages[: at + 1])
-            if whole.startswith(before) and whole.startswith(after.rstrip()):  # else the template changed it later
+            before, after = render(messages[:index], add_prompt=True), render(messages[: index + 1])
+            # A template can change a message when later ones follow. The model's own tokens then exclude the message.
+            if full_text.startswith(before) and full_text.startswith(after.rstrip()):
                 spans.append((before, after))
-    except Exception as error:  # templates are programs of strangers
+    except Exception as error:  # A template is untrusted code and can raise anything.
         first = str(error).partition("\n")[0]
-        raise InvalidInput(where, found=f"{type(error).__name__}: {first:.100}", expected="one that takes it") from None
+        raise InvalidInput(
+            location, found=f"{type(error).__name__}: {first:.100}", expected="one that takes it"
+        ) from None
 
     def size(text: str) -> int:
         return len(encode_text(loaded, model, text, with_specials=False))
 
-    tokens = encode_text(loaded, model, whole, with_specials=False)
+    tokens = encode_text(loaded, model, full_text, with_specials=False)
     own = [False] * len(tokens)
     for before, after in spans:
-        for at in range(max(size(before) - 1, 0), min(size(after) - 1, len(tokens))):
-            own[at] = True
+        for index in range(max(size(before) - 1, 0), min(size(after) - 1, len(tokens))):
+            own[index] = True
     return tokens, own
 
 
 def in_runs(parts: Iterable[_T], size_of: Callable[[_T], int]) -> list[list[_T]]:
-    """Parts of a network whose sums, of so many bytes, fit into memory together; at least one at a time."""
+    """Split the parts of a network into runs whose sums fit into memory together, with at least one part per run.
+
+    Args:
+        parts: Parts in network order.
+        size_of: Function that returns the size of the sums of a part, in bytes.
+    """
     memory = system_memory()
-    room = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
+    capacity = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
     runs: list[list[_T]] = []
-    taken = 0
+    used = 0
     for part in parts:
         size = size_of(part)
-        if not runs or taken + size > room:
+        if not runs or used + size > capacity:
             runs.append([])
-            taken = 0
+            used = 0
         runs[-1].append(part)
-        taken += size
+        used += size
     return runs
 
 
 def is_entry_of_run(record: object) -> bool:
-    """Whether a record of a journal is one of a run: its file, and by which tensor there each of its own is kept."""
+    """Return whether a journal record describes a finished run, see :func:`entry_of_run`."""
     match record:
         case {"file": str(), "sha256": str(), "owner": dict()}:
             return True
@@ -128,14 +147,27 @@ def is_entry_of_run(record: object) -> bool:
 
 
 def entry_of_run(path: Path, owner: Mapping[str, str]) -> dict[str, Any]:
-    """What a journal keeps of a run."""
+    """Return the journal record of a finished run.
+
+    Args:
+        path: File with the tensors of the run.
+        owner: Name of the tensor in the file that holds the statistics of each matrix or parameter, by its name.
+    """
     return {"file": path.name, "sha256": sha256_file(path), "owner": dict(owner)}
 
 
 def kept_runs(
     records: Iterable[Mapping[str, Any]], out: Path, file_of: Callable[[int], str]
 ) -> list[Mapping[str, Any]]:
-    """What a killed stage has done, as far as it lies there as it was written; nothing else lies there."""
+    """Return the journal records of a killed stage up to the first with a missing or changed file.
+
+    All other safetensors files in ``out`` are deleted.
+
+    Args:
+        records: Records of the journal.
+        out: Directory of the artifact.
+        file_of: Function that returns the file name for the number of a run.
+    """
     done: list[Mapping[str, Any]] = []
     for record in records:
         path = out / file_of(len(done))
@@ -149,13 +181,13 @@ def kept_runs(
     return done
 
 
-def require_numbers(total: torch.Tensor, what: str, model: Model) -> None:
-    """Raise InvalidInput unless all of ``total`` is finite."""
+def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
+    """Raise InvalidInput if ``total`` contains NaN or infinity."""
     import torch
 
     if not torch.isfinite(total).all():
         raise InvalidInput(
-            f"{model.name}: {what}",
+            f"{model.name}: {name}",
             found="numbers that are not finite, of its own text",
             expected="numbers",
             remedy="the model is damaged, or computed in a format that is too narrow for it",
@@ -163,10 +195,10 @@ def require_numbers(total: torch.Tensor, what: str, model: Model) -> None:
 
 
 def unseen_experts(stored: Checkpoint, owner: Mapping[str, str]) -> tuple[str, ...]:
-    """Matrices of experts that were not measured, as parts of any layer and any expert."""
-    found = set()
+    """Return the names of expert matrices that were not measured, with ``*`` for the numbers of layer and expert."""
+    patterns = set()
     for name, tensor in stored.tensors.items():
         if name not in owner and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):
             words = name.split(".")
-            found.add(".".join("*" if word.isdecimal() else word for word in words))
-    return tuple(sorted(found))
+            patterns.add(".".join("*" if word.isdecimal() else word for word in words))
+    return tuple(sorted(patterns))

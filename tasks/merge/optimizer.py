@@ -1,12 +1,13 @@
-"""What a server's optimizer keeps from one round to the next: models in shape, made by steps of the round's recipe.
+"""Store the state of a server optimizer from one round to the next.
 
-A recipe says it by itself: what stands in the place of models and is none (``Recipe.states``) is kept where it is the
-result of a step. It is an artifact of its own, all of a round together or none of it, beside the release that it
-belongs to; the release's provenance has the digest of each. The next round names it as any model is named::
+The state consists of tensors in the shape of a model, which steps of the round's recipe compute. No setting is needed:
+each source of the recipe that is a state instead of a model (``Recipe.states``) is stored if it is the result of a
+step. All states of a round form one artifact next to the release, and the provenance of the release has the digest of
+each. The next round refers to them like to any model::
 
     .mergegate/store/optimizer/<key>/mean, .../squares
 
-It is made once the merge has passed, of the same parents again: nothing is kept of what is refused.
+The states are computed from the same parents after the merge has passed, so a refused merge leaves none.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _PLACE = re.compile(rf"{_NAME}/([0-9a-f]{{32}})/([A-Za-z0-9_-]+)")
 
 
 class OptimizerState(StageValue):
-    """What was kept: the artifact has a directory in Hugging Face layout for each of the names."""
+    """Summary of the stored optimizer states. The artifact has a directory in Hugging Face layout for each name."""
 
     names: tuple[str, ...]
     bytes_written: int
     seconds: Annotated[float, NotInKey]
-    weights: dict[str, str]  # sha256 of every file that was hashed while it was written
+    weights: dict[str, str]  # sha256 of each file that was hashed during writing
 
     def summary(self) -> str:
         return f"{', '.join(self.names)} for the next round · {format_bytes(self.bytes_written)}"
@@ -42,51 +43,55 @@ class OptimizerState(StageValue):
 def optimizer_state(
     out: Path, pinned: PinnedRecipe, numerics: Numerics, about: tuple[tuple[str, str], ...]
 ) -> OptimizerState:
-    """Carry out those steps of a recipe that an optimizer keeps.
+    """Execute the steps of a recipe that compute optimizer states.
 
     Args:
-        about: Name and text of files that lie beside each, as beside any model: card and licences.
+        out: Directory of the artifact.
+        pinned: Recipe with its pinned parents.
+        numerics: Numeric settings of the merge.
+        about: Name and text of the files to write next to each state, as for any model: card and licenses.
 
     Raises:
-        InvalidInput, Refused: as ``merge``.
+        InvalidInput: If a parent contains NaN or infinity.
+        Refused: If a result is not healthy, see :func:`mergegate.tasks.merge.merge`.
     """
     began, written, weights = time.monotonic(), 0, dict[str, str]()
     for name in optimizer_steps(pinned):
         recipe = pinned.recipe.ending_with(name)
-        read = {str(ref) for ref in recipe.references()}
-        parents = tuple(parent for parent in pinned.parents if parent.ref in read)
-        made = merge.work(out / name, PinnedRecipe(recipe, parents), numerics)
+        refs = {str(ref) for ref in recipe.references()}
+        parents = tuple(parent for parent in pinned.parents if parent.ref in refs)
+        merged = merge.work(out / name, PinnedRecipe(recipe, parents), numerics)
         for file, text in about:
             (out / name / file).parent.mkdir(exist_ok=True)
             (out / name / file).write_text(text, encoding="utf-8")
-        weights |= {f"{name}/{file}": sha256 for file, sha256 in made.weights.items()}
-        written += made.bytes_written
+        weights |= {f"{name}/{file}": sha256 for file, sha256 in merged.weights.items()}
+        written += merged.bytes_written
     return OptimizerState(
         names=optimizer_steps(pinned), bytes_written=written, seconds=time.monotonic() - began, weights=weights
     )
 
 
 def optimizer_steps(pinned: PinnedRecipe) -> tuple[str, ...]:
-    """The steps of a recipe whose results an optimizer keeps."""
-    made = {step.name for step in pinned.recipe.steps}
-    return tuple(name for name in pinned.recipe.states if name in made)
+    """Return the names of the steps whose results are optimizer states."""
+    steps = {step.name for step in pinned.recipe.steps}
+    return tuple(name for name in pinned.recipe.states if name in steps)
 
 
 def optimizer_state_paths(artifact: Artifact[OptimizerState]) -> dict[str, tuple[str, Path]]:
-    """By name: how :func:`find_optimizer_state` is asked for it, and its directory."""
-    own = f"{artifact.stage}/{artifact.key[:32]}"
-    return {name: (f"{own}/{name}", artifact.directory / name) for name in artifact.value.names}
+    """Return the argument for :func:`find_optimizer_state` and the directory of each state, by name."""
+    prefix = f"{artifact.stage}/{artifact.key[:32]}"
+    return {name: (f"{prefix}/{name}", artifact.directory / name) for name in artifact.value.names}
 
 
-def find_optimizer_state(named: str) -> Path | None:
-    """Where something lies that an optimizer has kept, if the store, here or shared, has it and it can be believed.
+def find_optimizer_state(name: str) -> Path | None:
+    """Return the directory of an optimizer state, or None if no store, local or shared, has an intact copy.
 
     Args:
-        named: As of :func:`optimizer_state_paths`; whatever a provenance says.
+        name: Name of the state as returned by :func:`optimizer_state_paths`. It may come from an untrusted provenance.
     """
-    if (found := _PLACE.fullmatch(named)) is None:
+    if (match := _PLACE.fullmatch(name)) is None:
         return None
-    record_stage(_NAME, found[1], "", in_run_only=True)
-    artifacts = store().family(_NAME, found[1], OptimizerState)
-    place = artifacts[0].directory / found[2] if artifacts else None
-    return place if place and found[2] in artifacts[0].value.names else None
+    record_stage(_NAME, match[1], "", in_run_only=True)
+    artifacts = store().family(_NAME, match[1], OptimizerState)
+    directory = artifacts[0].directory / match[2] if artifacts else None
+    return directory if directory and match[2] in artifacts[0].value.names else None

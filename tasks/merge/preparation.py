@@ -1,5 +1,7 @@
-"""What must be known of models before they are merged: how far they are from each other, router rows out of prompts,
-what they show on texts."""
+"""Complete a recipe with everything that must be measured before its plan is made.
+
+The measurements are the distances between models, router rows from prompts, and statistics on calibration texts.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ from mergegate.tasks.merge.statistics import with_statistics
 
 
 def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
-    """``recipe`` with all that it wants to be found out before its plan; itself where that is nothing.
+    """Return ``recipe`` with all measurements that its plan needs, or ``recipe`` itself if it needs none.
 
     Args:
-        find: The pinned model of a reference.
-        in_flow: Whether models are asked in tasks of the running flow; else without Prefect.
+        recipe: Recipe to prepare.
+        find: Function that returns the pinned model of a reference.
+        in_flow: Whether to run the measurements as tasks of the running flow. Default: run them without Prefect.
 
     Raises:
-        InvalidInput: when a model cannot be asked what the recipe wants of it, or none is left.
+        InvalidInput: If a model cannot be measured as the recipe requires, or the recipe leaves out all models.
     """
 
     def find_loadable(ref: str) -> PinnedCheckpoint:
@@ -38,34 +41,39 @@ def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, i
 
 
 def select_named_parents(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Those of ``parents`` that a prepared recipe has not left out; without what is no model, but kept for it."""
+    """Return the parents that a prepared recipe still names, without optimizer states, which are not models."""
     names = {str(ref) for ref in recipe.references()} - set(recipe.states)
     return tuple(parent for parent in parents if parent.ref in names)
 
 
 class _NotFound(Exception):
-    """Something is not in the store."""
+    """Signal that a measurement is not in the store."""
 
 
 def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
-    """As :func:`prepare_recipe`, where all that it needs has been found out before; else None. No model is asked."""
+    """Return the result of :func:`prepare_recipe` if the store has all measurements, otherwise None. Run no model.
 
-    def known(stage: Any) -> Callable[..., Any]:
-        def in_store(*inputs: object) -> Any:
-            if (found := stage.find(*inputs)) is None:
+    Args:
+        recipe: Recipe to prepare.
+        find: Function that returns the pinned model of a reference.
+    """
+
+    def stored(stage: Any) -> Callable[..., Any]:
+        def find_in_store(*inputs: object) -> Any:
+            if (result := stage.find(*inputs)) is None:
                 raise _NotFound
-            return found
+            return result
 
-        return in_store
+        return find_in_store
 
     def find_loadable(ref: str) -> PinnedCheckpoint:
-        if not (whole := find_applied_adapters([find(ref)])):
+        if not (loadable := find_applied_adapters([find(ref)])):
             raise _NotFound
-        return whole[0]
+        return loadable[0]
 
     try:
-        recipe = with_distances(recipe, find, known(model_distances))
-        recipe = with_gates(recipe, find, known(router_rows))
-        return with_statistics(recipe, find_loadable, known)
+        recipe = with_distances(recipe, find, stored(model_distances))
+        recipe = with_gates(recipe, find, stored(router_rows))
+        return with_statistics(recipe, find_loadable, stored)
     except _NotFound:
         return None

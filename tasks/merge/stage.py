@@ -1,4 +1,4 @@
-"""The merge stage: a recipe and its pinned parents into a checkpoint."""
+"""Define the merge stage, which turns a recipe and its pinned parents into a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mergegate.tasks.sandbox import hold_gpus
 from mergegate.tasks.stage import StageValue, advance, device_kind, stage, versions
 from mergegate.tasks.store import Artifact, NotInKey
 
-MERGED = "merge"  # what the merged model is called beside its parents
+MERGED = "merge"  # reference of the merged model, next to those of its parents
 
 
 class MergeSettings(BaseModel):
-    """How the recipe is carried out. What is merged stands in the recipe."""
+    """Settings of the merge computation. The recipe specifies the models and the method."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,45 +37,46 @@ class MergeSettings(BaseModel):
 
 
 class Numerics(BaseModel):
-    """What decides the last place of a result besides recipe and parents."""
+    """Settings and library versions that can change the last bits of a result, in addition to recipe and parents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int
-    device: str  # the kind, 'cpu' or 'cuda': one unit in the last place may differ between kinds
-    where: Annotated[str, NotInKey]  # which one: 'cuda:1'
+    device: str  # 'cpu' or 'cuda'; results may differ between them by one unit in the last place
+    where: Annotated[str, NotInKey]  # device of this run, such as 'cuda:1'
     versions: dict[str, str]
 
 
 class RouterDistance(BaseModel):
-    """How the experts of a parent correspond to those of the donor, over all layers that have some.
+    """Correspondence between the experts of a parent and those of the donor, over all layers with experts.
 
-    Top-k and softmax make much of small differences of routers, so this is said whether or not experts correspond.
+    Top-k and softmax amplify small differences between routers, so this is reported whether or not the experts
+    correspond.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str  # as the recipe writes it
+    model: str  # reference as written in the recipe
     layers: int
-    experts: int  # in one layer
-    moved: int  # layers in which another order of experts fits better, or was made
-    diagonal: float  # mean cosine of expert i and expert i, as they stand
-    best: float  # of the best assignment
-    routers: float  # mean cosine of router rows, as they were merged
-    distance: float  # of the routers, over the length of the donor's; the largest of all layers
+    experts: int  # experts in one layer
+    moved: int  # layers in which another order of experts fits better or was applied
+    diagonal: float  # mean cosine of experts with equal numbers, in the original order
+    best: float  # mean cosine in the best assignment
+    routers: float  # mean cosine of the router rows as merged
+    distance: float  # norm of the router difference divided by the donor's norm, largest of all layers
 
 
 class Merged(StageValue):
-    """What was made. The artifact is the checkpoint in Hugging Face layout."""
+    """Summary of a merge. The artifact is the checkpoint in Hugging Face layout."""
 
     method: str
     tensors: int
     parameters: int
     bytes_written: int
-    warnings: tuple[str, ...]  # what the health check on the way out found odd
+    warnings: tuple[str, ...]  # models left out, and findings of the health check and of expert matching
     seconds: Annotated[float, NotInKey]
-    weights: dict[str, str]  # sha256 of every file that was hashed while it was written
-    # Of parents that are mixtures of experts; empty elsewhere.
+    weights: dict[str, str]  # sha256 of each file that was hashed during writing
+    # One entry per parent that is a mixture of experts.
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
 
     def summary(self) -> str:
@@ -85,20 +86,25 @@ class Merged(StageValue):
 
 
 def numerics(settings: MergeSettings) -> Numerics:
-    """The part of the settings that belongs into a key, with ``auto`` resolved."""
-    where = device_kind() if settings.device == "auto" else settings.device
+    """Return the part of the settings that belongs in a cache key, with the device ``auto`` resolved."""
+    device = device_kind() if settings.device == "auto" else settings.device
     return Numerics(
-        seed=settings.seed, device=where.partition(":")[0], where=where, versions=versions("torch", "numba")
+        seed=settings.seed, device=device.partition(":")[0], where=device, versions=versions("torch", "numba")
     )
 
 
 @stage("merge", version=5, hashes_of=lambda value: value.weights, resumable=True)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
-    """Carry out the recipe on its parents; goes on from the journal of a killed run.
+    """Merge the parents as the recipe specifies, resuming from the journal of a killed run.
+
+    Args:
+        out: Directory of the checkpoint.
+        pinned: Recipe with its pinned parents.
+        numerics: Seed and device.
 
     Raises:
-        InvalidInput: when a parent holds NaN or infinity.
-        Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
+        InvalidInput: If a parent contains NaN or infinity.
+        Refused: If the result is not healthy (NaN, infinity, or a tensor of zeros).
     """
     if pinned.recipe.output:
         return _combine(out, pinned, numerics)
@@ -123,7 +129,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         parameters=record.parameters,
         bytes_written=record.bytes_written,
         warnings=(
-            *(f"{model}: left out: {why}" for model, why in pinned.recipe.left_out.items()),
+            *(f"{model}: left out: {reason}" for model, reason in pinned.recipe.left_out.items()),
             *(f"{finding.where}: {finding.found}" for finding in (*matched.findings, *record.findings)),
         ),
         seconds=record.seconds,
@@ -133,11 +139,11 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
 
 
 def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:
-    """What is known of single layers, by model."""
-    found = []
+    """Return the correspondence of experts for each model, summarized over its layers."""
+    distances = []
     for model in dict.fromkeys(layer.model for layer in layers):
         own = [layer for layer in layers if layer.model == model]
-        found.append(
+        distances.append(
             RouterDistance(
                 model=model,
                 layers=len(own),
@@ -149,27 +155,27 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
                 distance=max(layer.distance for layer in own),
             )
         )
-    return tuple(found)
+    return tuple(distances)
 
 
 def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
-    """Carry out a recipe whose result is an adapter."""
+    """Execute a recipe whose result is an adapter."""
     began = time.monotonic()
     state_directory(out)
-    made = combine_parents(
+    combined = combine_parents(
         pinned.recipe,
         [(parent.ref, parent.directory, parent.adapter.directory) for parent in pinned.parents if parent.adapter],
         out,
         seed=numerics.seed,
         on_progress=lambda done, total: advance(done, total, "B"),
     )
-    tensors = made.adapter.tensors().values()
+    tensors = combined.adapter.tensors().values()
     return Merged(
         method=pinned.recipe.merge_method,
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors),
         bytes_written=sum(tensor.nbytes for tensor in tensors),
-        warnings=(f"rank {pinned.recipe.output.rank}: {made.error:.2%} of the change is left out",)
+        warnings=(f"rank {pinned.recipe.output.rank}: {combined.error:.2%} of the change is left out",)
         if pinned.recipe.output and pinned.recipe.output.rank
         else (),
         seconds=time.monotonic() - began,
@@ -185,14 +191,21 @@ def combine_parents(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> Combined:
-    """Write the adapter that ``recipe`` makes into the directory ``out``, with the tokenizer of the first that has one.
+    """Merge adapters and write the result to ``out``, with the tokenizer of the first adapter that has one.
 
     Args:
-        parents: Of each parent with an adapter its reference, the directory of its model, and that of the adapter.
-        Others: As of ``combine_adapters``.
+        recipe: Recipe with an adapter as its output.
+        parents: Reference, directory of the model and directory of the adapter, for each parent with an adapter.
+        out: Directory of the result.
+        seed: Seed of the random masks.
+        on_progress: Callback that receives the number of bytes done and the total.
+
+    Raises:
+        InvalidInput: If an adapter does not match the model or contains unsupported changes, or if the weights do not
+            add up to 1 although the method requires it.
     """
     adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
-    made = combine_adapters(
+    combined = combine_adapters(
         recipe,
         open_checkpoint(parents[0][1]),
         adapters,
@@ -200,24 +213,24 @@ def combine_parents(
         seed=seed,
         on_progress=on_progress,
     )
-    write_adapter(made.adapter, out)
-    own = next((adapter.companions for adapter in adapters.values() if adapter.companions.sources), Companions())
-    for name in own:
+    write_adapter(combined.adapter, out)
+    companions = next((adapter.companions for adapter in adapters.values() if adapter.companions.sources), Companions())
+    for name in companions:
         (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_bytes(own.read(name))
-    return made
+        (out / name).write_bytes(companions.read(name))
+    return combined
 
 
 def merged_model(artifact: Artifact[Merged], pinned: PinnedRecipe) -> Model:
-    """The merge as a model beside its parents; of an adapter, with the model that it is for."""
+    """Return the merge as a model. A merged adapter includes the model that it applies to."""
     files = tuple(sorted(artifact.files.items()))
     if pinned.recipe.output:
-        parent = next(one for one in pinned.parents if one.adapter)
+        parent = next(candidate for candidate in pinned.parents if candidate.adapter)
         adapter = PinnedAdapter(ref=MERGED, directory=artifact.directory, revision=None, files=files)
         digest = adapted_digest(parent.digest, artifact.digest)
-        own = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
-        return parent.model_copy(update={**own, "is_base": False, "is_merged": False})
-    # Its code, if any, is that of the donor.
+        update = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
+        return parent.model_copy(update={**update, "is_base": False, "is_merged": False})
+    # The merge runs the code of its donor, if there is any.
     donor = next((parent for parent in pinned.parents if parent.ref == str(pinned.recipe.donor)), None)
     runs_code = donor is not None and donor.runs_code
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files, runs_code=runs_code)

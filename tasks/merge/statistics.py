@@ -1,9 +1,10 @@
-"""What a model shows on a text of its own, for methods that ask: the stages ``statistics`` (what flows into its
-matrices) and ``importance`` (how much each of its elements matters).
+"""Measure statistics of a model on its calibration text, for merge methods that need them.
 
-Measured once for each model and text, kept by content; then a recipe has it in the place of its texts::
+The stage ``statistics`` measures the inputs of each matrix, and the stage ``importance`` measures how much each element
+matters to the output. Each model and text are measured once and cached by content. The results are then added to the
+recipe::
 
-    recipe = with_statistics(recipe, find=lambda ref: pinned[ref])      # the same recipe where no text is to be read
+    recipe = with_statistics(recipe, find=lambda ref: pinned[ref])      # unchanged if there is no text to read
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ Measure: TypeAlias = Callable[[Model, HeldOutText, CalibrationReading, str, Runt
 def input_statistics(
     out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> InputStatistics:
-    """What flows into each matrix of ``model`` while it reads ``text``; goes on from the journal of a killed run.
+    """Measure the inputs of each matrix of ``model`` while it reads ``text``.
+
+    The stage resumes from the journal of a killed run.
 
     Raises:
-        InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
+        InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
     key = input_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
@@ -55,10 +58,12 @@ def input_statistics(
 def importance_statistics(
     out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> ImportanceStatistics:
-    """How much each element of ``model`` matters to what it says on ``text``; goes on from the journal of a killed run.
+    """Measure how much each element of ``model`` matters to its predictions on ``text``.
+
+    The stage resumes from the journal of a killed run.
 
     Raises:
-        InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
+        InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_IMPORTANCE)
     key = importance_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
@@ -72,7 +77,7 @@ def importance_statistics(
 
 
 def calibration_stage_name(recipe: Recipe) -> str | None:
-    """Name of the stage in which the models of one document of a recipe read their texts; None where they have none."""
+    """Return the name of the stage that reads the texts of one recipe document, or None if it has no texts."""
     if not recipe.texts:
         return None
     return importance_statistics.name if _wants_importance(recipe) else input_statistics.name
@@ -83,55 +88,61 @@ def _wants_importance(recipe: Recipe) -> bool:
 
 
 def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
-    """The texts of one document of a recipe, each with the reference of its model.
+    """Yield the texts of one recipe document, each with the reference of its model.
+
+    A relative path is resolved against the directory of the recipe first, then against the working directory.
 
     Raises:
-        InvalidInput: for a text that is not there, or is not as the recipe says.
+        InvalidInput: If a text does not exist, or does not have the format that the recipe declares.
     """
-    for ref, written in recipe.texts.items():
-        file = expand_user_path(written)
-        places = [start / file for start in (recipe.directory, Path.cwd()) if start is not None]
-        path = next((place for place in places if place.is_file()), places[0]).absolute()
-        where, named = f"{recipe.where}: text of {ref}: {written}", "statistics.field"
+    for ref, text_path in recipe.texts.items():
+        file = expand_user_path(text_path)
+        candidates = [directory / file for directory in (recipe.directory, Path.cwd()) if directory is not None]
+        path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
+        location, setting = f"{recipe.where}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
-        pinned = pin_text(path, field, hashes, where=where, relative_to="recipe", named=named, conversations=True)
+        pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
         yield str(ref), pinned
 
 
 def with_statistics(
     recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure] = lambda stage: stage.build
 ) -> Recipe:
-    """``recipe`` with what its models show on their texts, in every document of it.
+    """Return ``recipe`` with the statistics of its models on their texts, in all of its documents.
 
     Args:
-        find: The pinned model of a reference, which any library can load.
-        call: How a stage is asked; absent: without Prefect.
+        recipe: Recipe to complete.
+        find: Function that returns the pinned model of a reference, with adapters applied so that any library can
+            load it.
+        call: Function that turns a stage into the function that runs it. Default: run the stage without Prefect.
 
     Raises:
-        InvalidInput: when a text is not there, or its model cannot read it.
+        InvalidInput: If a text does not exist, or its model cannot read it.
     """
-    return recipe.map_documents(lambda document: _with_own(document, find, call))
+    return recipe.map_documents(lambda document: _with_own_statistics(document, find, call))
 
 
-def _with_own(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure]) -> Recipe:
+def _with_own_statistics(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure]) -> Recipe:
     if not recipe.texts or recipe.measured is not None:
         return recipe
-    matters = _wants_importance(recipe)
-    measure = call(importance_statistics if matters else input_statistics)
-    here, measured = runtime(), {}
+    wants_importance = _wants_importance(recipe)
+    measure = call(importance_statistics if wants_importance else input_statistics)
+    current_runtime, measured = runtime(), {}
     for ref, text in tuple(pin_calibration_texts(recipe, store().hashes)):
         model = find(ref)
-        made = measure(model, text, recipe.reading, _dtype(model, here), here)
-        if matters:
-            measured[ref] = InputMeasurements(made.digest, text.sha256, importance=open_importance(made.directory))
+        artifact = measure(model, text, recipe.reading, _dtype(model, current_runtime), current_runtime)
+        if wants_importance:
+            measured[ref] = InputMeasurements(
+                artifact.digest, text.sha256, importance=open_importance(artifact.directory)
+            )
         else:
-            measured[ref] = InputMeasurements(made.digest, text.sha256, moments=open_moments(made.directory))
+            measured[ref] = InputMeasurements(artifact.digest, text.sha256, moments=open_moments(artifact.directory))
     return replace(recipe, measured=measured)
 
 
-def _dtype(model: Model, here: Runtime) -> str:
-    """The format that the model is computed in: its own, unless this machine could only convert it."""
+def _dtype(model: Model, current_runtime: Runtime) -> str:
+    """Return the format for computing the model: ``auto`` for its own, or float32 if the machine only converts it."""
     stored = ""
-    with suppress(MergegateError):  # whoever loads it says what is wrong with it
+    with suppress(MergegateError):  # Loading the model reports the problem.
         stored = dtype_in(read_json(model.directory / "config.json"))
-    return "float32" if stored in formats_without_units(here.device) else "auto"
+    return "float32" if stored in formats_without_units(current_runtime.device) else "auto"

@@ -1,9 +1,10 @@
-"""What it takes to measure what models show on texts, before it is done: from the plan, the texts' sizes, and rates.
+"""Estimate the cost of measuring statistics on calibration texts from the plan, the sizes of the texts and rates.
 
-Pure but for a look at the sizes of texts. Of each position a model multiplies with all its weights, and each distinct
-input with itself, in float64 (of experts those that it is sent to); where the sums do not fit into memory at once, a
-text is read in several runs, each no further than its last layer. Where derivatives are asked for, it is read forward
-and back, in each run the whole way.
+The functions are pure, except that they read the sizes of the texts. The estimate for input moments includes, for each
+position, the product with all weights and the float64 product of each distinct input with itself. An expert only counts
+for the positions that are routed to it. If the sums do not fit into memory, the text is read in several runs, and each
+run stops at its last layer. The importance of elements needs derivatives, so each run computes the complete forward and
+backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mergegate.merge_core.parsing import open_buffered
 from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.perplexity import HeldOutText
 
-# Kinds that are multiplied with one input.
+# Name of the shared input of each kind of matrix.
 _INPUT: dict[TensorKind, str] = {
     **dict.fromkeys(("q", "k", "v", "qkv"), "into attention"),
     "o": "out of attention",
@@ -29,22 +30,22 @@ _INPUT: dict[TensorKind, str] = {
     "down": "out of it",
 }
 _NUMBER = re.compile(r"\.experts\.([0-9]+)\.")
-_BYTES_A_TOKEN = 4.0  # of English text, with the vocabularies of today
-_REACHED = 0.6  # of what a large product alone reaches
+_BYTES_A_TOKEN = 4.0  # English text with the vocabularies of current models
+_REACHED = 0.6  # share of the rate of a single large product that a complete pass reaches
 
 
 @dataclass(frozen=True)
 class StatisticsNeeds:
-    """What measuring takes, of all models of a recipe together.
+    """Estimated cost of measuring the statistics of all models of a recipe.
 
     Args:
-        texts: That are read.
-        positions: Tokens of all of them, about.
-        inputs: Distinct inputs, or tensors, of one model.
-        nbytes: That are kept, of all models.
-        sums: Bytes of the sums of one model; what does not fit into memory is measured in several runs.
-        operations: Of reading each text once.
-        backwards: Whether derivatives are wanted.
+        texts: Number of texts.
+        positions: Estimated number of tokens in all texts.
+        inputs: Number of distinct inputs of one model, or of measured tensors if ``backwards`` is set.
+        nbytes: Bytes on disk for all models.
+        sums: Bytes of the sums of one model. Sums that do not fit into memory are measured in several runs.
+        operations: Floating-point operations for reading each text once.
+        backwards: Whether derivatives are needed. Default: False.
     """
 
     texts: int
@@ -56,23 +57,28 @@ class StatisticsNeeds:
     backwards: bool = False
 
     def seconds(self, rates: Rates, memory: int) -> float | None:
-        """On a machine of these rates that has so many bytes for sums; None where products were not measured."""
+        """Return the estimated time in seconds, or None if the rate of matrix products was not measured.
+
+        Args:
+            rates: Measured rates of the machine.
+            memory: Bytes available for the sums.
+        """
         if not rates.products:
             return None
         runs = max(1, math.ceil(self.sums / max(memory, 1)))
         return (runs if self.backwards else (runs + 1) / 2) * self.operations / (_REACHED * rates.products)
 
     def summary(self) -> str:
-        """``2 texts · about 3,000 positions · 12 inputs each``."""
-        what = "tensors" if self.backwards else "inputs"
-        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} {what} a model"
+        """Return a one-line summary, such as ``2 texts · about 3,000 positions · 12 inputs a model``."""
+        unit = "tensors" if self.backwards else "inputs"
+        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} {unit} a model"
 
 
 def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
-    """What the recipe of ``plan`` wants to be measured; None where that is nothing.
+    """Return the cost of the statistics that the recipe of ``plan`` needs, or None if it needs none.
 
     Raises:
-        InvalidInput: for a text that is not there, or is not as the recipe says.
+        InvalidInput: If a text does not exist, or does not have the format that the recipe declares.
     """
     recipe = plan.recipe
     texts = [text for _, text in pin_calibration_texts(recipe, hashes)]
@@ -81,52 +87,53 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
     positions = sum(_positions(text, recipe.reading.documents) for text in texts)
     if plan.method.traits.reads_text == "importance":
         measured = [job.output for job in plan.jobs if job.importance]
-        size = 4 * sum(one.numel for one in measured)
-        # As much again forward, twice as much back: to what comes before, and to the weights.
+        size = 4 * sum(tensor.numel for tensor in measured)
+        # The forward pass takes 2 operations per parameter. The backward pass takes 4: derivatives with respect to the
+        # inputs and to the weights.
         operations = positions * 6 * plan.parameters
         return StatisticsNeeds(len(texts), positions, len(measured), len(texts) * size, size, operations, True)
-    found = _inputs(plan)
-    widths = [width for width, _ in found]
-    whole = [width for width in widths if width <= recipe.reading.diagonal_above]
-    kept = 4 * sum(width * (width + 1) // 2 for width in whole) + 4 * (sum(widths) - sum(whole))
-    # In float64 a product takes twice as long as in float32.
-    products = sum(share * 2 * width**2 for width, share in found if width <= recipe.reading.diagonal_above)
-    each = 2 * plan.parameters + 2 * products
+    inputs = _inputs(plan)
+    widths = [width for width, _ in inputs]
+    full = [width for width in widths if width <= recipe.reading.diagonal_above]
+    stored = 4 * sum(width * (width + 1) // 2 for width in full) + 4 * (sum(widths) - sum(full))
+    # A product takes twice as long in float64 as in float32.
+    products = sum(share * 2 * width**2 for width, share in inputs if width <= recipe.reading.diagonal_above)
+    per_position = 2 * plan.parameters + 2 * products
     return StatisticsNeeds(
         texts=len(texts),
         positions=positions,
         inputs=len(widths),
-        nbytes=len(texts) * kept,
-        sums=8 * sum(width**2 for width in whole),
-        operations=positions * each,
+        nbytes=len(texts) * stored,
+        sums=8 * sum(width**2 for width in full),
+        operations=positions * per_position,
     )
 
 
 def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
-    """Widths of the distinct inputs of one model, and which share of all positions each has."""
-    found: dict[tuple[str, str], tuple[int, float]] = {}
-    routed = _share_of_experts(plan)
+    """Return the width of each distinct input of one model, and the share of all positions that reach it."""
+    inputs: dict[tuple[str, str], tuple[int, float]] = {}
+    routed_share = _share_of_experts(plan)
     for job in plan.jobs:
         name, shape = job.output.name, job.output.shape
         if len(shape) == 2 and is_projection(name):
             module = name.removesuffix(".weight").rpartition(".")[0]
-            share = routed if is_routed_expert(name) else 1.0
-            found.setdefault((module, _INPUT[tensor_kind(name)]), (input_width(name, shape), share))
-    return list(found.values())
+            share = routed_share if is_routed_expert(name) else 1.0
+            inputs.setdefault((module, _INPUT[tensor_kind(name)]), (input_width(name, shape), share))
+    return list(inputs.values())
 
 
 def _share_of_experts(plan: MergePlan) -> float:
-    """Of all experts of a layer, how many a position is sent to; 1 where the configuration does not say."""
+    """Return the share of the experts of a layer that process a position, or 1 if the configuration does not say."""
     numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
     counts = (part.get("num_experts_per_tok") or 0 for part in config_parts(plan.config))
     return next((count / len(numbers) for count in counts if 0 < count <= len(numbers)), 1.0)
 
 
 def _positions(text: HeldOutText, documents: int) -> float:
-    """Tokens of the documents that are read, about: from the first lines and the size of the file."""
+    """Estimate the number of tokens in the documents from the first lines and the size of the file."""
     with open_buffered(text.path) as file:
         lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
     if not lines:
         return 0.0
-    size, each = text.path.stat().st_size, sum(lines) / len(lines)
-    return min(size, documents * each) / _BYTES_A_TOKEN
+    size, per_document = text.path.stat().st_size, sum(lines) / len(lines)
+    return min(size, documents * per_document) / _BYTES_A_TOKEN
