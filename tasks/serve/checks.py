@@ -38,7 +38,7 @@ class ServedSubject:
         reference: Expected answers; None if only the server's address is known.
         longest: Longest request in tokens; None if unknown.
         extended: Whether the server accepts or ignores vLLM's additional fields.
-        base: Name of the model without the adapter on the server; None if the server does not list one.
+        base: Name under which the server lists the model without the adapter; None if it does not.
     """
 
     client: Client
@@ -117,9 +117,9 @@ def ask_parity(subject: ServedSubject) -> list[Check]:
 def ask_adapter(subject: ServedSubject) -> list[Check]:
     """Check that an adapter that is served together with its base takes full effect.
 
-    A server that ignores an adapter, or some of its factors, answers as the base does. For a small adapter, this
-    difference is within the tolerance of the parity check. Therefore the answers must be at most half as far from the
-    reference, which includes the adapter, as the answers of the base are.
+    A server that ignores an adapter, or some of its factors, answers as the base does. The parity check does not notice
+    this if the adapter is small. Therefore the answers must be at most half as far from the reference, which includes
+    the adapter, as the answers of the base are.
     """
     if subject.base is None or subject.reference is None or not subject.reference.texts:
         return []
@@ -204,7 +204,7 @@ def ask_end(subject: ServedSubject) -> list[Check]:
 
 
 def ask_too_long(subject: ServedSubject) -> list[Check]:
-    """Check that the server rejects a prompt that is too long with HTTP 4xx, and answers the next one."""
+    """Check that the server rejects an over-long prompt with HTTP 4xx and answers the next prompt."""
     name, expected = "over-long prompt", "HTTP 4xx, then an answer"
     if subject.longest is None:
         return [Check(name=name, outcome="not offered", seen="the server does not say how long a request may be")]
@@ -337,7 +337,7 @@ def _end_tokens(subject: ServedSubject, reference: Reference) -> Check:
 
 
 def _ignores_bias(subject: ServedSubject, biased: Completion) -> bool:
-    """Return whether a continuation is the same without bias, so that the bias did not force an end."""
+    """Return whether the continuation is the same without bias, which means that the server ignored the bias."""
     plain = completion_of(subject.complete(subject.settings.prompts[0], 4, seed=0))
     return plain is not None and plain.identity == biased.identity
 

@@ -45,7 +45,7 @@ _PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 
 
 def root_cause(log: str) -> str:
-    """Return the line that says why a server ended: the first error without another cause, or else the last line."""
+    """Return the line that says why a server ended: the first error that is not a consequence, else the last line."""
     errors = []
     for line in log.splitlines():
         if _NO_ERROR.search(line[:80]):

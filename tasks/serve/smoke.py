@@ -281,7 +281,7 @@ def _measured(probe: ServerProbe | None, server: ServerProcess | None = None) ->
 
 
 def _raise_unless_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
-    """Raise an error if the end of the server says nothing about the model."""
+    """Raise an error if the machine or the settings, not the model, made the server end."""
     if end.blame == "machine":
         raise MachineFailed(
             "serve",
