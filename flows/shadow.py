@@ -5,8 +5,8 @@
     mergegate shadow look profiles/support.yaml                            # one look on this machine
     - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in nights.yaml: a worker runs the looks
 
-The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so a look without new traffic
-does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).
+The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
+traffic does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shadow(
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
-    """Run the story of a look and return how it ends.
+    """Run one interim look and return its outcome.
 
     A check that refuses raises its error. If the candidate is rolled back, the outcome carries the page.
     """

@@ -1,4 +1,4 @@
-"""Watch a release on users' traffic for ``flows/shadow.py``: its state, the judging of a look, and the decision."""
+"""Follow a release on users' traffic, for ``flows/shadow.py``: watch its state, judge new pairs, and decide."""
 
 from mergegate.flows.watching.pair_judging import judge_new_pairs, plan_judging
 from mergegate.flows.watching.promotion import Followed, apply_decision, conclude_shadow, promote_candidate, report_once

@@ -48,7 +48,7 @@ def apply_decision(
 ) -> RunOutcome:
     """Apply a decision: set the alias at the target, then the routing, then notify listeners.
 
-    Every step may run twice. If a look is killed in between, the next one completes the rest.
+    Every step may run twice. If an interim look is killed between steps, the next look completes the rest.
     """
     before = watch.told().alias_before
     if serving == "promoted":
@@ -113,7 +113,7 @@ def conclude_shadow(
     status: Literal["promoted", "waiting", "rolled back", "killed", "nothing new"],
     message: str = "",
 ) -> RunOutcome:
-    """Return the outcome of a look, with its page."""
+    """Return the outcome of an interim look, with its page."""
     text = message or f"{status}: {content.name} {content.candidate}: {content.reason}"
     return RunOutcome(
         status=status, message=text, version=content.candidate, report=store_shadow_page(content), shadow=content

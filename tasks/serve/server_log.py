@@ -1,4 +1,4 @@
-"""Reading a server's log: the line that says why it ended, and whether model, machine or call is to blame."""
+"""Find out from a server's log why it ended, and whether the model, the machine or the settings are to blame."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 Blame = Literal["model", "machine", "settings"]
 
 
-# Beginnings that loggers put before what is said: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
+# Prefixes that loggers put before a message: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
 _NO_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 _RAISED = re.compile(
     r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$|"
     r"^(\w.* died unexpectedly \(exit code: -\d+\))"
 )
-# Said about an end whose cause stands elsewhere in the log.
+# Messages about an end whose cause is elsewhere in the log.
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|Engine core proc|EngineDeadError|EngineCore encountered|"
     r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError|RuntimeError: cancelled$"
 )
-# What interpreters say when they end.
+# Messages that interpreters print at exit.
 _PRINTED_AT_EXIT = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
 _LONGEST = 400
 
-# Also of a server that had answered already.
+# Limits of the machine. A server can reach them even after it has answered.
 _LIMITS = re.compile(
     r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|bad_alloc|ENOMEM|No space left on device|"
     r"Free memory on device|No available memory for the cache|KV cache is needed|VLLM_CPU_KVCACHE_SPACE|"
@@ -45,7 +45,7 @@ _PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 
 
 def root_cause(log: str) -> str:
-    """The line that says why a server ended: the first error that is no consequence of another; else the last line."""
+    """Return the line that says why a server ended: the first error that is not a consequence, else the last line."""
     errors = []
     for line in log.splitlines():
         if _NO_ERROR.search(line[:80]):
@@ -55,17 +55,25 @@ def root_cause(log: str) -> str:
     causes = [error for error in errors if not _CONSEQUENCE.search(error)]
     if causes or errors:
         return (causes or errors)[0][:_LONGEST]
-    said = [line.strip() for line in log.splitlines() if line.strip() and not _PRINTED_AT_EXIT.search(line)]
-    return _PREFIX.sub("", said[-1])[:_LONGEST] if said else "it said nothing"
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _PRINTED_AT_EXIT.search(line)]
+    return _PREFIX.sub("", lines[-1])[:_LONGEST] if lines else "it said nothing"
 
 
 def blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
-    """Who is to blame for an end with ``cause`` and ``returncode`` (negative: the signal).
+    """Decide whether the machine, the settings or the model is to blame for the end of a server.
 
-    The machine, if it lacks memory, a GPU, or the server itself; also for SIGKILL, which the kernel sends when memory
-    is short. Whoever called, if the server does not know its arguments. Else the model; always the model for a server
-    that had answered and then ended for any reason but a limit of the machine: memory (of a worker, too), kernels that
-    this build of the server has for GPUs only, instructions that the processor refuses (SIGILL).
+    The machine is to blame if it lacks memory, a GPU or the server itself, and also for SIGKILL, which the kernel sends
+    when memory is short. The settings are to blame if the server does not know its arguments. In all other cases the
+    model is to blame.
+
+    If the server had already answered, the model is to blame unless the machine reached a limit: memory (also of a
+    worker), kernels that this build of the server has only for GPUs, or instructions that the processor refuses
+    (SIGILL).
+
+    Args:
+        cause: Result of ``root_cause``.
+        returncode: Exit status; negative for a signal.
+        had_answered: Whether the server had answered before it ended.
     """
     if _LIMITS.search(cause) or returncode == -9:
         return "machine"
@@ -77,5 +85,5 @@ def blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
 
 
 def port_was_taken(log: str) -> bool:
-    """Whether the server ended because somebody else listens on its port."""
+    """Return whether the server ended because another process listens on its port."""
     return bool(_PORT_TAKEN.search(log))

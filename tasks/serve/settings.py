@@ -1,4 +1,4 @@
-"""How a model is served and what is asked of it: the profile's ``serve``, and nothing that costs an import."""
+"""Define the section ``serve`` of a profile. Importing this module is cheap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from mergegate.merge_core.parsing import LocalPath
 from mergegate.tasks.store import NotInKey
 
-PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
+PLACES = ("{model}", "{port}", "{name}")  # placeholders in a configured command
 
 PROMPTS = (
     "the quick brown fox",
@@ -25,11 +25,11 @@ TEXTS = (
 
 
 class ServeSettings(BaseModel):
-    """How the merge is served before it is released, in a profile under ``serve``.
+    """How the merge is served before it is released: the section ``serve`` of a profile.
 
-    Without ``command`` the server is vLLM, from the environment that ``make serve-env`` builds. Any other server that
-    speaks the OpenAI API can stand in its place: ``command`` is its command line, in which ``{model}``, ``{port}`` and
-    ``{name}`` are filled in, and it listens on 127.0.0.1.
+    Without ``command``, the server is vLLM from the environment that ``make serve-env`` builds. ``command`` is the
+    command line of another server that speaks the OpenAI API. mergegate fills in ``{model}``, ``{port}`` and
+    ``{name}``. The server must listen on 127.0.0.1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +47,8 @@ class ServeSettings(BaseModel):
     command: tuple[str, ...] | None = Field(default=None, description="Another server's command line.")
     version: str = Field(default="", description="Of that other server: part of what a verdict is cached by.")
 
-    # Out of these two runs the machine, not the model: that is no verdict, so it need not be in a key.
+    # Exceeding one of these two limits says something about the machine, not about the model. It leads to no verdict,
+    # so the limits need not be in a key.
     ready_within: Annotated[float, NotInKey] = Field(
         default=900, gt=0, description="Seconds until the server must answer."
     )

@@ -1,4 +1,4 @@
-"""The whole smoke test in its order: static checks, the reference, the server, the questions, the verdict."""
+"""Run the smoke test: static checks, reference, server, questions and verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mergegate.tasks.serve.static_checks import static_checks
 from mergegate.tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
 
 LOG = "server.log"
-_KNOWS_NO_LORA = re.compile(r"(\w+) does not support LoRA")  # vLLM, of an architecture
+_KNOWS_NO_LORA = re.compile(r"(\w+) does not support LoRA")  # vLLM's message about an architecture
 _QUESTIONS: tuple[tuple[str, ServerQuestion], ...] = (
     ("text", checks.ask_generation),
     ("parity", checks.ask_parity),
@@ -37,7 +37,7 @@ _QUESTIONS: tuple[tuple[str, ServerQuestion], ...] = (
 )
 STEPS = len(_QUESTIONS) + 4  # static, reference, ready, throughput
 
-OnStep = Callable[[int, str], None]  # told how many of ``STEPS`` are done, and what is being done now
+OnStep = Callable[[int, str], None]  # receives the number of finished steps out of ``STEPS``, and the current step
 
 
 def smoke_checkpoint(
@@ -50,53 +50,53 @@ def smoke_checkpoint(
     adapted: PinnedCheckpoint | None = None,
     on_progress: OnStep = lambda done, doing: None,
 ) -> ServeVerdict:
-    """Serve ``model`` and ask it.
+    """Serve ``model`` and check its answers.
 
     Args:
-        adapted: Base and adapter, where ``model`` is the two of them merged. vLLM then serves them apart, if it can;
-            ``model`` is what the answers are compared with.
-        kind: Which server (``find_server``).
-        device: Where transformers computes what the server's answers are compared with.
-        log: File for what the server says.
+        adapted: Base and adapter, if ``model`` is the two of them merged. vLLM then serves the adapter as LoRA, if it
+            can. The reference is always computed from ``model``.
+        kind: Server to start, from ``find_server``.
+        device: Device on which transformers computes the reference.
+        log: File for the output of the server.
 
     Raises:
-        InvalidInput: for a checkpoint that cannot be read.
-        MachineFailed: when the server cannot be run here, which says nothing about the model.
+        InvalidInput: The checkpoint cannot be read.
+        MachineFailed: The server cannot run on this machine, which says nothing about the model.
     """
     on_progress(0, "static checks")
     checkpoint = open_checkpoint(model.directory)
     if model.runs_code:
         settings = settings.model_copy(update={"arguments": (*settings.arguments, "--trust-remote-code")})
     lora = as_lora(adapted, kind, settings) if adapted else None
-    found, way = _static(checkpoint, lora, settings, model.runs_code)
-    if any(check.outcome == "fail" for check in found):
-        return serve_verdict(model.name, kind.label, found, way=way)  # no server is needed to refuse it
+    results, way = _static(checkpoint, lora, settings, model.runs_code)
+    if any(check.outcome == "fail" for check in results):
+        return serve_verdict(model.name, kind.label, results, way=way)  # refuse it without starting a server
     longest = context_of(settings, checkpoint)
     on_progress(1, "what transformers says")
     reference = _reference(model, checkpoint, settings, device, longest)
     try:
-        beside = lora if isinstance(lora, ServedAdapter) else None
-        answered, measured = _serve(checkpoint, beside, reference, longest, settings, kind, log, on_progress)
-    except _NoLora as no:
-        found, way = _static(checkpoint, f"vLLM has no LoRA for {no}", settings, model.runs_code)
-        if any(check.outcome == "fail" for check in found):
-            return serve_verdict(model.name, kind.label, found, way=way)
-        answered, measured = _serve(checkpoint, None, reference, longest, settings, kind, log, on_progress)
+        adapter = lora if isinstance(lora, ServedAdapter) else None
+        answers, measured = _serve(checkpoint, adapter, reference, longest, settings, kind, log, on_progress)
+    except _NoLora as error:
+        results, way = _static(checkpoint, f"vLLM has no LoRA for {error}", settings, model.runs_code)
+        if any(check.outcome == "fail" for check in results):
+            return serve_verdict(model.name, kind.label, results, way=way)
+        answers, measured = _serve(checkpoint, None, reference, longest, settings, kind, log, on_progress)
     measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
-    return serve_verdict(model.name, kind.label, [*found, *answered], measured, way)
+    return serve_verdict(model.name, kind.label, [*results, *answers], measured, way)
 
 
 class _NoLora(Exception):
-    """The server knows no LoRA for models of this kind."""
+    """The server does not support LoRA for models of this kind."""
 
 
 def _static(
     merged: Checkpoint, lora: ServedAdapter | str | None, settings: ServeSettings, runs_code: bool
 ) -> tuple[list[Check], str]:
-    """The static checks of what is going to be served, and in which way that is.
+    """Run the static checks of the model that will be served. Return them and a description of how it will be served.
 
     Args:
-        lora: Base and adapter, why they are served merged, or None where there is no adapter.
+        lora: Base and adapter, the reason why they are served merged, or None without an adapter.
     """
     if isinstance(lora, ServedAdapter):
         return [*static_checks(lora.base, must_chat=settings.chat, runs_code=runs_code), lora.static_check()], lora.way
@@ -113,21 +113,21 @@ def smoke_url(
     key: str = "",
     on_progress: OnStep = lambda done, doing: None,
 ) -> ServeVerdict:
-    """Ask a server that runs already.
+    """Check the answers of a server that is already running.
 
     Args:
-        model: What it calls the model; None: the first that it lists.
-        checkpoint: What it should be serving; without it there is nothing to hold its answers against.
-        key: Bearer token for it.
+        model: Name of the model on the server; None for the first model that the server lists.
+        checkpoint: Checkpoint that the server should be serving. Without it, no reference answers are available.
+        key: Bearer token for the server.
 
     Raises:
-        InvalidInput: when nobody answers there, or the model is not among those served.
+        InvalidInput: The server does not answer, or does not list the model.
     """
     client = Client(url, settings.answer_within, key)
     try:
         answer = client.request("/v1/models")
-    except Unreachable as why:
-        raise InvalidInput(url, found=str(why), expected="a server that speaks the OpenAI API") from None
+    except Unreachable as error:
+        raise InvalidInput(url, found=str(error), expected="a server that speaks the OpenAI API") from None
     if answer.status != 200:
         remedy = "the address without /v1; --key-from for a server that wants a key"
         raise InvalidInput(f"{url}/v1/models", found=answer.complaint, expected="a list of models", remedy=remedy)
@@ -136,24 +136,24 @@ def smoke_url(
         serves = f"serves {', '.join(listed) or 'no model'}"
         raise InvalidInput(f"{url}/v1/models", found=serves, expected=model or "a model")
     name = model or next(iter(listed))
-    reference, found = None, list[Check]()
+    reference, results = None, list[Check]()
     longest = settings.max_model_len or listed[name]
     if checkpoint is not None:
         on_progress(1, "static checks, and what transformers says")
         opened = open_checkpoint(checkpoint.directory)
-        found = static_checks(opened, must_chat=settings.chat)
-        if not any(check.outcome == "fail" for check in found):
+        results = static_checks(opened, must_chat=settings.chat)
+        if not any(check.outcome == "fail" for check in results):
             reference = _reference(checkpoint, opened, settings, device, longest or context_of(settings, opened))
     probe = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
     try:
         probe.run()
-    except Unreachable as why:
-        probe.note_no_answer(str(why))
-    return serve_verdict(name, url, [*found, *probe.checks], _measured(probe).model_copy(update={"when": today()}))
+    except Unreachable as error:
+        probe.note_no_answer(str(error))
+    return serve_verdict(name, url, [*results, *probe.checks], _measured(probe).model_copy(update={"when": today()}))
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
-    """What transformers says to what the server will be asked, in the dtype that it is served in."""
+    """Compute the expected answers with transformers, in the dtype in which the model is served."""
     dtype = dtype_of(settings, checkpoint)
     return call_model_process(
         make_reference,
@@ -164,48 +164,48 @@ def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, de
 
 
 class ServerProbe:
-    """A running server is asked one question after the other; what was found out so far is there at any time."""
+    """Sequence of checks on a running server. The results so far are available at any time."""
 
-    def __init__(self, asked: ServedSubject, on_progress: OnStep = lambda done, doing: None) -> None:
-        self._asked, self._on_progress = asked, on_progress
-        self.question = "a first answer"  # that is being asked, or was asked last
+    def __init__(self, subject: ServedSubject, on_progress: OnStep = lambda done, doing: None) -> None:
+        self._asked, self._on_progress = subject, on_progress
+        self.question = "a first answer"  # current or latest question
         self.checks: list[Check] = []
         self.speed = Speed()
 
     def run(self, server: ServerProcess | None = None) -> None:
-        """Ask everything.
+        """Run all checks.
 
         Raises:
-            ServerEnded: when ``server`` ends meanwhile.
-            Unreachable: when there is no answer, but no end either.
+            ServerEnded: ``server`` ended during a check.
+            Unreachable: The server still runs but does not answer.
         """
         try:
             self._on_progress(3, f"asking for {self.question}")
-            asked = replace(self._asked, extended=checks.takes_extensions(self._asked))
+            subject = replace(self._asked, extended=checks.takes_extensions(self._asked))
             for done, (self.question, ask) in enumerate(_QUESTIONS, start=3):
                 self._on_progress(done, f"asking for {self.question}")
-                answers = ask(asked)
+                answers = ask(subject)
                 self.checks += answers
-                # An engine that dies answers 5xx, and goes a moment later.
+                # A dying engine answers with HTTP 5xx and exits a moment later.
                 if server and any("HTTP 5" in check.seen for check in answers) and server.has_died():
                     raise server.ended()
             self.question = "throughput"
             self._on_progress(STEPS - 1, "measuring speed")
-            answers, self.speed = measure_speed(asked)
+            answers, self.speed = measure_speed(subject)
             self.checks += answers
             self._on_progress(STEPS, "ending")
-        except Unreachable as why:
-            if server and not why.late and server.has_died():
+        except Unreachable as error:
+            if server and not error.late and server.has_died():
                 raise server.ended() from None
             raise
 
     def note_no_answer(self, why: str) -> None:
-        """Note that the last question was not answered."""
+        """Record that the server did not answer the latest question."""
         remedy = "serve.answer_within for a slow machine; else see the server's log"
         self.checks.append(Check(name=self.question, outcome="fail", seen=why, expected="an answer", remedy=remedy))
 
     def note_end(self, end: ServerEnded, log: Path) -> None:
-        """Note that the server ended at the last question."""
+        """Record that the server ended during the latest question."""
         self.checks.append(
             Check(
                 name="server lives",
@@ -228,48 +228,48 @@ def _serve(
     log: Path,
     on_progress: OnStep,
 ) -> tuple[list[Check], ServingCost]:
-    """What the server answers, and what that took.
+    """Start the server, check its answers, and return the checks and the cost.
 
     Raises:
-        _NoLora: when it does not take ``lora`` for this kind of model.
-        MachineFailed: when it cannot be run here.
+        _NoLora: The server does not support ``lora`` for this kind of model.
+        MachineFailed: The server cannot run on this machine.
     """
     on_progress(2, f"waiting for {kind.label}")
     compile_server(kind)
-    called = launch(settings, kind, lora.base if lora else checkpoint, lora.arguments if lora else None)
-    server = ServerProcess(called, log, settings)
+    command = launch(settings, kind, lora.base if lora else checkpoint, lora.arguments if lora else None)
+    server = ServerProcess(command, log, settings)
     probe: ServerProbe | None = None
-    found: list[Check] = []
+    results: list[Check] = []
     expected = f"an answer within {settings.ready_within:g} s"
     try:
         with server:
             server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
-            found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
+            results = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
             client = Client(server.url, settings.answer_within)
             base = base_name(server.model) if lora else None
-            asked = ServedSubject(client, server.model, settings, reference, longest, base=base)
-            probe = ServerProbe(asked, on_progress)
+            subject = ServedSubject(client, server.model, settings, reference, longest, base=base)
+            probe = ServerProbe(subject, on_progress)
             probe.run(server)
     except ServerEnded as end:
-        if lora and probe is None and (said := _KNOWS_NO_LORA.search(end.cause)):
-            raise _NoLora(said[1]) from None
-        _unless_the_model(end, kind, log)
+        if lora and probe is None and (match := _KNOWS_NO_LORA.search(end.cause)):
+            raise _NoLora(match[1]) from None
+        _raise_unless_model(end, kind, log)
         if probe is None:
             remedy = "the log has the whole story"
             seen = f"ended before it answered: {end.cause}"
-            found = [Check(name="ready", outcome="fail", seen=seen, expected=expected, where=log.name, remedy=remedy)]
+            results = [Check(name="ready", outcome="fail", seen=seen, expected=expected, where=log.name, remedy=remedy)]
         else:
             probe.note_end(end, log)
-    except Unreachable as why:
+    except Unreachable as error:
         if probe is None:
             raise
-        probe.note_no_answer(str(why))
-    return [*found, *(probe.checks if probe else ())], _measured(probe, server)
+        probe.note_no_answer(str(error))
+    return [*results, *(probe.checks if probe else ())], _measured(probe, server)
 
 
 def _measured(probe: ServerProbe | None, server: ServerProcess | None = None) -> ServingCost:
-    """What is known of a server that has been asked; of one of ours when it has ended."""
+    """Return the measured cost. Memory is known only for a server that we started, after it has ended."""
     speed = probe.speed if probe else Speed()
     return ServingCost(
         seconds_to_ready=server.seconds_to_ready if server else None,
@@ -280,8 +280,8 @@ def _measured(probe: ServerProbe | None, server: ServerProcess | None = None) ->
     )
 
 
-def _unless_the_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
-    """Raise what says nothing about the model."""
+def _raise_unless_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
+    """Raise an error if the machine or the settings, not the model, made the server end."""
     if end.blame == "machine":
         raise MachineFailed(
             "serve",

