@@ -1,8 +1,8 @@
 """Read and write the table of requests and answers, in SQLite or PostgreSQL.
 
 A row is one request at one arm. An ``answer`` reached the user, a ``copy`` did not. All rows of one user request share
-an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the parent's answer that
-replaced it. An existing gateway may write these rows directly. ``docs/shadow.md`` describes the columns.
+an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the parent's answer
+that replaced it. An existing gateway may write these rows directly. ``docs/shadow.md`` describes the columns.
 """
 
 from __future__ import annotations
