@@ -162,7 +162,7 @@ def open_judged(
 
 
 def read_judged(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JudgedPairs:
-    """Return a copy of the ledger, even while a look has it locked. Additions to the copy are not stored."""
+    """Return a copy of the ledger, even while another process has locked it. Additions to the copy are not stored."""
     location = _journal_location(directory, profile, candidate, judging)
     with TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"

@@ -34,8 +34,8 @@ class Routing(BaseModel):
 
 def read_routing(file: Path) -> Routing | None:
     """Return the routing in the file, or None if the file is missing or damaged."""
-    found = read_state(file, Routing.model_validate_json)
-    return None if isinstance(found, Damaged) else found
+    routing = read_state(file, Routing.model_validate_json)
+    return None if isinstance(routing, Damaged) else routing
 
 
 def write_routing(file: Path, routing: Routing) -> None:
@@ -65,12 +65,12 @@ class FollowedRouting:
                 self._now = read_routing(self._file) or self._now
         return self._now
 
-    def decide(self, serving: Serving, why: str) -> None:
+    def decide(self, serving: Serving, reason: str) -> None:
         """Change the routing of this process and write it to the file for all other processes.
 
         If the file cannot be written, the change still applies to this process.
         """
-        self._now = self._now.model_copy(update={"serving": serving, "why": why, "since": time.time()})
+        self._now = self._now.model_copy(update={"serving": serving, "why": reason, "since": time.time()})
         try:
             write_routing(self._file, self._now)
             self._seen = self._identity()

@@ -2,7 +2,7 @@
 
 The functions are pure. Each request fails or succeeds, so the error rate ``p`` of an arm has an exact interval that is
 valid at every interim look. The interval contains all rates against which a mixture of Bernoulli likelihoods, with
-Beta(1/2, 1/2) weights, has not gained ``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
+Beta(1/2, 1/2) weights, has gained less than ``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
 
     { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f failed, s succeeded
 
@@ -54,7 +54,7 @@ class LatencyQuantiles(BaseModel):
 
 
 class ArmSummary(BaseModel):
-    """Errors and latency of one arm. Only good answers count for latency, which is None if there are none."""
+    """Errors and latency of one arm. Latency covers only good answers, and is None without any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -42,7 +42,7 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
     stop it.
 
     **First bytes**: the switch compares the 95th percentiles once each arm has answered ``of`` requests. With fewer, a
-    95th percentile depends on a few requests by chance.
+    95th percentile would depend on a few requests.
 
     Args:
         candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``of`` count.
@@ -51,8 +51,8 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
     Returns:
         A sentence with the numbers, or None.
     """
-    ours, theirs = own_rows(tuple(candidate[-rule.of :])), own_rows(tuple(parent))[-rule.of :]
-    return _too_many_errors(ours, theirs, rule) or _too_slow(candidate, parent, rule)
+    candidate_rows, parent_rows = own_rows(tuple(candidate[-rule.of :])), own_rows(tuple(parent))[-rule.of :]
+    return _too_many_errors(candidate_rows, parent_rows, rule) or _too_slow(candidate, parent, rule)
 
 
 def _too_many_errors(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
@@ -72,10 +72,10 @@ def _too_many_errors(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule
 
 
 def _too_slow(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
-    ours, theirs = _first_bytes(candidate, rule.of), _first_bytes(parent, rule.of)
-    if min(len(ours), len(theirs)) < rule.of:
+    candidate_seconds, parent_seconds = _first_bytes(candidate, rule.of), _first_bytes(parent, rule.of)
+    if min(len(candidate_seconds), len(parent_seconds)) < rule.of:
         return None
-    slow, usual = float(np.quantile(ours, _SLOW)), float(np.quantile(theirs, _SLOW))
+    slow, usual = float(np.quantile(candidate_seconds, _SLOW)), float(np.quantile(parent_seconds, _SLOW))
     if slow <= rule.slower * usual:
         return None
     return (

@@ -40,7 +40,7 @@ class ShadowVerdict(BaseModel):
     reason: str  # a sentence
     hours: float  # how long it was watched
     evidence: ShadowEvidence
-    consistency: float | None  # share of judged pairs with the same verdict in both orders
+    consistency: float | None  # share of judged pairs in which both orders agree
     arms: ArmComparison
 
     def as_verdict(self) -> Verdict:
@@ -70,17 +70,17 @@ def shadow_verdict(
     Args:
         candidate: Version of the candidate.
         scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2.
-        consistency: Share of the pairs with the same verdict in both orders, or None if no pair was judged.
+        consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
         hours: Hours for which the candidate was watched.
         rule: Conditions for promotion and rollback.
         switch: Limits of the kill switch.
     """
-    ours = [row for row in rows if row.arm == "candidate"]
-    theirs = [row for row in rows if row.arm == "parent"]
+    candidate_rows = [row for row in rows if row.arm == "candidate"]
+    parent_rows = [row for row in rows if row.arm == "parent"]
     evidence = evidence_of(scores, rule)
     outcome: ShadowOutcome = "kill"
-    reason = kill_reason(ours, theirs, switch)
+    reason = kill_reason(candidate_rows, parent_rows, switch)
     if reason is None:
         outcome, reason = decide_shadow(evidence, hours, rule)
         if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:
@@ -96,5 +96,5 @@ def shadow_verdict(
         hours=hours,
         evidence=evidence,
         consistency=consistency,
-        arms=compare_arms(ours, theirs, rule.confidence),
+        arms=compare_arms(candidate_rows, parent_rows, rule.confidence),
     )

@@ -85,11 +85,11 @@ class Records:
                 connection.execute(
                     self._insert(RECORDS).on_conflict_do_nothing(), [record._asdict() for record in batch]
                 )
-            for (candidate, what), count in (tallies or {}).items():
-                is_count = (TALLIES.c.candidate == candidate) & (TALLIES.c.what == what)
+            for (candidate, name), count in (tallies or {}).items():
+                is_count = (TALLIES.c.candidate == candidate) & (TALLIES.c.what == name)
                 updated = connection.execute(sa.update(TALLIES).where(is_count).values(count=TALLIES.c.count + count))
                 if not updated.rowcount:
-                    connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": what, "count": count})
+                    connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": name, "count": count})
 
     def pairs(self, candidate: str, since: float | None = None) -> Iterator[RecordedPair]:
         """Yield the requests that were recorded at both arms, including failed ones, in order of time.

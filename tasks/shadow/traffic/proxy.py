@@ -50,7 +50,7 @@ _CLIENT_LEFT = "client left"  # not an error of a server
 
 
 class _Broken(Exception):  # not a failure of the proxy: raised to abort the client's connection
-    """A server stopped in the middle of its answer, so the proxy aborts the client's connection as well."""
+    """A server stopped in the middle of its answer, so the proxy also aborts the client's connection."""
 
 
 class ShadowProxy:
@@ -147,7 +147,7 @@ class ShadowProxy:
         return "candidate" if split and goes_to_candidate(request.key, routing.candidate, routing.share) else "parent"
 
     async def _send_to_arm(self, request: AskedRequest, arm: Arm) -> tuple[ArmAnswer, httpx.Response | None]:
-        """Send a request to one arm. If the server does not respond, return no response and set the answer's ``error``."""
+        """Send a request to one arm. Without a response, the second value is None and the answer has an ``error``."""
         answer, server = ArmAnswer(arm), self._servers[arm]
         scope = request.scope
         path = scope.get("raw_path") or scope["path"].encode()

@@ -71,11 +71,11 @@ class Recorder:
                     self._bytes -= size
         self.count(record.candidate, "not recorded: queue full")
 
-    def count(self, candidate: str, what: str, more: int = 1) -> None:
+    def count(self, candidate: str, name: str, more: int = 1) -> None:
         """Increase a count, which is also written to the database."""
         with self._lock:
-            self._all[what] += more
-            self._new[candidate, what] += more
+            self._all[name] += more
+            self._new[candidate, name] += more
 
     def counts(self) -> dict[str, int]:
         """Return the counts since the start of the process, and the number of records in the queue."""
