@@ -1,9 +1,11 @@
-"""The shadow: after a release, the candidate answers what users ask, beside its parent, before it is promoted.
+"""Compare a released candidate with its parent on live user traffic before the candidate is promoted.
 
-``traffic`` stands before both servers and keeps what they answered in ``records``; ``routing`` says where requests go.
-What is shown so far, and what follows from it, are pure functions: ``evidence`` of judged pairs, ``split`` of errors
-and latency, ``switch`` of what cannot wait for either. The two packages bring web servers and databases with them: who
-needs them imports them himself.
+``traffic`` is a proxy in front of both servers. It stores their answers through ``records`` and follows ``routing``,
+which tells it where to send requests. Pure functions evaluate the result: ``evidence`` tests the judged pairs,
+``split`` compares errors and latency, and ``switch`` takes a failing candidate off the traffic immediately.
+
+This package does not import ``traffic`` and ``records``, because they need a web server and a database. Import them
+directly.
 """
 
 from mergegate.tasks.shadow.arms import ArmRow

@@ -1,25 +1,26 @@
-"""What is kept of one request that one arm was asked: no content, only how it went."""
+"""Define how one request went at one arm: status, errors and timing, but no content."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 _REFUSED, _FAULT = 400, 500
-# They speak of the server, not of the request: it gave up waiting, or has too much to do.
+# Request timeout and too many requests: the server is at fault, not the request.
 _FAULTS_BELOW = frozenset({408, 429})
 
 
 class ArmRow(NamedTuple):
-    """One request at one arm.
+    """Outcome of one request at one arm.
 
     Attributes:
-        at: Unix time.
-        role: ``answer`` reached a user; ``copy`` was only recorded.
-        status: Of HTTP; 0 where none came.
-        error: What went wrong on the way to the server or at it; empty where nothing did, also when a user left.
-        fallback: The candidate failed and the parent answered in its place.
-        first_byte: Seconds until the first byte of the body; None where none came.
-        seconds: Until the last byte, or until it was given up.
+        at: Start of the request, as Unix time.
+        arm: Server that received the request.
+        role: ``answer`` if the user received the response, ``copy`` if it was only recorded.
+        status: HTTP status, or 0 if the server sent none.
+        error: Failure of the server or of the connection to it. Empty if there was none, or if the user disconnected.
+        fallback: Whether the candidate failed and the parent answered instead.
+        first_byte: Seconds until the first byte of the body, or None if no body arrived.
+        seconds: Seconds until the last byte, or until the request was abandoned.
     """
 
     at: float
@@ -33,16 +34,25 @@ class ArmRow(NamedTuple):
 
 
 def is_fault(row: ArmRow) -> bool:
-    """Whether the server did not do its part. A fallback at the candidate's arm is one, whatever the parent said."""
-    stood_in = row.fallback and row.arm == "candidate"
-    return stood_in or bool(row.error) or row.status >= _FAULT or row.status < 100 or row.status in _FAULTS_BELOW
+    """Return whether the server failed.
+
+    A fallback counts as a fault of the candidate, even if the parent then answered well.
+    """
+    is_fallback = row.fallback and row.arm == "candidate"
+    return is_fallback or bool(row.error) or row.status >= _FAULT or row.status < 100 or row.status in _FAULTS_BELOW
 
 
 def is_refusal(row: ArmRow) -> bool:
-    """Whether the server declined the request (4xx): often the request's own fault, so only more of them mean much."""
+    """Return whether the server declined the request (4xx).
+
+    The request itself is often the cause, so refusals count against the candidate only if it has more of them.
+    """
     return not is_fault(row) and row.status >= _REFUSED
 
 
 def own_rows(rows: tuple[ArmRow, ...]) -> tuple[ArmRow, ...]:
-    """Without what the parent answered in the candidate's place: a fallback is a sample of nobody's traffic."""
+    """Return the rows without the parent's fallback answers.
+
+    The parent's traffic is not a fair sample if it includes requests that failed at the candidate.
+    """
     return tuple(row for row in rows if not (row.fallback and row.arm == "parent"))

@@ -1,8 +1,9 @@
-"""What was asked and answered, as text: bodies of OpenAI's protocol, whole or as a stream of events. Pure functions.
+"""Convert recorded requests and answers of the OpenAI protocol to text for the judge.
 
-Chat and completions are read. A message may have several parts, as long as they are text; a call of a tool is read as
-its name and arguments, so that two equal calls are equal texts. What cannot be shown to a judge as text (pictures,
-tokens, several answers to one request) is :class:`Unreadable`, which says why in few words: they are counted by that.
+The functions are pure. They support chat and completion endpoints, both as a single JSON body and as an event stream. A
+message may have several parts if all of them are text. A tool call becomes its name and arguments, so equal calls are
+equal texts. Content that cannot be shown to a judge as text (images, tokens, several answers to one request) raises
+:class:`Unreadable` with a short reason, and callers count the pairs by reason.
 """
 
 from __future__ import annotations
@@ -13,94 +14,97 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CHAT, COMPLETION = "/chat/completions", "/completions"
-_LARGEST = 32 << 20  # bytes of a body that was compressed, unpacked
+_MAX_UNPACKED_BYTES = 32 << 20  # bytes of a decompressed body
 _GZIP = b"\x1f\x8b"
-_WHO = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+_SPEAKERS = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
 class Unreadable(ValueError):
-    """A body that cannot be shown to a judge; its text is the reason, alike for all of a kind."""
+    """Body that cannot be shown to a judge. The message is the reason, worded the same for all bodies of a kind."""
 
 
 def question_in(path: str, body: bytes) -> str:
-    """What was asked: of a chat with one message that message, else the conversation with its speakers named; the
-    tools that may be called stand before it.
+    """Return the question of a request as text.
+
+    A chat with one message and no tools becomes the text of that message. Any other chat becomes a conversation with
+    named speakers, after a list of the available tools.
 
     Args:
-        path: Of the request: ``/v1/chat/completions``.
+        path: Path of the request, for example ``/v1/chat/completions``.
+        body: Body of the request.
 
     Raises:
-        Unreadable: for another endpoint, and for what is no text.
+        Unreadable: If the endpoint is not supported or the body is not text.
     """
-    where = path.partition("?")[0].rstrip("/")
-    if not where.endswith(COMPLETION):
+    endpoint = path.partition("?")[0].rstrip("/")
+    if not endpoint.endswith(COMPLETION):
         raise Unreadable("neither chat nor completion")
-    asked = _object(body, "a request that is no JSON")
-    if asked.get("n") not in (None, 1) or asked.get("best_of") not in (None, 1):
+    request = _parse_object(body, "a request that is no JSON")
+    if request.get("n") not in (None, 1) or request.get("best_of") not in (None, 1):
         raise Unreadable("several answers to one request")
-    if not where.endswith(CHAT):
-        return _prompt(asked)
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if not endpoint.endswith(CHAT):
+        return _prompt(request)
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise Unreadable("a chat without messages")
     if messages[-1].get("role") == "assistant":
         raise Unreadable("an answer that goes on with one that was begun")
-    said = [(_WHO.get(str(one.get("role"))), _said_in(one)) for one in messages]
-    tools = _tools(asked)
-    if len(said) == 1 and not tools:
-        return said[0][1]
-    if None in (who for who, _ in said):
+    turns = [(_SPEAKERS.get(str(message.get("role"))), _message_text(message)) for message in messages]
+    tools = _tool_names(request)
+    if len(turns) == 1 and not tools:
+        return turns[0][1]
+    if None in (speaker for speaker, _ in turns):
         raise Unreadable("a message of nobody that is known")
-    return "\n\n".join([*([f"Tools: {tools}"] if tools else []), *(f"{who}: {text}" for who, text in said)])
+    return "\n\n".join([*([f"Tools: {tools}"] if tools else []), *(f"{speaker}: {text}" for speaker, text in turns)])
 
 
 def answer_in(path: str, body: bytes) -> str:
-    """What was answered to a request that :func:`question_in` can read.
+    """Return the answer to a request that :func:`question_in` can read, as text.
 
     Raises:
-        Unreadable: when it was cut off, says that something went wrong, or is no text.
+        Unreadable: If the answer is truncated, reports an error, or is not text.
     """
     is_chat = path.partition("?")[0].rstrip("/").endswith(CHAT)
-    body = _unpacked(body)
+    body = _decompress(body)
     if body.lstrip()[:1] == b"{":
-        answer = _object(body, "an answer that was cut off")
+        answer = _parse_object(body, "an answer that was cut off")
         if "error" in answer and not answer.get("choices"):
             raise Unreadable("an error in place of an answer")
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise Unreadable("an answer that is not one")
-        found = choices[0].get("message") if is_chat else {"content": choices[0].get("text")}
-        return _said_in(found if isinstance(found, dict) else {})
-    return _streamed(body, is_chat)
+        message = choices[0].get("message") if is_chat else {"content": choices[0].get("text")}
+        return _message_text(message if isinstance(message, dict) else {})
+    return _stream_text(body, is_chat)
 
 
-def _prompt(asked: Mapping[str, Any]) -> str:
-    prompt = asked.get("prompt")
+def _prompt(request: Mapping[str, Any]) -> str:
+    prompt = request.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise Unreadable("a prompt that is no text")
-    if asked.get("suffix"):
+    if request.get("suffix"):
         raise Unreadable("a gap to be filled")
     return prompt
 
 
-def _said_in(message: Mapping[str, Any]) -> str:
-    """The text of a message: what it says, and which tools it calls."""
+def _message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, followed by its tool calls."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = [_text(part) for part in parts]
+    texts = [_part_text(part) for part in parts]
     if isinstance(refusal := message.get("refusal"), str) and refusal:
         texts.append(refusal)
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise Unreadable("a call of a tool that is not understood")
-    if isinstance(old := message.get("function_call"), dict):
-        calls = [*calls, {"function": old}]
-    return "\n".join([text for text in texts if text] + [_call(one) for one in calls])
+    if isinstance(function_call := message.get("function_call"), dict):
+        calls = [*calls, {"function": function_call}]
+    return "\n".join([text for text in texts if text] + [_call_text(call) for call in calls])
 
 
-def _text(part: object) -> str:
+def _part_text(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict):
@@ -110,27 +114,27 @@ def _text(part: object) -> str:
     raise Unreadable("parts that are no text")
 
 
-def _call(call: object) -> str:
+def _call_text(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Unreadable("a call of a tool that is not understood")
     arguments = function.get("arguments", "")
-    try:  # order of keys and spaces mean nothing
+    try:  # Key order and whitespace have no meaning.
         arguments = json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         arguments = str(arguments)
     return f"[calls {function['name']}({arguments})]"
 
 
-def _tools(asked: Mapping[str, Any]) -> str:
-    """Names of the tools that an answer may call."""
-    tools = asked.get("tools")
-    found = [one.get("function") for one in tools if isinstance(one, dict)] if isinstance(tools, list) else []
-    return ", ".join(str(one["name"]) for one in found if isinstance(one, dict) and "name" in one)
+def _tool_names(request: Mapping[str, Any]) -> str:
+    """Return the names of the tools that an answer may call."""
+    tools = request.get("tools")
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return ", ".join(str(tool["name"]) for tool in functions if isinstance(tool, dict) and "name" in tool)
 
 
-def _streamed(body: bytes, is_chat: bool) -> str:
-    """The pieces of a stream put together, which must have come to its end."""
+def _stream_text(body: bytes, is_chat: bool) -> str:
+    """Return the text of a stream, which must be complete."""
     texts: list[str] = []
     calls: dict[int, dict[str, str]] = {}
     ended = False
@@ -138,11 +142,11 @@ def _streamed(body: bytes, is_chat: bool) -> str:
         if data == "[DONE]":
             ended = True
             break
-        event = _object(data.encode(), "a stream that was cut off")
+        event = _parse_object(data.encode(), "a stream that was cut off")
         if "error" in event:
             raise Unreadable("an error in place of an answer")
         choices = event.get("choices")
-        if choices in (None, []):  # what was used, at the end
+        if choices in (None, []):  # token usage, at the end of the stream
             continue
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise Unreadable("an answer that is not one")
@@ -151,13 +155,13 @@ def _streamed(body: bytes, is_chat: bool) -> str:
             raise Unreadable("several answers to one request")
         delta = choice.get("delta") if is_chat else {"content": choice.get("text")}
         delta = delta if isinstance(delta, dict) else {}
-        texts += [_text(delta[name]) for name in ("content", "refusal") if delta.get(name) is not None]
+        texts += [_part_text(delta[name]) for name in ("content", "refusal") if delta.get(name) is not None]
         _add_calls(calls, delta.get("tool_calls"))
         ended = ended or choice.get("finish_reason") is not None
     if not ended:
         raise Unreadable("a stream that was cut off")
-    called = [{"function": calls[index]} for index in sorted(calls)]
-    return _said_in({"content": "".join(texts), "tool_calls": called})
+    tool_calls = [{"function": calls[index]} for index in sorted(calls)]
+    return _message_text({"content": "".join(texts), "tool_calls": tool_calls})
 
 
 def _add_calls(calls: dict[int, dict[str, str]], pieces: object) -> None:
@@ -171,35 +175,38 @@ def _add_calls(calls: dict[int, dict[str, str]], pieces: object) -> None:
 
 
 def _events(body: bytes) -> Iterator[str]:
-    """The data of each server-sent event (WHATWG HTML, 9.2.6): lines end with CR, LF or both, an empty line ends an
-    event, and what has no empty line after it did not come whole."""
+    """Yield the data of each server-sent event (WHATWG HTML, 9.2.6).
+
+    Lines end with CR, LF or both, and an empty line ends an event. An event without an empty line after it is
+    incomplete and is skipped, unless it is the end marker ``[DONE]``.
+    """
     text = body.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    *whole, rest = text.split("\n\n")
-    for event in [*whole, *([rest] if rest.strip() == "data: [DONE]" else [])]:
+    *complete, rest = text.split("\n\n")
+    for event in [*complete, *([rest] if rest.strip() == "data: [DONE]" else [])]:
         lines = [line for line in event.split("\n") if line.startswith("data:")]
         if lines:
             yield "\n".join(line.removeprefix("data:").removeprefix(" ") for line in lines)
 
 
-def _unpacked(body: bytes) -> bytes:
-    """Recorded as it was sent: some clients take gzip."""
+def _decompress(body: bytes) -> bytes:
+    """Return the body without gzip compression. Bodies are recorded as they were sent, and some clients accept gzip."""
     if not body.startswith(_GZIP):
         return body
     unpack = zlib.decompressobj(wbits=31)
     try:
-        whole = unpack.decompress(body, _LARGEST)
+        content = unpack.decompress(body, _MAX_UNPACKED_BYTES)
     except zlib.error:
         raise Unreadable("an answer that was cut off") from None
     if not unpack.eof:
         raise Unreadable("an answer that was cut off")
-    return whole
+    return content
 
 
-def _object(body: bytes, reason: str) -> dict[str, Any]:
+def _parse_object(body: bytes, reason: str) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         raise Unreadable(reason) from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise Unreadable(reason)
-    return found
+    return document

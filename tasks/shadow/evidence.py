@@ -1,21 +1,24 @@
-"""What judged pairs show about a candidate, whenever one looks, and what follows from it. Pure functions.
+"""Test whether judged pairs justify promoting a candidate or rolling it back, at any interim look.
 
-A judged pair is ``x = 1, 1/2`` or ``0``: in both orders the candidate's answer was better, neither was, or the
-parent's was. The win rate is the mean of ``x``. To be promoted it must be shown to be above ``m = 1/2 - margin``.
-Somebody who doubts it offers bets that are fair or worse as long as it is not; we take 32 of them at once, from careful
-to bold, with an equal part of 1 on each (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1)::
+The functions are pure. A judged pair has the score ``x = 1`` if the candidate's answer was better in both orders, ``0``
+if the parent's was, and ``1/2`` in all other cases. The win rate is the mean of ``x``. A candidate is promoted when its
+win rate is shown to be above ``m = 1/2 - margin``. The test bets against the hypothesis that it is not: under that
+hypothesis every bet is fair or worse. It splits a capital of 1 equally over 32 bets, from cautious to bold
+(Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1)::
 
     E(m) = 1/32 * sum_k  prod_i (1 + b_k (x_i - m)),      b_k = (k - 1/2) / 32 * 1 / (2 m),      k = 1 ... 32
 
-As long as the win rate is ``m`` or less, ``E`` cannot be expected to grow from any pair to the next, and the chance
-that it *ever* reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939, Etude critique de la notion de collectif). So it
-may be looked at after every pair, and watching may end or go on at will. Each product depends on the numbers of wins,
-ties and losses alone, never on their order: ``E`` of a million pairs is 32 sums of three terms.
+While the win rate is ``m`` or less, the expected value of ``E`` does not grow from one pair to the next, and the
+probability that ``E`` *ever* reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939, Etude critique de la notion de
+collectif). The evidence may therefore be tested after every pair, and watching may stop or continue at any time. Each
+product depends only on the numbers of wins, ties and losses, not on their order, so ``E`` of a million pairs takes 32
+sums of three terms.
 
 The mirrored bets (``1 - x`` for ``x``) show that the win rate is below even. Each factor is
-``1 + (k - 1/2) / 64 * (x / m - 1)`` and falls as ``m`` rises, and so does ``E(m)``: the win rates that are not refuted
-are an interval, whose ends bisection finds. Each end holds at all times at once with the confidence of the rule, and
-agrees with the decision: the lower one is at or above ``m`` exactly when ``E(m)`` has reached ``1 / alpha``.
+``1 + (k - 1/2) / 64 * (x / m - 1)``, which falls as ``m`` rises, and so does ``E(m)``. The win rates that are not
+refuted therefore form an interval, and bisection finds its ends. Each end is valid at all times simultaneously with the
+rule's confidence. The ends agree with the decision: the lower end is at or above ``m`` exactly when ``E(m)`` has
+reached ``1 / alpha``.
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 EVEN = 0.5
 BETS = 32
-_SHARES = (np.arange(BETS) + 0.5) / BETS / 2  # of the largest bet that could lose everything: never more than half
-_HALVINGS = 50  # of the interval [0, 1]: finer than a float64 near 1/2 needs
-_POINTS = 400  # of a plot
+# Fractions of the largest possible bet, which could lose everything: at most half.
+_SHARES = (np.arange(BETS) + 0.5) / BETS / 2
+_HALVINGS = 50  # bisection steps on [0, 1]: finer than float64 precision near 1/2
+_POINTS = 400  # points of a plot
 
 
 class ShadowRule(BaseModel):
-    """When a candidate that is watched is promoted or rolled back, in a profile under ``shadow: rule``."""
+    """Conditions for promoting a watched candidate or rolling it back. In a profile: ``shadow: rule``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,23 +58,28 @@ class ShadowRule(BaseModel):
 
     @property
     def bound(self) -> float:
-        """Win rate that a candidate must be shown to be above."""
+        """Win rate that a candidate must be shown to exceed."""
         return EVEN - self.margin / 100
 
     @property
     def log_threshold(self) -> float:
-        """Logarithm of the evidence that decides: ``1 / alpha``."""
+        """Logarithm of the evidence that is sufficient for a decision, ``1 / alpha``."""
         return -math.log1p(-self.confidence)
 
 
 class ShadowEvidence(BaseModel):
-    """What the pairs that are judged so far show.
+    """Evidence from the pairs judged so far.
 
     Attributes:
-        win_rate: Wins and half of the ties, of all pairs; even before the first.
-        log_e_promote: Of the evidence that the win rate is above the rule's bound.
-        log_e_rollback: Of the evidence that it is below even.
-        low, high: The win rate is above ``low`` at all looks with the rule's confidence, and so is it below ``high``.
+        pairs: Number of judged pairs.
+        wins: Number of pairs that the candidate won.
+        ties: Number of ties.
+        losses: Number of pairs that the candidate lost.
+        win_rate: Wins plus half of the ties, divided by all pairs. 1/2 before the first pair.
+        log_e_promote: Logarithm of the evidence that the win rate is above the rule's bound.
+        log_e_rollback: Logarithm of the evidence that the win rate is below even.
+        low: Lower bound of the win rate, valid at all interim looks with the rule's confidence.
+        high: Upper bound of the win rate, valid at all interim looks with the rule's confidence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,19 +96,22 @@ class ShadowEvidence(BaseModel):
 
 
 class ShadowDecision(NamedTuple):
-    """What follows, and why in a sentence."""
+    """Decision about a candidate, and its reason as a sentence."""
 
     outcome: Literal["promote", "roll back", "wait"]
     reason: str
 
 
 def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, bound: ArrayLike) -> NDArray[np.float64]:
-    """Logarithm of the evidence that the win rate is above ``bound``; exchange wins and losses and take
-    ``1 - bound`` for the evidence that it is below.
+    """Return the logarithm of the evidence that the win rate is above ``bound``.
+
+    For the evidence that it is below ``bound``, exchange wins and losses and pass ``1 - bound``.
 
     Args:
-        wins, ties, losses: Numbers of pairs, of any shape.
-        bound: In (0, 1); of a shape that fits to theirs.
+        wins: Numbers of wins, as an array of any shape.
+        ties: Numbers of ties, in the same shape.
+        losses: Numbers of losses, in the same shape.
+        bound: Win rates in (0, 1), in a shape that broadcasts with the others.
     """
     m = np.asarray(bound, dtype=np.float64)[..., None]
     stakes = _SHARES / m
@@ -112,58 +124,61 @@ def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, bound: Arr
 
 
 def evidence_of(scores: Sequence[float], rule: ShadowRule) -> ShadowEvidence:
-    """What judged pairs show.
+    """Return the evidence of judged pairs.
 
     Args:
-        scores: Of each pair 1 (the candidate won), 1/2 or 0.
+        scores: Score of each pair: 1 (the candidate won), 1/2 or 0.
+        rule: Rule with the bound and the confidence.
 
     Raises:
-        ValueError: for another score.
+        ValueError: If a score has another value.
     """
-    wins, ties, losses = (np.array([np.count_nonzero(kind)], dtype=np.int64) for kind in _kinds(scores))
+    wins, ties, losses = (np.array([np.count_nonzero(kind)], dtype=np.int64) for kind in _outcome_masks(scores))
     return _evidence(wins, ties, losses, rule)[0]
 
 
 def evidence_path(scores: Sequence[float], rule: ShadowRule, points: int = _POINTS) -> tuple[ShadowEvidence, ...]:
-    """How the evidence grew, for a plot: after at most ``points`` numbers of pairs, evenly apart, the last among them.
+    """Return how the evidence grew with the number of pairs, for a plot.
 
     Args:
-        scores: Of each pair 1, 1/2 or 0, in the order in which they were judged.
+        scores: Score of each pair (1, 1/2 or 0), in the order in which the pairs were judged.
+        rule: Rule with the bound and the confidence.
+        points: Largest number of points. They are evenly spaced and include the last pair. Default: 400.
 
     Raises:
-        ValueError: for another score.
+        ValueError: If a score has another value.
     """
     if not len(scores):
         return ()
-    at = np.unique(np.linspace(1, len(scores), min(points, len(scores))).round().astype(np.int64)) - 1
-    wins, ties, losses = (np.cumsum(kind, dtype=np.int64)[at] for kind in _kinds(scores))
+    indices = np.unique(np.linspace(1, len(scores), min(points, len(scores))).round().astype(np.int64)) - 1
+    wins, ties, losses = (np.cumsum(kind, dtype=np.int64)[indices] for kind in _outcome_masks(scores))
     return _evidence(wins, ties, losses, rule)
 
 
 def decide_shadow(evidence: ShadowEvidence, hours_watched: float, rule: ShadowRule) -> ShadowDecision:
-    """What follows from the evidence as it is now.
+    """Decide what happens to a candidate on the current evidence.
 
-    A candidate that is shown to be worse than even is rolled back at once, also where it is shown to be within the
-    margin: who is known to be worse is not promoted.
+    A candidate that is shown to be worse than even is rolled back immediately, even if it is within the margin.
+    mergegate does not promote a candidate that is known to be worse.
     """
-    seen = _seen(evidence)
+    summary = _win_rate_text(evidence)
     sure = f"{100 * rule.confidence:.4g} % confidence"
     if evidence.log_e_rollback >= rule.log_threshold:
-        shown = f"{seen}; with {sure} it is below {_percent(evidence.high)}, worse than even"
-        return ShadowDecision("roll back", shown)
-    missing = _missing(evidence, hours_watched, rule)
+        text = f"{summary}; with {sure} it is below {_percent(evidence.high)}, worse than even"
+        return ShadowDecision("roll back", text)
+    missing = _missing_minimum(evidence, hours_watched, rule)
     if evidence.log_e_promote >= rule.log_threshold:
-        shown = f"{seen}; with {sure} it is above {_percent(evidence.low)}, within {rule.margin:g} points of even"
-        return ShadowDecision("wait", f"{shown}, but {missing}") if missing else ShadowDecision("promote", shown)
+        text = f"{summary}; with {sure} it is above {_percent(evidence.low)}, within {rule.margin:g} points of even"
+        return ShadowDecision("wait", f"{text}, but {missing}") if missing else ShadowDecision("promote", text)
     if not evidence.pairs:
         return ShadowDecision("wait", "no pair is judged yet")
-    open_still = f"{seen}; it may be anything from {_percent(evidence.low)} to {_percent(evidence.high)}"
-    wanted = f"above {_percent(rule.bound)} is to be shown"
-    return ShadowDecision("wait", f"{open_still}, and {wanted}" + (f"; besides, {missing}" if missing else ""))
+    range_text = f"{summary}; it may be anything from {_percent(evidence.low)} to {_percent(evidence.high)}"
+    requirement = f"above {_percent(rule.bound)} is to be shown"
+    return ShadowDecision("wait", f"{range_text}, and {requirement}" + (f"; besides, {missing}" if missing else ""))
 
 
-def _missing(evidence: ShadowEvidence, hours: float, rule: ShadowRule) -> str:
-    """Which minimum a promotion still waits for; empty: none."""
+def _missing_minimum(evidence: ShadowEvidence, hours: float, rule: ShadowRule) -> str:
+    """Return which minimum a promotion still waits for, or an empty string."""
     missing = []
     if evidence.pairs < rule.minimum_pairs:
         missing.append(f"{evidence.pairs:,} of at least {rule.minimum_pairs:,} pairs are judged")
@@ -172,7 +187,7 @@ def _missing(evidence: ShadowEvidence, hours: float, rule: ShadowRule) -> str:
     return " and ".join(missing)
 
 
-def _seen(evidence: ShadowEvidence) -> str:
+def _win_rate_text(evidence: ShadowEvidence) -> str:
     return f"the win rate over {evidence.pairs:,} pairs is {_percent(evidence.win_rate)}"
 
 
@@ -180,8 +195,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _kinds(scores: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which pairs were won, tied and lost."""
+def _outcome_masks(scores: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return masks of the pairs that were won, tied and lost."""
     values = np.asarray(scores, dtype=np.float64)
     kinds = values == 1, values == EVEN, values == 0
     if not np.logical_or.reduce(kinds).all():
@@ -196,8 +211,8 @@ def _evidence(
     rates = np.where(pairs > 0, (wins + ties / 2) / np.maximum(pairs, 1), EVEN)
     promote = log_evidence(wins, ties, losses, rule.bound)
     rollback = log_evidence(losses, ties, wins, EVEN)
-    low = _refuted_up_to(wins, ties, losses, rule.log_threshold)
-    high = 1 - _refuted_up_to(losses, ties, wins, rule.log_threshold)
+    low = _lower_bound(wins, ties, losses, rule.log_threshold)
+    high = 1 - _lower_bound(losses, ties, wins, rule.log_threshold)
     return tuple(
         ShadowEvidence(
             pairs=int(pairs[i]),
@@ -214,10 +229,10 @@ def _evidence(
     )
 
 
-def _refuted_up_to(
+def _lower_bound(
     wins: NDArray[np.int64], ties: NDArray[np.int64], losses: NDArray[np.int64], log_threshold: float
 ) -> NDArray[np.float64]:
-    """The largest win rate that is refuted, from below; 0 where none is."""
+    """Return the largest win rate that is refuted from below, or 0."""
     low, high = np.zeros(len(wins)), np.ones(len(wins))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -1,9 +1,10 @@
-"""The ledger of judged pairs: what the judge said is asked for once, ever, and outlives the look that asked.
+"""Store judgments in a ledger, so that each pair is judged only once across all interim looks.
 
-A line is one judgement, vouched for like all before it (``merge_core.files``: a journal): after ``kill -9`` the next
-look goes on with what is left. A ledger belongs to one candidate and to one judge; judgements of another judge are no
-evidence beside these, so a changed judge begins anew. It holds no text of a user: who won in which order, of which
-request, of whose session. What was said in words is kept apart (``losses``), and not for longer than the records.
+The ledger is a journal (``merge_core.files``) with one judgment per line, and each line is verified together with all
+lines before it. After ``kill -9``, the next look continues where the last one stopped. A ledger belongs to one
+candidate and one judge. Judgments of different judges cannot be combined as evidence, so a changed judge starts a new
+ledger. The ledger contains no user text, only the winner in each order with the IDs of the request and the session. The
+texts of lost pairs are stored separately (``losses``), no longer than the records.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from mergegate.tasks.shadow.pairs import SampledPair
 from mergegate.tasks.store import digest
 
 _FORMAT = 1
-_NAME = 16  # hex digits that name the file
+_NAME = 16  # hexadecimal digits in the file name
 _WINNERS = ("reference", "merge", "tie", None)
 
 
 class JudgedPair(NamedTuple):
-    """A pair after both orders."""
+    """Pair that was judged in both orders."""
 
-    id: str  # of the request
+    id: str  # request ID
     session: str
-    at: float  # of the request, unix
-    judged: float  # when, unix
-    score: float  # 1: the candidate's answer is better; 0: the parent's; else 1/2
-    consistent: bool | None  # whether the judge said the same in both orders; None of equal answers: nobody was asked
+    at: float  # time of the request, as Unix time
+    judged: float  # time of the judgment, as Unix time
+    score: float  # 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2
+    consistent: bool | None  # whether both orders agree; None for equal answers, which no judge sees
 
 
 class JudgedPairs:
-    """The ledger, for this process alone. Made by :func:`open_judged`."""
+    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it."""
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
@@ -58,29 +59,29 @@ class JudgedPairs:
 
     @property
     def pairs(self) -> tuple[JudgedPair, ...]:
-        """All that were judged, in the order in which they were."""
+        """Judged pairs, in the order in which they were judged."""
         return tuple(self._pairs.values())
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The same as what they score."""
+        """Scores of the judged pairs, in the same order as ``pairs``."""
         return tuple(pair.score for pair in self._pairs.values())
 
     @property
     def consistency(self) -> float | None:
-        """Share of the pairs that the judge was asked about in which it said the same in both orders; None: of none."""
-        asked = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
-        return sum(asked) / len(asked) if asked else None
+        """Share of the pairs seen by the judge in which both orders agree, or None if it has seen no pair."""
+        verdicts = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
+        return sum(verdicts) / len(verdicts) if verdicts else None
 
     @property
     def by_session(self) -> Mapping[str, str]:
-        """Of each session that has its pair the request, also where that is judged by half."""
-        return {session: one for one, session in self._sessions.items()}
+        """Request ID of each session in the ledger, including sessions with a half-judged pair."""
+        return {session: request_id for request_id, session in self._sessions.items()}
 
     @property
     def begun(self) -> tuple[str, ...]:
-        """Requests whose pair was judged in one order only, when a look was killed."""
-        return tuple(one for one in self._said if one not in self._pairs)
+        """IDs of requests that an interrupted look judged in only one order."""
+        return tuple(request_id for request_id in self._said if request_id not in self._pairs)
 
     def judge(
         self,
@@ -89,30 +90,34 @@ class JudgedPairs:
         server: JudgeServer,
         *,
         now: Callable[[], float],
-        on_judged: Callable[[SampledPair, JudgedPair, Sequence[Judgment]], None] = lambda pair, judged, said: None,
+        on_judged: Callable[[SampledPair, JudgedPair, Sequence[Judgment]], None] = lambda pair, judged, judgments: None,
     ) -> None:
-        """Have the judge look at each in both orders, and keep what it says as it says so.
+        """Have each pair judged in both orders, and store each judgment immediately.
 
         Args:
-            on_judged: Called with each pair that is done, and with what was said of it in this look.
+            pairs: Pairs to judge.
+            judging: Settings of the judgment.
+            server: Server of the judge.
+            now: Function that returns the Unix time.
+            on_judged: Function that is called with each finished pair and its judgments from this look.
 
         Raises:
-            InvalidInput: when the judge cannot be asked. What it said before is kept.
+            InvalidInput: If the judge is not available. Judgments stored before remain in the ledger.
         """
         by_id = {pair.given.id: pair for pair in pairs}
-        said: dict[str, list[Judgment]] = {}
+        judgments: dict[str, list[Judgment]] = {}
         for pair in pairs:
             if pair.given.reference == pair.given.merge:
-                self._keep({"pair": _line_of(pair), "tie": True, "judged": now()})
+                self._keep({"pair": _pair_fields(pair), "tie": True, "judged": now()})
                 on_judged(pair, self._pairs[pair.given.id], ())
-        known = {(one, order) for one, orders in self._said.items() for order in orders}
-        for judgement in judge_recorded_pairs([pair.given for pair in pairs], judging, server, known):
-            pair = by_id[judgement.prompt]
-            winner = {"order": judgement.order, "winner": judgement.winner, "judge": judgement.judge}
-            self._keep({"pair": _line_of(pair), "said": winner, "judged": now()})
-            said.setdefault(judgement.prompt, []).append(judgement)
-            if judgement.prompt in self._pairs:
-                on_judged(pair, self._pairs[judgement.prompt], said[judgement.prompt])
+        finished = {(request_id, order) for request_id, orders in self._said.items() for order in orders}
+        for judgment in judge_recorded_pairs([pair.given for pair in pairs], judging, server, finished):
+            pair = by_id[judgment.prompt]
+            winner = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
+            self._keep({"pair": _pair_fields(pair), "said": winner, "judged": now()})
+            judgments.setdefault(judgment.prompt, []).append(judgment)
+            if judgment.prompt in self._pairs:
+                on_judged(pair, self._pairs[judgment.prompt], judgments[judgment.prompt])
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         self._journal.append(record)
@@ -126,9 +131,9 @@ class JudgedPairs:
         if record.get("tie"):
             self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
             return
-        said = record["said"]
+        answer = record["said"]
         orders = self._said.setdefault(id, {})
-        orders[said["order"]] = _judgement(id, said)
+        orders[answer["order"]] = _judgment(id, answer)
         if len(orders) == len(ORDERS):
             both = tuple(orders.values())
             self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(both))
@@ -138,57 +143,61 @@ class JudgedPairs:
 def open_judged(
     directory: Path, profile: str, candidate: str, judging: JudgmentSettings, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[JudgedPairs]:
-    """The ledger of a candidate and a judge, for this process alone.
+    """Open the ledger of a candidate and a judge, and lock it for this process.
 
     Args:
-        on_wait: Called once if another look has it.
+        directory: Directory of the ledgers.
+        profile: Name of the profile.
+        candidate: Version of the candidate.
+        judging: Settings that identify the judge.
+        on_wait: Function that is called once if another look holds the lock.
     """
-    place = _place(directory, profile, candidate, judging)
+    location = _journal_location(directory, profile, candidate, judging)
     state_directory(directory, private=True)
     with (
-        locked(place.path.with_suffix(".lock"), required=False, on_wait=on_wait),
-        open_journal(place, _fits) as journal,
+        locked(location.path.with_suffix(".lock"), required=False, on_wait=on_wait),
+        open_journal(location, _is_valid_record) as journal,
     ):
         yield JudgedPairs(journal)
 
 
 def read_judged(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JudgedPairs:
-    """The same as it is now, also while a look has it. What is added to it is kept nowhere."""
-    place = _place(directory, profile, candidate, judging)
-    with TemporaryDirectory() as apart:
-        copy = Path(apart) / "copy"
-        if place.path.is_file():
-            shutil.copyfile(place.path, copy)
-        with open_journal(JournalPlace(copy, place.key), _fits) as journal:
+    """Return a copy of the ledger, even while another process has locked it. Additions to the copy are not stored."""
+    location = _journal_location(directory, profile, candidate, judging)
+    with TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "copy"
+        if location.path.is_file():
+            shutil.copyfile(location.path, copy)
+        with open_journal(JournalPlace(copy, location.key), _is_valid_record) as journal:
             return JudgedPairs(journal)
 
 
-def _place(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalPlace:
+def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalPlace:
     key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge_digest(judging)})
     return JournalPlace(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 
-def _line_of(pair: SampledPair) -> tuple[str, str, float]:
+def _pair_fields(pair: SampledPair) -> tuple[str, str, float]:
     return pair.given.id, pair.session, pair.at
 
 
-def _judgement(id: str, said: Mapping[str, Any]) -> Judgment:
+def _judgment(id: str, record: Mapping[str, Any]) -> Judgment:
     return Judgment(
-        prompt=id, turn=0, order=said["order"], winner=said["winner"], dimensions={}, reasoning="", reply="",
-        judge=said["judge"],
+        prompt=id, turn=0, order=record["order"], winner=record["winner"], dimensions={}, reasoning="", reply="",
+        judge=record["judge"],
     )  # fmt: skip
 
 
-def _fits(record: Any) -> bool:
+def _is_valid_record(record: Any) -> bool:
     try:
         id, session, at = record["pair"]
-        known = isinstance(id, str) and isinstance(session, str) and isinstance(at, float)
-        known = known and isinstance(record["judged"], float)
+        valid = isinstance(id, str) and isinstance(session, str) and isinstance(at, float)
+        valid = valid and isinstance(record["judged"], float)
         if record.get("tie"):
-            return known
-        said = record["said"]
+            return valid
+        vote = record["said"]
         return (
-            known and said["order"] in get_args(Order) and said["winner"] in _WINNERS and isinstance(said["judge"], str)
+            valid and vote["order"] in get_args(Order) and vote["winner"] in _WINNERS and isinstance(vote["judge"], str)
         )
     except (KeyError, TypeError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Where the shadow of a profile keeps its state in the project's home."""
+"""Locate the state of a profile's shadow deployment in the project's home directory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mergegate.tasks.stage import home
 
 
 def routing_file(profile: str) -> Path:
-    """Where requests of a profile's shadow go is written here."""
+    """Return the path of the profile's routing file."""
     return home() / "shadow" / f"{profile}.json"
 
 
 def records_url(profile: str, settings: ShadowSettings) -> str:
-    """The address of the database that a profile's records are in."""
+    """Return the URL of the database that holds the profile's records. Default: a SQLite file in the home directory."""
     return settings.records or f"sqlite:///{home() / 'shadow' / f'{profile}.sqlite'}"

@@ -1,7 +1,7 @@
-"""Pairs that the candidate lost, in words: what was asked, what both answered, and why the judge liked the parent's.
+"""Store the newest pairs that the candidate lost: the question, both answers and the judge's reasoning.
 
-For people only; nothing is decided by it. It holds users' text, so it is kept no longer than the records are, and only
-the newest few.
+Reviewers read these pairs; no decision depends on them. They contain user text, so mergegate keeps only the newest few
+and deletes them no later than the records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mergegate.tasks.judge import Judgment
 from mergegate.tasks.shadow.pairs import SampledPair
 
 KEPT = 20
-_SAID = 2000  # characters
+_MAX_CHARACTERS = 2000  # characters
 
 
 class LostPair(BaseModel):
@@ -25,46 +25,53 @@ class LostPair(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str  # of the request
-    at: float  # unix
+    id: str  # request ID
+    at: float  # Unix time
     question: str
     parent: str
     candidate: str
     reasoning: str
 
 
-_KEPT = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # of which candidate, and what
+_STATE = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # candidate version and its lost pairs
 
 
-def lost_pair(pair: SampledPair, said: Sequence[Judgment]) -> LostPair:
-    """What is kept of it. Of long texts their end is what was asked last, of answers their beginning."""
-    question, given = shown(pair.given.question[-_SAID:]), pair.given
+def lost_pair(pair: SampledPair, judgments: Sequence[Judgment]) -> LostPair:
+    """Return the stored form of a lost pair.
+
+    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning.
+    """
+    question, answers = shown(pair.given.question[-_MAX_CHARACTERS:]), pair.given
     return LostPair(
-        id=given.id,
+        id=answers.id,
         at=pair.at,
-        question=question if len(given.question) <= _SAID else f"…{question}",
-        parent=_cut(given.reference),
-        candidate=_cut(given.merge),
-        reasoning=_cut(next((one.reasoning for one in said if one.reasoning), "")),
+        question=question if len(answers.question) <= _MAX_CHARACTERS else f"…{question}",
+        parent=_cut(answers.reference),
+        candidate=_cut(answers.merge),
+        reasoning=_cut(next((judgment.reasoning for judgment in judgments if judgment.reasoning), "")),
     )
 
 
 def read_lost(file: Path, candidate: str) -> tuple[LostPair, ...]:
-    """The newest that were lost, the newest first; of another candidate none."""
-    found = read_state(file, _KEPT.validate_json)
-    if isinstance(found, Damaged):
-        set_aside_damaged(file, found.why)
-    return () if found is None or isinstance(found, Damaged) or found[0] != candidate else found[1]
+    """Return the stored lost pairs, newest first. Return none if the file belongs to another candidate."""
+    state = read_state(file, _STATE.validate_json)
+    if isinstance(state, Damaged):
+        set_aside_damaged(file, state.why)
+    return () if state is None or isinstance(state, Damaged) or state[0] != candidate else state[1]
 
 
 def keep_lost(file: Path, candidate: str, new: Sequence[LostPair], *, since: float) -> tuple[LostPair, ...]:
-    """Those that were lost before and ``new``, without what is older than ``since``."""
-    known = {one.id: one for one in (*read_lost(file, candidate), *new) if one.at >= since}
-    lost = tuple(sorted(known.values(), key=lambda one: -one.at)[:KEPT])
+    """Add ``new`` to the stored lost pairs and return the result, newest first.
+
+    Args:
+        since: Unix time. Older pairs are dropped.
+    """
+    by_id = {loss.id: loss for loss in (*read_lost(file, candidate), *new) if loss.at >= since}
+    lost = tuple(sorted(by_id.values(), key=lambda loss: -loss.at)[:KEPT])
     state_directory(file.parent, private=True)
-    write_state(file, _KEPT.dump_json((candidate, lost)))
+    write_state(file, _STATE.dump_json((candidate, lost)))
     return lost
 
 
 def _cut(text: str) -> str:
-    return shown(text if len(text) <= _SAID else f"{text[:_SAID]}…")
+    return shown(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")

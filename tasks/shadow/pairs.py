@@ -1,13 +1,13 @@
-"""Which recorded pairs are judged: one of each session, chosen by a hash, so that nothing chooses by the answers.
+"""Sample recorded pairs for the judge: one pair per session, selected by a hash and never by the answers.
 
-Two requests of one user are alike, so only one of a session counts. Which one is decided by a hash of session and
-request, among those whose *request* can be shown to a judge. Only then are the answers looked at: where one of the two
-did not come (another status than 200, a stream that was cut off) or is no text, the pair is left out and counted; that
-a candidate fails is told by its errors, not by its win rate. What is judged once stays: a session in the ledger has its
-pair, so a later look adds pairs and exchanges none.
+Requests of one user resemble each other, so only one request per session counts. A hash of session and request selects
+it among the requests that can be shown to a judge. Only then does mergegate read the answers. If one of them failed (a
+status other than 200, a truncated stream) or is not text, the pair is left out and counted: failures of a candidate
+show in its error rate, not in its win rate. A judged pair is final. Once a session is in the ledger, later looks add
+pairs of other sessions and never replace its pair.
 
-The records are read twice, first what was asked and then the answers of those that are wanted: no more of users' texts
-is held than one look can have judged.
+The records are read twice, first the requests and then the answers to the selected requests. Memory therefore never
+holds more user text than one look can have judged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OK = 200
 
 
 class SampledPair(NamedTuple):
-    """A pair that is to be judged. ``given.reference`` is the parent's answer, ``given.merge`` the candidate's."""
+    """Pair to be judged. ``given.reference`` is the parent's answer, ``given.merge`` the candidate's."""
 
     session: str
     at: float
@@ -36,7 +36,13 @@ class SampledPair(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What one look has judged, in order of time; how many wait for the next one; what was left out, and why."""
+    """Pairs of one interim look.
+
+    Attributes:
+        pairs: Pairs to be judged now. Half-judged pairs come first, then the oldest.
+        waiting: Number of pairs left for the next look.
+        left_out: Number of pairs that were left out, by reason.
+    """
 
     pairs: tuple[SampledPair, ...]
     waiting: int
@@ -50,35 +56,37 @@ def sample_pairs(
     begun: Collection[str] = (),
     most: int,
 ) -> Sample:
-    """The pairs that a look has judged: those that were begun, then the oldest.
+    """Return the pairs for one interim look: half-judged pairs first, then the oldest.
 
     Args:
-        recorded: All pairs; asked twice.
-        judged: Of each session that has its pair the request.
-        begun: Requests of those that a look which was killed has left half judged.
-        most: Pairs of one look.
+        recorded: Function that returns all recorded pairs. It is called twice.
+        judged: Judged request of each session in the ledger.
+        begun: Requests that an interrupted look left half judged.
+        most: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
-    chosen = _choose(recorded(), judged, left_out)
-    wanted = {number for _, number in chosen.values()} | set(begun)
-    counted = 0
+    selected = _select_by_hash(recorded(), judged, left_out)
+    request_ids = {request_id for _, request_id in selected.values()} | set(begun)
+    readable_count = 0
 
-    def readable() -> Iterator[SampledPair]:
-        nonlocal counted
+    def readable_pairs() -> Iterator[SampledPair]:
+        nonlocal readable_count
         for pair in recorded():
-            if pair.request_id in wanted and (found := _read(pair, left_out)) is not None:
-                counted += 1
-                yield found
+            if pair.request_id in request_ids and (sampled := _read_pair(pair, left_out)) is not None:
+                readable_count += 1
+                yield sampled
 
-    pairs = heapq.nsmallest(most, readable(), key=lambda one: (one.given.id not in begun, one.at, one.given.id))
-    return Sample(tuple(pairs), counted - len(pairs), dict((+left_out).most_common()))
+    pairs = heapq.nsmallest(
+        most, readable_pairs(), key=lambda pair: (pair.given.id not in begun, pair.at, pair.given.id)
+    )
+    return Sample(tuple(pairs), readable_count - len(pairs), dict((+left_out).most_common()))
 
 
-def _choose(
+def _select_by_hash(
     recorded: Iterable[RecordedPair], judged: Mapping[str, str], left_out: Counter[str]
 ) -> dict[str, tuple[bytes, str]]:
-    """Of each session without a pair the request with the smallest hash."""
-    chosen: dict[str, tuple[bytes, str]] = {}
+    """Return the request with the smallest hash of each session that has no pair yet."""
+    selected: dict[str, tuple[bytes, str]] = {}
     for pair in recorded:
         if pair.session in judged:
             left_out[SAME_SESSION] += judged[pair.session] != pair.request_id
@@ -88,16 +96,16 @@ def _choose(
         except Unreadable as reason:
             left_out[str(reason)] += 1
             continue
-        number = hashlib.sha256(f"{pair.session}\n{pair.request_id}".encode()).digest()
-        before = chosen.get(pair.session)
-        left_out[SAME_SESSION] += before is not None
-        if before is None or number < before[0]:
-            chosen[pair.session] = number, pair.request_id
-    return chosen
+        rank = hashlib.sha256(f"{pair.session}\n{pair.request_id}".encode()).digest()
+        previous = selected.get(pair.session)
+        left_out[SAME_SESSION] += previous is not None
+        if previous is None or rank < previous[0]:
+            selected[pair.session] = rank, pair.request_id
+    return selected
 
 
-def _read(pair: RecordedPair, left_out: Counter[str]) -> SampledPair | None:
-    if not (_came(pair.parent) and _came(pair.candidate)):
+def _read_pair(pair: RecordedPair, left_out: Counter[str]) -> SampledPair | None:
+    if not (_is_answered(pair.parent) and _is_answered(pair.candidate)):
         left_out[FAILED] += 1
         return None
     try:
@@ -109,5 +117,5 @@ def _read(pair: RecordedPair, left_out: Counter[str]) -> SampledPair | None:
     return SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *answers))
 
 
-def _came(answer: RecordedAnswer) -> bool:
+def _is_answered(answer: RecordedAnswer) -> bool:
     return answer.status == _OK and not answer.error

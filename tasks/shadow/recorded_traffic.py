@@ -1,4 +1,4 @@
-"""What is kept of a request, and of two answers to one: plain values, whatever database they are in."""
+"""Define recorded requests and recorded pairs as plain values, independent of the database."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from mergegate.tasks.shadow.arms import ArmRow
 
 
 class ShadowRecord(NamedTuple):
-    """One request at one arm, as it is kept. Bodies have been redacted; headers are never kept."""
+    """Recorded request at one arm. Headers are never recorded, and the stored bodies are redacted."""
 
-    exchange: str  # what joins an answer and its copy
+    exchange: str  # shared by an answer and its copy
     candidate: str
     role: Literal["answer", "copy"]
     arm: Literal["parent", "candidate"]
-    request_id: str  # the client's, or ours
+    request_id: str  # sent by the client, otherwise generated
     session: str  # a hash
     at: float  # Unix time
     path: str  # without its query
-    request: bytes  # of an answer; of its copy it is the same, and empty here
-    status: int = 0  # of HTTP; 0 where none came
+    request: bytes  # empty for a copy, whose request is the same as that of the answer
+    status: int = 0  # HTTP status, or 0 if there was none
     response: bytes = b""
     error: str = ""
     fallback: bool = False
@@ -28,14 +28,14 @@ class ShadowRecord(NamedTuple):
 
     @property
     def row(self) -> ArmRow:
-        """How it went, without what was said."""
+        """Outcome of the request, without its content."""
         return ArmRow(
             self.at, self.arm, self.role, self.status, self.error, self.fallback, self.first_byte, self.seconds
         )
 
 
 class RecordedAnswer(NamedTuple):
-    """What one arm answered."""
+    """Answer of one arm."""
 
     status: int
     body: bytes
@@ -45,9 +45,9 @@ class RecordedAnswer(NamedTuple):
 
 
 class RecordedPair(NamedTuple):
-    """One request with the answers of both arms: the parent's reached the user."""
+    """One request with the answers of both arms. The user received the parent's."""
 
-    request_id: str  # of the exchange: no two are alike
+    request_id: str  # ID of the exchange, which is unique
     session: str
     at: float
     path: str

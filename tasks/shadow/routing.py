@@ -1,4 +1,4 @@
-"""Where requests go now: one small file that the proxy follows, and that whoever decides writes."""
+"""Read and write the routing file, which tells a running proxy where to send requests."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ _LOOK_EVERY_S = 1.0
 
 
 class Routing(BaseModel):
-    """Where requests go now, of which candidate, since when and why."""
+    """Current destination of the requests, with the candidate, the time and the reason."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    candidate: str  # its version, and the salt of who is on its arm
+    candidate: str  # candidate version; also the salt that assigns sessions to arms
     mode: Literal["mirror", "split"] = "mirror"
     share: float = 0.1
     serving: Serving = "watch"
-    since: float  # Unix time since which it is watched, or was decided
+    since: float  # Unix time at which watching began, or of the decision
     why: str = ""
 
     @property
     def watching(self) -> bool:
-        """Whether the candidate sees a share of the traffic and nothing is decided."""
+        """Whether the candidate receives a share of the traffic and no decision has been taken."""
         return self.serving == "watch"
 
 
 def read_routing(file: Path) -> Routing | None:
-    """What the file says; None where there is none that can be believed."""
-    found = read_state(file, Routing.model_validate_json)
-    return None if isinstance(found, Damaged) else found
+    """Return the routing in the file, or None if the file is missing or damaged."""
+    routing = read_state(file, Routing.model_validate_json)
+    return None if isinstance(routing, Damaged) else routing
 
 
 def write_routing(file: Path, routing: Routing) -> None:
-    """Put it there in one step."""
+    """Write the routing file atomically."""
     state_directory(file.parent, private=True)
     write_state(file, routing.model_dump_json(indent=1).encode())
 
 
 class FollowedRouting:
-    """The routing as a running proxy has it: the file is looked at once a second at most.
+    """Routing of a running proxy, which checks the routing file at most once per second.
 
     Args:
-        file: That others write.
-        first: What holds until the file says something.
+        file: Routing file, which other processes may write.
+        first: Routing to use until the file contains one.
     """
 
     def __init__(self, file: Path, first: Routing) -> None:
@@ -57,17 +57,20 @@ class FollowedRouting:
         self._seen: tuple[int, int] | None = None
 
     def now(self) -> Routing:
-        """What holds now."""
+        """Return the current routing."""
         if time.monotonic() - self._looked >= _LOOK_EVERY_S:
             self._looked = time.monotonic()
-            if (seen := self._identity()) != self._seen:
-                self._seen = seen
+            if (identity := self._identity()) != self._seen:
+                self._seen = identity
                 self._now = read_routing(self._file) or self._now
         return self._now
 
-    def decide(self, serving: Serving, why: str) -> None:
-        """Change it here and for everybody who follows. Where the disk refuses, it holds here all the same."""
-        self._now = self._now.model_copy(update={"serving": serving, "why": why, "since": time.time()})
+    def decide(self, serving: Serving, reason: str) -> None:
+        """Change the routing of this process and write it to the file for all other processes.
+
+        If the file cannot be written, the change still applies to this process.
+        """
+        self._now = self._now.model_copy(update={"serving": serving, "why": reason, "since": time.time()})
         try:
             write_routing(self._file, self._now)
             self._seen = self._identity()

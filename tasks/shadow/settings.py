@@ -1,4 +1,4 @@
-"""What a profile says about watching a release: which two servers, how much of the traffic, when it is promoted."""
+"""Define the profile settings for comparing a release with its parent on user traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ShadowServer(BaseModel):
-    """One of the two servers that are asked."""
+    """OpenAI-compatible server of one arm."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,16 +33,16 @@ class ShadowServer(BaseModel):
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         return plain_address(url).rstrip("/")
 
 
 class ShadowJudge(JudgmentSettings, JudgeServer):
-    """Who compares the answers."""
+    """Judge that compares the answers of both servers."""
 
 
 class ShadowSettings(BaseModel):
-    """How a release is watched on users' traffic before it is promoted."""
+    """Settings for watching a release on user traffic before it is promoted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -80,7 +80,7 @@ class ShadowSettings(BaseModel):
 
     @field_validator("records")
     @classmethod
-    def _holds_no_password(cls, records: str | None) -> str | None:
+    def _check_records(cls, records: str | None) -> str | None:
         if records is None:
             return None
         parts = urlsplit(records)
@@ -92,7 +92,7 @@ class ShadowSettings(BaseModel):
 
     @field_validator("redact")
     @classmethod
-    def _are_expressions(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_redact(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in redact:
             try:
                 re.compile(pattern)
@@ -102,13 +102,13 @@ class ShadowSettings(BaseModel):
 
     @field_validator("redact_with")
     @classmethod
-    def _names_a_function(cls, named: str | None) -> str | None:
-        if named is not None and not _FUNCTION.fullmatch(named):
+    def _check_redact_with(cls, function: str | None) -> str | None:
+        if function is not None and not _FUNCTION.fullmatch(function):
             raise ValueError("package.module:function is expected")
-        return named
+        return function
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port to listen on."""
+        """Host and port of the proxy."""
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)

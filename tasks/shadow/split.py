@@ -1,16 +1,18 @@
-"""What only users show: how often each arm fails, and how long it takes. Pure functions of what was recorded.
+"""Compare the error rates and the latency of both arms on user traffic.
 
-A request fails or it does not, so its arm's error rate ``p`` has an exact interval that holds whenever one looks: of
-all rates, those against which a mixture of Bernoulli likelihoods with the weights of a Beta(1/2, 1/2) has not gained
-``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
+The functions are pure. Each request fails or succeeds, so the error rate ``p`` of an arm has an exact interval that is
+valid at every interim look. The interval contains all rates against which a mixture of Bernoulli likelihoods, with
+Beta(1/2, 1/2) weights, has gained less than ``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
 
-    { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f failed, s did not
+    { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f failed, s succeeded
 
-It needs no variance and no normal limit, which rates near zero would not grant. Each arm gets half of the error, and
-the difference lies between the differences of the ends: a little wider than need be, and certain for any share of the
-traffic. It counts on errors that come one by one; an outage is a row of them, and looks surer than it is.
+The interval needs neither a variance nor a normal approximation, which is inaccurate for rates near zero. Each arm uses
+half of the error probability, and the interval of the difference follows from the ends of the two intervals. It is
+slightly wider than necessary, but valid for any share of the traffic. It assumes independent errors. The errors of an
+outage are not independent, so the interval is then too narrow.
 
-Latency has no such rule here: quantiles are shown side by side, and what cannot wait is the kill switch's.
+Latency has no statistical rule here. The report shows the quantiles of both arms, and the kill switch reacts to severe
+delays.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _LEVELS = (0.5, 0.95, 0.99)
 
 
 class ErrorRate(BaseModel):
-    """How often an arm failed, and the interval of its rate that holds at all looks."""
+    """Error rate of one arm, with an interval that is valid at all interim looks together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +43,7 @@ class ErrorRate(BaseModel):
 
 
 class LatencyQuantiles(BaseModel):
-    """Seconds within which half, 95 % and 99 % of the answers came."""
+    """Quantiles of latency in seconds: median, 95 % and 99 %."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,18 +54,28 @@ class LatencyQuantiles(BaseModel):
 
 
 class ArmSummary(BaseModel):
-    """One arm. Of latency only what was answered well counts; None where nothing was."""
+    """Errors and latency of one arm. Latency covers only good answers, and is None without any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     errors: ErrorRate
-    fallbacks: int  # of the candidate's arm: how often the parent answered in its place
+    fallbacks: int  # requests of the candidate that the parent answered instead
     first_byte: LatencyQuantiles | None
     seconds: LatencyQuantiles | None
 
 
 class ArmComparison(BaseModel):
-    """Both arms. ``low`` and ``high``: of the candidate's error rate less the parent's, at all looks."""
+    """Comparison of both arms.
+
+    Attributes:
+        candidate: Summary of the candidate.
+        parent: Summary of the parent.
+        difference: Error rate of the candidate minus that of the parent.
+        low: Lower end of the difference, valid at all interim looks together.
+        high: Upper end of the difference, valid at all interim looks together.
+        outcome: Whether the candidate has significantly more or fewer errors.
+        reason: The rates and the interval, in words.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,13 +89,15 @@ class ArmComparison(BaseModel):
 
 
 def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confidence: float = 0.95) -> ArmComparison:
-    """Errors and latency of two arms.
+    """Compare the errors and the latency of two arms.
 
-    Whatever is not answered well counts as failed, 4xx too: users' own mistakes meet both arms alike. What the parent
-    answered in the candidate's place is the candidate's failure, and left out of the parent's numbers.
+    Every request without a good answer counts as failed, including 4xx, because users' own mistakes affect both arms
+    equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
 
     Args:
-        confidence: Two-sided, of the difference, over all looks.
+        candidate: Rows of the candidate.
+        parent: Rows of the parent.
+        confidence: Two-sided confidence of the difference over all interim looks.
     """
     ours, theirs = _summary(candidate, confidence), _summary(parent, confidence)
     low, high = ours.errors.low - theirs.errors.high, ours.errors.high - theirs.errors.low
@@ -99,13 +113,13 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
         low=low,
         high=high,
         outcome=outcome,
-        reason=f"{_said('the candidate', ours.errors)}, {_said('the parent', theirs.errors)}: {outcome} "
+        reason=f"{_rate_text('the candidate', ours.errors)}, {_rate_text('the parent', theirs.errors)}: {outcome} "
         f"({100 * low:+.2f} to {100 * high:+.2f} points, {100 * confidence:g} % confidence at all looks)",
     )
 
 
 def error_rate(failed: int, requests: int, confidence: float) -> ErrorRate:
-    """The rate and its interval, whose coverage holds at all numbers of requests at once."""
+    """Return the error rate and its interval, whose coverage holds simultaneously for all numbers of requests."""
     answered = requests - failed
     if not requests:
         return ErrorRate(requests=0, failed=0, rate=0.0, low=0.0, high=1.0)
@@ -116,27 +130,27 @@ def error_rate(failed: int, requests: int, confidence: float) -> ErrorRate:
         likelihood = (failed * math.log(p) if failed else 0.0) + (answered * math.log1p(-p) if answered else 0.0)
         return likelihood > floor
 
-    def end(outside: float) -> float:
-        """Between a rate that is refuted and the one that was seen."""
-        out, within = outside, rate
+    def end(refuted: float) -> float:
+        """Find the end of the interval by bisection, between a refuted rate and the observed rate."""
+        outer, inner = refuted, rate
         for _ in range(_HALVINGS):
-            middle = (out + within) / 2
-            out, within = (out, middle) if inside(middle) else (middle, within)
-        return out
+            middle = (outer + inner) / 2
+            outer, inner = (outer, middle) if inside(middle) else (middle, inner)
+        return outer
 
     low, high = (end(0.0) if failed else 0.0), (end(1.0) if answered else 1.0)
     return ErrorRate(requests=requests, failed=failed, rate=rate, low=low, high=high)
 
 
 def _summary(rows: Sequence[ArmRow], confidence: float) -> ArmSummary:
-    own = own_rows(tuple(rows))
-    well = [row for row in own if not is_fault(row) and not is_refusal(row)]
+    arm_rows = own_rows(tuple(rows))
+    answered = [row for row in arm_rows if not is_fault(row) and not is_refusal(row)]
     return ArmSummary(
-        # Half of the error for each arm, so that the difference of the ends holds with the confidence that was asked.
-        errors=error_rate(len(own) - len(well), len(own), (1 + confidence) / 2),
-        fallbacks=sum(row.fallback for row in own),
-        first_byte=_quantiles([row.first_byte for row in well if row.first_byte is not None]),
-        seconds=_quantiles([row.seconds for row in well]),
+        # Each arm uses half of the error probability, so the difference has the requested confidence.
+        errors=error_rate(len(arm_rows) - len(answered), len(arm_rows), (1 + confidence) / 2),
+        fallbacks=sum(row.fallback for row in arm_rows),
+        first_byte=_quantiles([row.first_byte for row in answered if row.first_byte is not None]),
+        seconds=_quantiles([row.seconds for row in answered]),
     )
 
 
@@ -151,5 +165,5 @@ def _log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-def _said(who: str, errors: ErrorRate) -> str:
-    return f"{who} failed {errors.failed:,} of {errors.requests:,} requests ({100 * errors.rate:.2f} %)"
+def _rate_text(arm: str, errors: ErrorRate) -> str:
+    return f"{arm} failed {errors.failed:,} of {errors.requests:,} requests ({100 * errors.rate:.2f} %)"

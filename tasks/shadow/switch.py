@@ -1,8 +1,8 @@
-"""The kill switch: what cannot wait for a judge or for statistics. A pure function of the last requests.
+"""Decide when the kill switch takes a candidate off the traffic, without waiting for a judge or for statistics.
 
-Two things take a candidate off the traffic at once: too many of its requests fail, or its first bytes come much later
-than the parent's. Both are counts over a window of the last ``of`` requests, so that what was mended long ago, or was
-well long ago, says nothing.
+The switch reacts if too many of the candidate's requests fail, or if its first bytes arrive much later than the
+parent's. Both checks are pure functions of the last ``of`` requests, so older failures and older successes have no
+effect.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
 
-_SLOW = 0.95  # the quantile that users notice
+_SLOW = 0.95  # the quantile at which users notice delays
 
 
 class SwitchRule(BaseModel):
-    """When a candidate is taken off the traffic at once, in a profile under ``shadow: switch``."""
+    """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: switch``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,43 +33,49 @@ class SwitchRule(BaseModel):
 
 
 def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
-    """Why the candidate is to be taken off the traffic now, as a sentence with its numbers; None: it is not.
+    """Return why the candidate has to be taken off the traffic now, or None if it may stay.
 
-    **Errors**: faults (no answer, 5xx, 408, 429, a fallback), and other refusals (4xx) as far as they are more than the
-    parent has, because users' own mistakes meet both. Until there were ``of`` requests, those to come count as
-    answered: so a candidate that answers nothing ends at the first request above ``errors`` percent of ``of`` (the
-    11th, by default), and one early error ends none.
+    **Errors**: the switch counts faults (no answer, 5xx, 408, 429, a fallback). It counts other refusals (4xx) only as
+    far as they exceed the parent's rate, because users' own mistakes affect both arms. Before the candidate has
+    received ``of`` requests, the missing ones count as answered. A candidate that answers nothing is therefore stopped
+    at the first request above ``errors`` percent of ``of`` (by default the 11th), and a single early error does not
+    stop it.
 
-    **First bytes**: from ``of`` answered requests of each arm on; with fewer a 95th percentile is a few requests' luck.
+    **First bytes**: the switch compares the 95th percentiles once each arm has answered ``of`` requests. With fewer, a
+    95th percentile would depend on a few requests.
 
     Args:
-        candidate, parent: Rows in the order in which they came to an end; only the last ``of`` are read.
+        candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``of`` count.
+        parent: Rows of the parent, in the same order. Only the last ``of`` count.
+
+    Returns:
+        A sentence with the numbers, or None.
     """
-    ours, theirs = own_rows(tuple(candidate[-rule.of :])), own_rows(tuple(parent))[-rule.of :]
-    return _too_many_errors(ours, theirs, rule) or _too_slow(candidate, parent, rule)
+    candidate_rows, parent_rows = own_rows(tuple(candidate[-rule.of :])), own_rows(tuple(parent))[-rule.of :]
+    return _too_many_errors(candidate_rows, parent_rows, rule) or _too_slow(candidate, parent, rule)
 
 
 def _too_many_errors(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
     faults = [row for row in candidate if is_fault(row)]
-    refused = [row for row in candidate if is_refusal(row)]
+    refusals = [row for row in candidate if is_refusal(row)]
     usual = sum(map(is_refusal, parent)) / len(parent) if parent else 0.0
-    excess = max(0.0, len(refused) - usual * len(candidate))
+    excess = max(0.0, len(refusals) - usual * len(candidate))
     if len(faults) + excess <= rule.errors / 100 * rule.of:
         return None
-    kinds = Counter(row.error or f"HTTP {row.status}" for row in [*faults, *(refused if excess else ())])
-    what = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common(3))
-    beside = f"; the parent refused {100 * usual:.1f} % of its own" if excess and usual else ""
+    kinds = Counter(row.error or f"HTTP {row.status}" for row in [*faults, *(refusals if excess else ())])
+    failures = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common(3))
+    parent_note = f"; the parent refused {100 * usual:.1f} % of its own" if excess and usual else ""
     return (
-        f"{sum(kinds.values())} of the candidate's last {len(candidate)} requests failed ({what}{beside}), "
+        f"{sum(kinds.values())} of the candidate's last {len(candidate)} requests failed ({failures}{parent_note}), "
         f"more than {rule.errors:g} % of {rule.of}"
     )
 
 
 def _too_slow(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
-    ours, theirs = _first_bytes(candidate, rule.of), _first_bytes(parent, rule.of)
-    if min(len(ours), len(theirs)) < rule.of:
+    candidate_seconds, parent_seconds = _first_bytes(candidate, rule.of), _first_bytes(parent, rule.of)
+    if min(len(candidate_seconds), len(parent_seconds)) < rule.of:
         return None
-    slow, usual = float(np.quantile(ours, _SLOW)), float(np.quantile(theirs, _SLOW))
+    slow, usual = float(np.quantile(candidate_seconds, _SLOW)), float(np.quantile(parent_seconds, _SLOW))
     if slow <= rule.slower * usual:
         return None
     return (
@@ -79,11 +85,11 @@ def _too_slow(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Switc
 
 
 def _first_bytes(rows: Sequence[ArmRow], most: int) -> list[float]:
-    """Seconds to the first byte of the last ``most`` requests that were answered well."""
-    found = []
+    """Return the seconds to the first byte of the last ``most`` requests that were answered well."""
+    seconds = []
     for row in reversed(rows):
         if row.first_byte is not None and not row.fallback and not is_fault(row) and not is_refusal(row):
-            found.append(row.first_byte)
-            if len(found) == most:
+            seconds.append(row.first_byte)
+            if len(seconds) == most:
                 break
-    return found
+    return seconds

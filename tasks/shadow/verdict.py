@@ -1,7 +1,7 @@
-"""What follows for a candidate that is watched: the kill switch first, then what the judged pairs show. Pure.
+"""Decide about a watched candidate: apply the kill switch first, then the evidence of the judged pairs.
 
-In the shape of every other judgement (``tasks.stage.Verdict``): promote is a pass, roll back and kill are a fail, and
-whoever waits is undecided.
+The functions are pure. The result converts to the common verdict (``tasks.stage.Verdict``): ``promote`` passes,
+``roll back`` and ``kill`` fail, and ``wait`` is inconclusive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mergegate.tasks.shadow.split import ArmComparison, compare_arms
 from mergegate.tasks.shadow.switch import SwitchRule, kill_reason
 from mergegate.tasks.stage import Outcome, Section, Verdict
 
-# As of a judge that decides about a release: one that contradicts itself calls everything a tie, and ties promote.
+# The same minimum as in the judge stage. A judge that contradicts itself calls every pair a tie, and ties promote.
 MIN_CONSISTENCY = JudgeRule().min_consistency
 
 ShadowOutcome = Literal["promote", "roll back", "wait", "kill"]
@@ -31,20 +31,20 @@ _OUTCOMES: dict[ShadowOutcome, Outcome] = {
 
 
 class ShadowVerdict(BaseModel):
-    """What follows, and all that led to it."""
+    """Decision about a watched candidate, with the evidence behind it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str  # its version
     outcome: ShadowOutcome
     reason: str  # a sentence
-    hours: float  # for which it was watched
+    hours: float  # how long it was watched
     evidence: ShadowEvidence
-    consistency: float | None  # share of judged pairs in which the judge said the same in both orders
+    consistency: float | None  # share of judged pairs in which both orders agree
     arms: ArmComparison
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
+        """Return the decision as a stage verdict."""
         outcome = _OUTCOMES[self.outcome]
         return Verdict(
             name="shadow",
@@ -65,19 +65,22 @@ def shadow_verdict(
     rule: ShadowRule,
     switch: SwitchRule,
 ) -> ShadowVerdict:
-    """The verdict on a candidate as it is now.
+    """Return the current verdict on a candidate.
 
     Args:
-        scores: Of each judged pair: 1 where the candidate's answer is better, 0 where the parent's, else 1/2.
-        consistency: Share of the pairs that were judged alike in both orders; None: none was judged.
+        candidate: Version of the candidate.
+        scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2.
+        consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
-        hours: For which it was watched.
+        hours: Hours for which the candidate was watched.
+        rule: Conditions for promotion and rollback.
+        switch: Limits of the kill switch.
     """
-    ours = [row for row in rows if row.arm == "candidate"]
-    theirs = [row for row in rows if row.arm == "parent"]
+    candidate_rows = [row for row in rows if row.arm == "candidate"]
+    parent_rows = [row for row in rows if row.arm == "parent"]
     evidence = evidence_of(scores, rule)
     outcome: ShadowOutcome = "kill"
-    reason = kill_reason(ours, theirs, switch)
+    reason = kill_reason(candidate_rows, parent_rows, switch)
     if reason is None:
         outcome, reason = decide_shadow(evidence, hours, rule)
         if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:
@@ -93,5 +96,5 @@ def shadow_verdict(
         hours=hours,
         evidence=evidence,
         consistency=consistency,
-        arms=compare_arms(ours, theirs, rule.confidence),
+        arms=compare_arms(candidate_rows, parent_rows, rule.confidence),
     )

@@ -1,4 +1,4 @@
-"""What is kept of requests and answers: one table in SQLite or PostgreSQL, and how it came to be (``migrations``)."""
+"""Store requests and answers in SQLite or PostgreSQL, with a schema that is managed by ``migrations``."""
 
 from mergegate.tasks.shadow.records.table import Records, open_records
 

@@ -1,8 +1,8 @@
-"""What is kept of requests and answers: one table, in SQLite or PostgreSQL, whoever writes it.
+"""Read and write the table of requests and answers, in SQLite or PostgreSQL.
 
-A row is one request at one arm: an ``answer`` reached the user, a ``copy`` did not. What one request became has one
-``exchange``: answer and copy (a pair to be judged), or a candidate's failure and the parent's answer in its place. A
-gateway that is there already may write these rows itself; docs/shadow.md says what stands in each column.
+A row is one request at one arm. An ``answer`` reached the user, a ``copy`` did not. All rows of one user request share
+an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the parent's answer
+that replaced it. An existing gateway may write these rows directly. ``docs/shadow.md`` describes the columns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
-_WAIT_S = 5  # for a database that somebody else writes
-_AT_ONCE = 200  # pairs that are in memory
+_TIMEOUT_S = 5  # timeout for connections and for another writer's lock
+_PAIRS_IN_MEMORY = 200  # pairs in memory
 
 _TABLES = sa.MetaData()
-# As the newest migration leaves it.
+# The schema after the newest migration.
 RECORDS = sa.Table(
     "shadow_record",
     _TABLES,
@@ -58,7 +58,7 @@ TALLIES = sa.Table(
 
 
 class Records:
-    """The database. A context manager; used by one thread at a time."""
+    """Open database of records: a context manager that only one thread may use at a time."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -71,31 +71,35 @@ class Records:
         self.close()
 
     def write(self, batch: Sequence[ShadowRecord], tallies: Mapping[tuple[str, str], int] | None = None) -> None:
-        """Add rows and counts, all or none.
+        """Add rows and counts in one transaction.
 
         Args:
-            tallies: By candidate and what was counted: how many more.
+            batch: Records to add. Records that are already stored are skipped.
+            tallies: Increments, by candidate and name of the count.
 
         Raises:
-            sqlalchemy.exc.SQLAlchemyError: The database does not take them.
+            sqlalchemy.exc.SQLAlchemyError: If the database rejects them.
         """
         with self._engine.begin() as connection:
-            if batch:  # Of a batch whose commit was not heard of, nothing is kept twice.
-                connection.execute(self._insert(RECORDS).on_conflict_do_nothing(), [one._asdict() for one in batch])
-            for (candidate, what), count in (tallies or {}).items():
-                own = (TALLIES.c.candidate == candidate) & (TALLIES.c.what == what)
-                changed = connection.execute(sa.update(TALLIES).where(own).values(count=TALLIES.c.count + count))
-                if not changed.rowcount:
-                    connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": what, "count": count})
+            if batch:  # A batch is repeated if its commit was not confirmed.
+                connection.execute(
+                    self._insert(RECORDS).on_conflict_do_nothing(), [record._asdict() for record in batch]
+                )
+            for (candidate, name), count in (tallies or {}).items():
+                is_count = (TALLIES.c.candidate == candidate) & (TALLIES.c.what == name)
+                updated = connection.execute(sa.update(TALLIES).where(is_count).values(count=TALLIES.c.count + count))
+                if not updated.rowcount:
+                    connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": name, "count": count})
 
     def pairs(self, candidate: str, since: float | None = None) -> Iterator[RecordedPair]:
-        """Requests that both arms answered, whatever they answered, in order of time.
+        """Yield the requests that were recorded at both arms, including failed ones, in order of time.
 
         Args:
-            since: Unix time; older ones are left out.
+            candidate: Version of the candidate.
+            since: Unix time. Older requests are skipped. Default: all requests.
         """
         parent, copy = RECORDS.alias("parent"), RECORDS.alias("copy")
-        asked = (
+        query = (
             sa.select(parent, copy)
             .join(copy, (copy.c.exchange == parent.c.exchange) & (copy.c.candidate == parent.c.candidate))
             .where(parent.c.candidate == candidate, parent.c.arm == "parent", copy.c.arm == "candidate")
@@ -104,10 +108,10 @@ class Records:
         )
         width = len(RECORDS.columns)
         with self._engine.connect() as connection:
-            for row in connection.execution_options(yield_per=_AT_ONCE).execute(asked):
-                ours = RECORDS.columns.keys()
-                theirs = dict(zip(ours, row[:width], strict=True)), dict(zip(ours, row[width:], strict=True))
-                first, second = theirs
+            for row in connection.execution_options(yield_per=_PAIRS_IN_MEMORY).execute(query):
+                names = RECORDS.columns.keys()
+                records = dict(zip(names, row[:width], strict=True)), dict(zip(names, row[width:], strict=True))
+                first, second = records
                 yield RecordedPair(
                     request_id=first["exchange"],
                     session=first["session"],
@@ -119,47 +123,49 @@ class Records:
                 )
 
     def arms(self, candidate: str, since: float | None = None) -> list[ArmRow]:
-        """How every request of both arms went, in the order in which they began."""
+        """Return the outcome of every request at both arms, in the order in which the requests started."""
         columns = [RECORDS.c[name] for name in ArmRow._fields]
-        asked = sa.select(*columns).where(RECORDS.c.candidate == candidate, RECORDS.c.at >= (since or 0.0))
+        query = sa.select(*columns).where(RECORDS.c.candidate == candidate, RECORDS.c.at >= (since or 0.0))
         with self._engine.connect() as connection:
-            return [ArmRow(*row) for row in connection.execute(asked.order_by(RECORDS.c.at, RECORDS.c.id))]
+            return [ArmRow(*row) for row in connection.execute(query.order_by(RECORDS.c.at, RECORDS.c.id))]
 
     def counts(self, candidate: str) -> Mapping[str, int]:
-        """What was counted of a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, …"""
-        asked = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
+        """Return the counts of a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, …"""
+        query = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
         with self._engine.connect() as connection:
-            return {row[0]: row[1] for row in connection.execute(asked.order_by(TALLIES.c.what))}
+            return {row[0]: row[1] for row in connection.execute(query.order_by(TALLIES.c.what))}
 
     def purge(self, before: float) -> int:
-        """Remove rows that are older than a Unix time; how many there were."""
+        """Delete the rows that are older than a Unix time, and return their number."""
         with self._engine.begin() as connection:
             return connection.execute(sa.delete(RECORDS).where(RECORDS.c.at < before)).rowcount
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close all connections."""
         self._engine.dispose()
 
 
 def open_records(url: str) -> Records:
-    """The records at an address, made or brought up to date where they are not.
+    """Open the records at a database URL. Create or migrate the tables if necessary.
 
     Raises:
-        InvalidInput: for an address whose driver is not installed.
-        sqlalchemy.exc.SQLAlchemyError: The database cannot be reached, or does not let itself be changed.
+        InvalidInput: If the driver for the URL is not installed.
+        sqlalchemy.exc.SQLAlchemyError: If the database is not available or its schema cannot be changed.
     """
-    engine = sa.create_engine(_with_driver(url), connect_args=_patience(url), pool_pre_ping=True, hide_parameters=True)
+    engine = sa.create_engine(
+        _with_driver(url), connect_args=_timeout_options(url), pool_pre_ping=True, hide_parameters=True
+    )
     try:
         if engine.dialect.name == "sqlite":
             _prepare_sqlite(engine)
-        _bring_up_to_date(engine)
+        _migrate(engine)
     except BaseException:
         engine.dispose()
         raise
     return Records(engine)
 
 
-def _bring_up_to_date(engine: sa.Engine) -> None:
+def _migrate(engine: sa.Engine) -> None:
     from alembic import command
     from alembic.config import Config
 
@@ -167,7 +173,7 @@ def _bring_up_to_date(engine: sa.Engine) -> None:
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     with engine.begin() as connection:
         if engine.dialect.name == "sqlite":
-            connection.exec_driver_sql("begin immediate")  # Of two that begin at once, one waits.
+            connection.exec_driver_sql("begin immediate")  # A concurrent process waits here.
         else:
             connection.execute(sa.text("select pg_advisory_xact_lock(hashtext('mergegate shadow'))"))
         config.attributes["connection"] = connection
@@ -179,7 +185,7 @@ def _with_driver(url: str) -> str:
     if scheme != "postgresql":
         return url
     try:
-        import psycopg  # noqa: F401  # asked here, for a message to people
+        import psycopg  # noqa: F401  # imported only to report a missing driver
     except ImportError:
         raise InvalidInput(
             "shadow.records",
@@ -190,27 +196,27 @@ def _with_driver(url: str) -> str:
     return f"postgresql+psycopg://{rest}"
 
 
-def _patience(url: str) -> dict[str, int]:
-    return {"timeout": _WAIT_S} if url.startswith("sqlite") else {"connect_timeout": _WAIT_S}
+def _timeout_options(url: str) -> dict[str, int]:
+    return {"timeout": _TIMEOUT_S} if url.startswith("sqlite") else {"connect_timeout": _TIMEOUT_S}
 
 
 def _prepare_sqlite(engine: sa.Engine) -> None:
-    """Let readers and the proxy work side by side: a mode of the file (WAL), set by whoever makes it.
+    """Switch the database file to WAL mode, so that readers and the proxy can work concurrently.
 
-    Of two connections that set it at once, SQLite sends one away without waiting, lest they wait for each other
-    (https://www.sqlite.org/c3ref/busy_handler.html); so ours take turns.
+    If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a deadlock
+    (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
     """
     path = Path(engine.url.database or "")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sa.event.listen(engine, "connect", _write_without_waiting)
+    sa.event.listen(engine, "connect", _set_synchronous_mode)
     with locked(path.with_name(path.name + ".lock"), remove=True, required=False), engine.connect() as connection:
         connection.exec_driver_sql("pragma journal_mode=wal")
 
 
-def _write_without_waiting(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
+def _set_synchronous_mode(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
     connection.execute("pragma synchronous=normal")
 
 
 def _answer(row: Mapping[str, object]) -> RecordedAnswer:
-    found = (row[name] for name in ("status", "response", "first_byte", "seconds", "error"))
-    return RecordedAnswer(*found)  # type: ignore[arg-type]  # columns of these types
+    values = (row[name] for name in ("status", "response", "first_byte", "seconds", "error"))
+    return RecordedAnswer(*values)  # type: ignore[arg-type]  # The columns have these types.

@@ -1,4 +1,7 @@
-"""The traffic: a proxy before two servers, what it keeps (``recorder``), and traffic out of a file (``replay``)."""
+"""Route user traffic to both servers through a proxy.
+
+``recorder`` stores the requests and answers, and ``replay`` sends traffic from a file.
+"""
 
 from mergegate.tasks.shadow.traffic.proxy import ShadowProxy
 from mergegate.tasks.shadow.traffic.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Who answers whom: what a user is known by, and on which arm that is. Pure, and the same on every machine."""
+"""Identify the session of a request and assign it to an arm. Pure functions with the same result on every machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 
 def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, header: str, client: str) -> str:
-    """What a request belongs to: its session's header, else the ``user`` of its body, else its token, else its address.
+    """Return the key of the session that a request belongs to.
+
+    The first available source wins: the session header, the ``user`` field of the body, the token, the client address.
 
     Args:
-        headers: By lower-case name.
-        body: Of a request in JSON.
-        header: That names a session.
-        client: Address that it came from.
+        headers: Headers by lower-case name.
+        body: JSON body of the request, if it has one.
+        header: Name of the session header.
+        client: Address of the client.
     """
     if session := headers.get(header.lower()):
         return f"session {session}"
@@ -26,16 +28,21 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
 
 
 def goes_to_candidate(key: str, salt: str, share: float) -> bool:
-    """Sticky: the same key goes the same way. A larger share only adds keys, it never takes one back.
+    """Return whether a session key is assigned to the candidate.
+
+    The assignment is sticky: the same key always gets the same arm. A larger share only adds keys to the candidate and
+    never removes one.
 
     Args:
-        salt: The candidate's version: each candidate has other users.
+        key: Key of the session.
+        salt: Version of the candidate, so that each candidate gets different users.
+        share: Share of the keys that are assigned to the candidate, from 0 to 1.
     """
     return int.from_bytes(_hash(key, salt), "big") / 2**64 < share
 
 
 def session_of(key: str, salt: str) -> str:
-    """What is kept of a key: a hash, so that requests of one session are known to be, and nothing else."""
+    """Return the recorded form of a session key: a hash that only shows which requests belong together."""
     return hashlib.blake2b(f"kept:{salt}:{key}".encode(), digest_size=12).hexdigest()
 
 

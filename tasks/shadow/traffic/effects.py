@@ -1,25 +1,28 @@
-"""Which requests may be asked twice. A list of what may, because what a server does with the rest nobody can know."""
+"""Decide which requests may be sent to a second server.
+
+Only requests on an allowlist are copied, because the effects of other requests are unknown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_ASKED = ("/chat/completions", "/completions")
-# Whatever a server keeps or looks up for one of these would be kept or looked up twice.
+_GENERATION_PATHS = ("/chat/completions", "/completions")
+# These fields make a server store or look up data, which a copy would do a second time.
 _EFFECTS = ("store", "previous_response_id", "conversation", "container", "background")
 
 
 def is_a_question(method: str, path: str) -> bool:
-    """Whether a request asks a model for text, and does nothing else by its address."""
-    return method == "POST" and path.rstrip("/").endswith(_ASKED)
+    """Return whether a request only generates text, judging by its method and path."""
+    return method == "POST" and path.rstrip("/").endswith(_GENERATION_PATHS)
 
 
 def may_be_copied(method: str, path: str, body: Mapping[str, Any] | None) -> bool:
-    """Whether a second server may be asked the same.
+    """Return whether the same request may be sent to a second server.
 
-    Tools of the kind ``function`` run at the client, once, whatever two servers say of them; tools of any other kind
-    run at the server.
+    Tools of type ``function`` run at the client and therefore only once. All other tools run at the server, so requests
+    with such tools are not copied.
     """
     if not is_a_question(method, path) or body is None:
         return False

@@ -1,16 +1,15 @@
-"""The proxy before two servers: it answers from one, and lets the other be compared with it.
+"""Proxy requests to the parent or the candidate, and record answers for comparing the two servers.
 
 ::
 
-    app = ShadowProxy(settings, routing, recorder).application()      # an ASGI application; uvicorn serves it
+    app = ShadowProxy(settings, routing, recorder).application()      # an ASGI application, served by uvicorn
 
-**mirror**: the parent answers; when the client has its answer, the candidate is asked the same, and what it says is
-only kept. So nothing that the candidate does, or does not do, is felt by anybody. **split**: the candidate answers its
-share of the users; where it fails before its first byte, the parent answers in its place, and both are kept as a
-fallback.
+**mirror**: The parent answers. After the client has its answer, the proxy sends a copy of the request to the candidate
+and only records the result, so the candidate cannot affect users. **split**: The candidate answers its share of the
+users. If it fails before its first byte, the parent answers instead, and the proxy records both results as a fallback.
 
-A client waits for the server that answers it, and for nothing else: copies, records and the switch are bounded, and
-what does not fit is counted.
+A client waits only for the server that answers it. Copies, records and the kill switch have limits, and the proxy
+counts everything that exceeds them.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ from mergegate.tasks.shadow.traffic.recorder import Recorder
 from mergegate.tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
 
 _COPY_S = 600.0
-# Nobody stands in for the parent, which may be busy; for the candidate the parent does.
+# A busy parent gets more time because it has no replacement. The parent replaces a candidate that does not connect.
 _PARENT_CONNECT_S, _CANDIDATE_CONNECT_S = 30.0, 2.0
 _LAST_COPIES_S = 2.0
 _SWITCH_EVERY_S = 1.0
 _FAULT = 500
-_LEFT = "client left"  # its own affair, and no error of a server
+_CLIENT_LEFT = "client left"  # not an error of a server
 
 
-class _Broken(Exception):  # no error of ours: how a connection is ended that a server ended
-    """A server stopped in the middle of its answer; the client's connection ends as it would have ended there."""
+class _Broken(Exception):  # not a failure of the proxy: raised to abort the client's connection
+    """A server stopped in the middle of its answer, so the proxy also aborts the client's connection."""
 
 
 class ShadowProxy:
-    """All requests go through here.
+    """Proxy for all user requests.
 
     Args:
-        settings: The servers and the bounds.
-        routing: Where requests go.
-        recorder: Keeps what they became.
+        settings: Servers and limits.
+        routing: Current routing of the requests.
+        recorder: Recorder of requests and answers.
     """
 
     def __init__(self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder) -> None:
@@ -76,7 +75,7 @@ class ShadowProxy:
         self._began = time.time()
 
     def application(self) -> Starlette:
-        """The ASGI application: ``/shadow/status``, and everything else."""
+        """Return the ASGI application, which serves ``/shadow/status`` and proxies all other paths."""
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -87,7 +86,7 @@ class ShadowProxy:
         return Starlette(routes=routes, lifespan=lifespan)
 
     async def close(self) -> None:
-        """Wait a moment for copies, end those that are still asked for, write what waits, close all connections."""
+        """Wait briefly for pending copies, cancel the rest, write queued records and close all connections."""
         if self._copies:
             await asyncio.wait(self._copies, timeout=_LAST_COPIES_S)
         for task in self._copies:
@@ -98,128 +97,128 @@ class ShadowProxy:
             await server.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return
         if self._in_flight >= self._settings.in_flight:
             self._count("answered 503: too many in flight")
-            await _say(send, 503, "too many requests at once", ((b"retry-after", b"1"),))
+            await _send_error(send, 503, "too many requests at once", ((b"retry-after", b"1"),))
             return
         self._in_flight += 1
         try:
-            asked = await read_request(scope, receive, self._settings.session_header)
-            if asked is None:
-                await _say(send, 413, f"a body of more than {MOST_BODY} bytes")
+            request = await read_request(scope, receive, self._settings.session_header)
+            if request is None:
+                await _send_error(send, 413, f"a body of more than {MOST_BODY} bytes")
                 return
-            await self._answer(asked, receive, send)
+            await self._answer(request, receive, send)
         finally:
             self._in_flight -= 1
 
-    async def _answer(self, asked: AskedRequest, receive: Receive, send: Send) -> None:
+    async def _answer(self, request: AskedRequest, receive: Receive, send: Send) -> None:
         routing = self._routing.now()
-        arm = self._arm(asked, routing)
+        arm = self._select_arm(request, routing)
         self._count("requests")
         if arm == "candidate":
-            answer, reply = await self._ask(asked, arm)
+            answer, reply = await self._send_to_arm(request, arm)
             if reply is not None and (answer.status < _FAULT or routing.serving == "promoted"):
-                await self._pass_on(asked, answer, reply, receive, send)
+                await self._forward_answer(request, answer, reply, receive, send)
                 return
             if reply is not None:
                 await reply.aclose()
-            if not isinstance(asked.body, bytes):  # It has been read; nobody can be asked again.
-                await self._no_answer(asked, answer, send)
+            if not isinstance(request.body, bytes):  # The body has been consumed, so the request cannot be sent again.
+                await self._answer_502(request, answer, send)
                 return
             answer.fallback = True
-            self._keep(asked, answer, "answer")
+            self._record(request, answer, "answer")
             self._count("fallbacks")
-        answer, reply = await self._ask(asked, "parent")
+        answer, reply = await self._send_to_arm(request, "parent")
         answer.fallback = arm == "candidate"
         if reply is None:
-            await self._no_answer(asked, answer, send)
+            await self._answer_502(request, answer, send)
             return
-        await self._pass_on(asked, answer, reply, receive, send)
-        if routing.watching and routing.mode == "mirror" and asked.is_question and not answer.error:
-            self._copy(asked, routing)
+        await self._forward_answer(request, answer, reply, receive, send)
+        if routing.watching and routing.mode == "mirror" and request.is_question and not answer.error:
+            self._start_copy(request, routing)
 
-    def _arm(self, asked: AskedRequest, routing: Routing) -> Arm:
+    def _select_arm(self, request: AskedRequest, routing: Routing) -> Arm:
         if routing.serving == "promoted":
             return "candidate"
-        split = routing.watching and routing.mode == "split" and isinstance(asked.body, bytes)
-        return "candidate" if split and goes_to_candidate(asked.key, routing.candidate, routing.share) else "parent"
+        split = routing.watching and routing.mode == "split" and isinstance(request.body, bytes)
+        return "candidate" if split and goes_to_candidate(request.key, routing.candidate, routing.share) else "parent"
 
-    async def _ask(self, asked: AskedRequest, arm: Arm) -> tuple[ArmAnswer, httpx.Response | None]:
-        """The beginning of a server's answer; None, and why in ``error``, where there is none."""
+    async def _send_to_arm(self, request: AskedRequest, arm: Arm) -> tuple[ArmAnswer, httpx.Response | None]:
+        """Send a request to one arm. Without a response, the second value is None and the answer has an ``error``."""
         answer, server = ArmAnswer(arm), self._servers[arm]
-        scope = asked.scope
+        scope = request.scope
         path = scope.get("raw_path") or scope["path"].encode()
-        body = server.renamed(asked.body, asked.document) if isinstance(asked.body, bytes) else asked.body
+        body = server.renamed(request.body, request.document) if isinstance(request.body, bytes) else request.body
         try:
-            reply = await server.send(scope["method"], path, scope["query_string"], asked.headers, body)
+            reply = await server.send(scope["method"], path, scope["query_string"], request.headers, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             answer.error = type(error).__name__
             return answer, None
         answer.status = reply.status_code
         return answer, reply
 
-    async def _pass_on(
-        self, asked: AskedRequest, answer: ArmAnswer, reply: httpx.Response, receive: Receive, send: Send
+    async def _forward_answer(
+        self, request: AskedRequest, answer: ArmAnswer, reply: httpx.Response, receive: Receive, send: Send
     ) -> None:
-        """Give the client what a server says, piece by piece, and keep it."""
-        headers, most = passed_on(reply.headers.raw), self._settings.body_limit if asked.is_question else 0
+        """Stream a server's response to the client, and record it."""
+        headers, most = passed_on(reply.headers.raw), self._settings.body_limit if request.is_question else 0
         if not any(name == ID_HEADER for name, _ in headers):
-            headers.append((ID_HEADER, asked.request_id.encode("latin-1")))
-        passing = asyncio.ensure_future(self._send_all(answer, reply, headers, send, most))
-        leaving = asyncio.ensure_future(_left(receive))
+            headers.append((ID_HEADER, request.request_id.encode("latin-1")))
+        transfer = asyncio.ensure_future(self._stream_answer(answer, reply, headers, send, most))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not passing.done() and not answer.whole:
-                answer.error = _LEFT
-                passing.cancel()
+            await asyncio.wait((transfer, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if not transfer.done() and not answer.whole:
+                answer.error = _CLIENT_LEFT
+                transfer.cancel()
             with suppress(asyncio.CancelledError, OSError):
-                await passing
+                await transfer
         except httpx.HTTPError as error:
             answer.error = type(error).__name__
             raise _Broken from None
         finally:
-            leaving.cancel()
-            passing.cancel()
+            disconnect.cancel()
+            transfer.cancel()
             with suppress(Exception):
                 await asyncio.shield(reply.aclose())
-            self._keep(asked, answer, "answer")
+            self._record(request, answer, "answer")
 
     @staticmethod
-    async def _send_all(answer: ArmAnswer, reply: httpx.Response, headers: Headers, send: Send, most: int) -> None:
+    async def _stream_answer(answer: ArmAnswer, reply: httpx.Response, headers: Headers, send: Send, most: int) -> None:
         await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
         async for piece in reply.aiter_raw():
             answer.add(piece, most)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-        answer.whole = True  # Whoever hangs up from here on has all of it.
+        answer.whole = True  # A client that disconnects after this point has the complete answer.
         await send({"type": "http.response.body", "body": b""})
 
-    async def _no_answer(self, asked: AskedRequest, answer: ArmAnswer, send: Send) -> None:
+    async def _answer_502(self, request: AskedRequest, answer: ArmAnswer, send: Send) -> None:
         self._count(f"answered 502: {answer.arm}")
-        self._keep(asked, answer, "answer")
-        await _say(send, 502, f"the server did not answer: {answer.error}")
+        self._record(request, answer, "answer")
+        await _send_error(send, 502, f"the server did not answer: {answer.error}")
 
-    def _copy(self, asked: AskedRequest, routing: Routing) -> None:
-        """Ask the candidate the same, and tell nobody."""
-        if not goes_to_candidate(asked.exchange, routing.candidate, routing.share):
+    def _start_copy(self, request: AskedRequest, routing: Routing) -> None:
+        """Send a copy of the request to the candidate in the background, if it is eligible."""
+        if not goes_to_candidate(request.exchange, routing.candidate, routing.share):
             return
-        if not may_be_copied(asked.method, asked.path, asked.document):
+        if not may_be_copied(request.method, request.path, request.document):
             self._count("not copied: may have effects")
             return
         if len(self._copies) >= self._settings.copies:
             self._count("not copied: too many copies")
             return
-        task = asyncio.create_task(self._compare(asked))
+        task = asyncio.create_task(self._copy_to_candidate(request))
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
 
-    async def _compare(self, asked: AskedRequest) -> None:
+    async def _copy_to_candidate(self, request: AskedRequest) -> None:
         answer = ArmAnswer("candidate")
         try:
             async with asyncio.timeout(_COPY_S):
-                answer, reply = await self._ask(asked, "candidate")
+                answer, reply = await self._send_to_arm(request, "candidate")
                 if reply is not None:
                     try:
                         async for piece in reply.aiter_raw():
@@ -229,48 +228,48 @@ class ShadowProxy:
         except (httpx.HTTPError, TimeoutError) as error:
             answer.error = type(error).__name__
         self._count("copies")
-        self._keep(asked, answer, "copy")
+        self._record(request, answer, "copy")
 
-    def _keep(self, asked: AskedRequest, answer: ArmAnswer, role: Literal["answer", "copy"]) -> None:
-        if not asked.is_question:
+    def _record(self, request: AskedRequest, answer: ArmAnswer, role: Literal["answer", "copy"]) -> None:
+        if not request.is_question:
             return
         routing = self._routing.now()
         record = ShadowRecord(
-            exchange=asked.exchange,
+            exchange=request.exchange,
             candidate=routing.candidate,
             role=role,
             arm=answer.arm,
-            request_id=asked.request_id,
-            session=session_of(asked.key, routing.candidate),
-            at=asked.at,
-            path=asked.path,
-            request=asked.body if role == "answer" and isinstance(asked.body, bytes) else b"",
+            request_id=request.request_id,
+            session=session_of(request.key, routing.candidate),
+            at=request.at,
+            path=request.path,
+            request=request.body if role == "answer" and isinstance(request.body, bytes) else b"",
             status=answer.status,
             response=bytes(answer.body),
-            error="" if answer.error == _LEFT else answer.error,
+            error="" if answer.error == _CLIENT_LEFT else answer.error,
             fallback=answer.fallback,
             first_byte=answer.first_byte,
             seconds=answer.took(),
         )
-        if answer.error == _LEFT:
+        if answer.error == _CLIENT_LEFT:
             self._count("clients that left")
         self._recorder.put(record)
         self._last[answer.arm].append(record.row)
         if answer.arm == "candidate":
-            self._look_at_the_switch(routing, at_once=bool(record.error) or record.status >= _FAULT)
+            self._check_kill_switch(routing, immediately=bool(record.error) or record.status >= _FAULT)
 
-    def _look_at_the_switch(self, routing: Routing, *, at_once: bool) -> None:
+    def _check_kill_switch(self, routing: Routing, *, immediately: bool) -> None:
         now = time.monotonic()
-        if not routing.watching or (now - self._switched < _SWITCH_EVERY_S and not at_once):
+        if not routing.watching or (now - self._switched < _SWITCH_EVERY_S and not immediately):
             return
         self._switched = now
-        why = kill_reason(tuple(self._last["candidate"]), tuple(self._last["parent"]), self._settings.switch)
-        if why is not None:
+        reason = kill_reason(tuple(self._last["candidate"]), tuple(self._last["parent"]), self._settings.switch)
+        if reason is not None:
             self._count("switched off")
-            self._routing.decide("killed", why)
+            self._routing.decide("killed", reason)
 
-    def _count(self, what: str) -> None:
-        self._recorder.count(self._routing.now().candidate, what)
+    def _count(self, name: str) -> None:
+        self._recorder.count(self._routing.now().candidate, name)
 
     async def _status(self, _: Request) -> JSONResponse:
         routing = self._routing.now()
@@ -285,14 +284,14 @@ class ShadowProxy:
         )
 
 
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _say(send: Send, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """An answer of the proxy itself, as OpenAI's clients read errors."""
+async def _send_error(send: Send, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send an error of the proxy itself, in the format of the OpenAI protocol."""
     error = {"message": f"shadow: {message}", "type": "shadow", "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     start: MutableMapping[str, Any] = {

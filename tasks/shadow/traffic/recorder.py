@@ -1,7 +1,8 @@
-"""The way of records into the database: a queue, and a thread that nobody waits for.
+"""Write records to the database in a background thread, through a bounded queue.
 
-What does not fit into the queue, what the database does not take, and bodies that may not be kept are counted, and the
-counts are kept when it is there again. Redaction happens in this thread: nothing leaves the process's memory before.
+The proxy never waits for the database. The recorder counts records that do not fit into the queue, records that the
+database rejects, and bodies that must not be stored. It writes these counts when the database is available again.
+Redaction runs in the same thread, so no content leaves the memory of the process before it is redacted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mergegate.tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
 _BATCH = 500
-_MOST_BYTES = 256 << 20  # of bodies that wait
+_MOST_BYTES = 256 << 20  # largest total size of the bodies in the queue
 _ATTEMPTS, _FIRST_WAIT_S = 3, 0.2
 _PURGE_EVERY_S = 3600.0
 _TALLY_EVERY_S = 2.0
@@ -30,14 +31,14 @@ _DAY_S = 86400.0
 
 
 class Recorder:
-    """Keeps records. ``put`` and ``count`` return at once, whatever the database does.
+    """Background writer of records. ``put`` and ``count`` return immediately, regardless of the database.
 
     Args:
-        connect: Makes the connection; asked again after it failed.
-        redaction: What is taken out of bodies.
-        most: Records that may wait.
-        body_limit: Bytes; of a longer body nothing is kept.
-        keep_days: After which records go.
+        connect: Function that opens the database. It is called again after a failure.
+        redaction: Redaction of bodies, paths and request IDs.
+        most: Largest number of records in the queue.
+        body_limit: Largest size of a stored body, in bytes. Longer bodies are not stored.
+        keep_days: Days after which records are deleted.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Recorder:
     ) -> None:
         self._connect, self._redaction = connect, redaction
         self._body_limit, self._keep_s = body_limit, keep_days * _DAY_S
-        self._waiting: queue.Queue[ShadowRecord | None] = queue.Queue(most)  # None wakes the thread
+        self._waiting: queue.Queue[ShadowRecord | None] = queue.Queue(most)  # None wakes up the thread
         self._bytes = 0
         self._records: Records | None = None
         self._purged = self._told = 0.0
@@ -56,7 +57,7 @@ class Recorder:
         self._thread.start()
 
     def put(self, record: ShadowRecord) -> None:
-        """Keep ``record``, or count that it is not kept."""
+        """Add a record to the queue, or count it as not recorded if the queue is full."""
         size = len(record.request) + len(record.response)
         with self._lock:
             fits = self._bytes + size <= _MOST_BYTES
@@ -70,53 +71,53 @@ class Recorder:
                     self._bytes -= size
         self.count(record.candidate, "not recorded: queue full")
 
-    def count(self, candidate: str, what: str, more: int = 1) -> None:
-        """Add to a count that the database keeps, too."""
+    def count(self, candidate: str, name: str, more: int = 1) -> None:
+        """Increase a count, which is also written to the database."""
         with self._lock:
-            self._all[what] += more
-            self._new[candidate, what] += more
+            self._all[name] += more
+            self._new[candidate, name] += more
 
     def counts(self) -> dict[str, int]:
-        """What was counted since this process began, and how many records wait."""
+        """Return the counts since the start of the process, and the number of records in the queue."""
         with self._lock:
             return {**self._all, "waiting for the database": self._waiting.qsize()}
 
     def close(self, within: float = 10.0) -> None:
-        """Write what waits, for so many seconds at most."""
+        """Write the queued records and stop the thread, waiting at most ``within`` seconds."""
         self._closing.set()
-        with suppress(queue.Full):  # Then it is awake.
+        with suppress(queue.Full):  # With a full queue, the thread is already awake.
             self._waiting.put_nowait(None)
         self._thread.join(within)
 
     def _run(self) -> None:
         while True:
-            batch = self._next()
+            batch = self._next_batch()
             if batch or self._tallies_are_due():
-                self._keep([self._keepable(one) for one in batch])
+                self._write([self._redact(record) for record in batch])
             if self._closing.is_set() and self._waiting.empty():
-                self._keep([])
+                self._write([])
                 if self._records:
                     self._records.close()
                 return
 
-    def _next(self) -> list[ShadowRecord]:
-        found: list[ShadowRecord | None] = []
+    def _next_batch(self) -> list[ShadowRecord]:
+        entries: list[ShadowRecord | None] = []
         with suppress(queue.Empty):
-            found.append(self._waiting.get(timeout=_TALLY_EVERY_S / 4))
-            while len(found) < _BATCH:
-                found.append(self._waiting.get_nowait())
-        batch = [one for one in found if one is not None]
+            entries.append(self._waiting.get(timeout=_TALLY_EVERY_S / 4))
+            while len(entries) < _BATCH:
+                entries.append(self._waiting.get_nowait())
+        batch = [record for record in entries if record is not None]
         with self._lock:
-            self._bytes -= sum(len(one.request) + len(one.response) for one in batch)
+            self._bytes -= sum(len(record.request) + len(record.response) for record in batch)
         return batch
 
     def _tallies_are_due(self) -> bool:
         return bool(self._new) and time.monotonic() - self._told >= _TALLY_EVERY_S
 
-    def _keepable(self, record: ShadowRecord) -> ShadowRecord:
-        """The record as it may be kept: a body that is too long or cannot be redacted is left out, and counted."""
+    def _redact(self, record: ShadowRecord) -> ShadowRecord:
+        """Return the redacted record. Bodies that are too long or cannot be redacted are removed and counted."""
 
-        def body(content: bytes) -> bytes:
+        def redacted_body(content: bytes) -> bytes:
             if len(content) > self._body_limit:
                 self.count(record.candidate, "body not kept: too long")
                 return b""
@@ -127,13 +128,13 @@ class Recorder:
                 return b""
 
         return record._replace(
-            request=body(record.request),
-            response=body(record.response),
+            request=redacted_body(record.request),
+            response=redacted_body(record.response),
             path=self._redaction.text(record.path)[:200],
             request_id=self._redaction.text(record.request_id)[:200],
         )
 
-    def _keep(self, batch: Sequence[ShadowRecord]) -> None:
+    def _write(self, batch: Sequence[ShadowRecord]) -> None:
         with self._lock:
             tallies, self._new = self._new, Counter()
         for attempt in range(_ATTEMPTS):
@@ -150,12 +151,12 @@ class Recorder:
                 _log.warning("records: %s; attempt %d of %d", type(error).__name__, attempt + 1, _ATTEMPTS)
                 self._disconnect()
                 if attempt + 1 < _ATTEMPTS and self._closing.wait(_FIRST_WAIT_S * 2**attempt):
-                    break  # One more attempt would keep somebody waiting who wants to end.
+                    break  # Another attempt would delay the shutdown.
         with self._lock:
             self._new.update(tallies)
         self._told = time.monotonic()
-        for one in batch:
-            self.count(one.candidate, "not recorded: database")
+        for record in batch:
+            self.count(record.candidate, "not recorded: database")
 
     def _disconnect(self) -> None:
         if self._records is not None:

@@ -1,8 +1,8 @@
-"""What is taken out of a body before it is kept: what patterns match, and what a function of the user's changes.
+"""Redact bodies before they are stored, with regular expressions and an optional function of the user.
 
-A secret may stand in a JSON text with its letters escaped, or come in pieces over many events of a stream. So texts are
-taken out of their JSON, those of a stream are joined piece by piece, and both are put back as JSON: what matches the
-joined text stands in its first piece, and the others are empty.
+In JSON, a secret may contain escaped characters, and in a stream it may be split over many events. mergegate therefore
+decodes the JSON, joins the pieces of each text in a stream, redacts the texts and encodes the result again. If a joined
+text changes, its first piece receives the new text and its other pieces become empty.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mergegate.merge_core.errors import InvalidInput
 
 MARK = "[redacted]"
 _EVENT = b"data:"
-_Place: TypeAlias = tuple[str, ...]  # of a text in a document
+_TextPath: TypeAlias = tuple[str, ...]  # path of a text in a JSON document
 
 
 class Redaction:
-    """Patterns and a function, as one change of texts.
+    """Redaction of texts and bodies.
 
     Args:
-        patterns: Regular expressions.
-        function: Called after them.
+        patterns: Regular expressions. Each match is replaced by ``MARK``.
+        function: Function from text to text that is applied after the patterns.
     """
 
     def __init__(self, patterns: Sequence[str], function: Callable[[str], str] | None = None) -> None:
@@ -34,20 +34,20 @@ class Redaction:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether there is anything to take out."""
+        """Whether any pattern or function is configured."""
         return bool(self._patterns or self._function)
 
     def text(self, text: str) -> str:
-        """``text`` without what is not kept."""
+        """Return the redacted text."""
         for pattern in self._patterns:
             text = pattern.sub(MARK, text)
         return self._function(text) if self._function and text else text
 
     def body(self, body: bytes) -> bytes:
-        """A body as it may be kept: JSON, or a stream of events of JSON.
+        """Return the redacted form of a body, which is JSON or a stream of JSON events.
 
         Raises:
-            ValueError: It is neither, so nobody can say what stands in it; or the function failed.
+            ValueError: If the body has another format, so its content is unknown, or if the function failed.
         """
         if not self.is_asked_for or not body:
             return body
@@ -62,70 +62,75 @@ class Redaction:
 
     def _stream(self, body: bytes) -> bytes:
         lines = body.splitlines()
-        events = {number: json.loads(said) for number, line in enumerate(lines) if (said := _said(line)) is not None}
-        pieces: dict[_Place, list[str]] = {}
+        events = {
+            number: json.loads(data) for number, line in enumerate(lines) if (data := _event_data(line)) is not None
+        }
+        pieces: dict[_TextPath, list[str]] = {}
 
-        def gather(place: _Place, text: str) -> str:
-            pieces.setdefault(place, []).append(text)
+        def gather(path: _TextPath, text: str) -> str:
+            pieces.setdefault(path, []).append(text)
             return text
 
         for event in events.values():
             _walk(event, (), gather)
-        changed = {
-            place: iter([kept, *[""] * (len(texts) - 1)])
-            for place, texts in pieces.items()
-            if (kept := self.text("".join(texts))) != "".join(texts)
+        replacements = {
+            path: iter([redacted, *[""] * (len(texts) - 1)])
+            for path, texts in pieces.items()
+            if (redacted := self.text("".join(texts))) != "".join(texts)
         }
         for number, line in enumerate(lines):
             if number in events:
-                after = _walk(events[number], (), lambda place, text: next(changed.get(place, iter((text,)))))
-                lines[number] = b"data: " + json.dumps(after, ensure_ascii=False).encode()
-            elif _said(line) is None and not line.startswith(_EVENT):
-                lines[number] = self.text(line.decode()).encode()  # a comment, the name of an event
+                event_after = _walk(events[number], (), lambda path, text: next(replacements.get(path, iter((text,)))))
+                lines[number] = b"data: " + json.dumps(event_after, ensure_ascii=False).encode()
+            elif _event_data(line) is None and not line.startswith(_EVENT):
+                lines[number] = self.text(line.decode()).encode()  # a comment or the name of an event
         return b"\n".join(lines) + b"\n"
 
 
-def open_redaction(patterns: Sequence[str], named: str | None) -> Redaction:
-    """The redaction of a profile.
+def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redaction:
+    """Create the redaction of a profile.
 
     Args:
-        named: ``package.module:function``.
+        patterns: Regular expressions.
+        function_path: Function to apply after the patterns, as ``package.module:function``, or None.
 
     Raises:
-        InvalidInput: when there is no such function.
+        InvalidInput: If the function does not exist.
     """
-    if named is None:
+    if function_path is None:
         return Redaction(patterns)
-    module, _, name = named.partition(":")
+    module, _, name = function_path.partition(":")
     expected = "a function of a text that can be imported"
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise InvalidInput("shadow.redact_with", found=f"{named} ({error})", expected=expected) from None
+        raise InvalidInput("shadow.redact_with", found=f"{function_path} ({error})", expected=expected) from None
     if not callable(function):
-        raise InvalidInput("shadow.redact_with", found=f"{named}, which cannot be called", expected=expected)
+        raise InvalidInput("shadow.redact_with", found=f"{function_path}, which cannot be called", expected=expected)
     return Redaction(patterns, function)
 
 
-def _said(line: bytes) -> bytes | None:
-    """The JSON of a line of a stream; None where it holds none."""
-    said = line[len(_EVENT) :].strip() if line.startswith(_EVENT) else b""
-    return said if said and said != b"[DONE]" else None
+def _event_data(line: bytes) -> bytes | None:
+    """Return the JSON in a line of a stream, or None if the line contains none."""
+    data = line[len(_EVENT) :].strip() if line.startswith(_EVENT) else b""
+    return data if data and data != b"[DONE]" else None
 
 
-def _walk(value: Any, place: _Place, change: Callable[[_Place, str], str]) -> Any:
-    """``value`` with every text changed, also names of fields and numbers. Entries of lists that say their ``index``
-    stand at that place."""
+def _walk(value: Any, path: _TextPath, change: Callable[[_TextPath, str], str]) -> Any:
+    """Return ``value`` with every text changed, including field names and numbers.
+
+    A list entry with an ``index`` field is identified by that index instead of its position.
+    """
     if isinstance(value, str):
-        return change(place, value)
+        return change(path, value)
     if isinstance(value, list):
-        places = [
+        indices = [
             entry.get("index", number) if isinstance(entry, dict) else number for number, entry in enumerate(value)
         ]
-        return [_walk(entry, (*place, str(at)), change) for at, entry in zip(places, value, strict=True)]
+        return [_walk(entry, (*path, str(index)), change) for index, entry in zip(indices, value, strict=True)]
     if isinstance(value, dict):
-        return {change((*place, key, ""), key): _walk(entry, (*place, key), change) for key, entry in value.items()}
+        return {change((*path, key, ""), key): _walk(entry, (*path, key), change) for key, entry in value.items()}
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        said = str(value)
-        return value if (after := change((*place, said, "number"), said)) == said else after
+        number_text = str(value)
+        return value if (redacted := change((*path, number_text, "number"), number_text)) == number_text else redacted
     return value

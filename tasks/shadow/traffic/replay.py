@@ -1,10 +1,10 @@
-"""Traffic from a file: requests sent to a proxy as users would have sent them, so many a second, so many at a time.
+"""Replay traffic from a file: send requests to a proxy as users would, with limits on rate and concurrency.
 
-A line of the file is one conversation or one request::
+Each line of the file is one conversation or one request::
 
-    {"messages": [{"role": "user", "content": "…"}], "session": "u7"}     a chat request; other keys are sent, too
-    {"prompt": "…"}                                                      what one user says
-    {"turns": ["…", "…"]}                                                MT-Bench's form: a conversation by turns
+    {"messages": [{"role": "user", "content": "…"}], "session": "u7"}     a chat request; other keys are sent as well
+    {"prompt": "…"}                                                      one message of a user
+    {"turns": ["…", "…"]}                                                MT-Bench format: all messages of a user
     {"path": "/v1/completions", "body": {…}, "session": "u7"}             any request
 """
 
@@ -27,12 +27,13 @@ _FORMS = "a line with messages, prompt, turns, or path and body"
 
 @dataclass(frozen=True)
 class Traffic:
-    """One user's requests, sent one after another.
+    """Requests of one user, sent one after another.
 
     Attributes:
-        session: What the header of sessions says.
-        path, body: The first request.
-        turns: What the user says next, for as many further requests, each with the answers so far.
+        session: Value of the session header.
+        path: Path of all requests.
+        body: Body of the first request.
+        turns: Further messages of the user. Each becomes a request that includes the answers so far.
     """
 
     session: str
@@ -43,47 +44,53 @@ class Traffic:
 
 @dataclass
 class Replayed:
-    """What came of it."""
+    """Result of a replay.
+
+    Attributes:
+        statuses: Number of requests by HTTP status or error type.
+        seconds: Duration of the replay.
+    """
 
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @property
     def sent(self) -> int:
-        """Requests."""
+        """Number of requests sent."""
         return sum(self.statuses.values())
 
 
 def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
-    """The traffic of a file.
+    """Read the traffic in a file.
 
     Args:
-        model: What requests that name none ask for.
+        file: JSON Lines file in the formats described above.
+        model: Model name for requests that do not specify one.
 
     Raises:
-        InvalidInput: for a line that is none of the known forms.
+        InvalidInput: If a line has an unknown format or the file contains no request.
     """
-    found = []
+    traffic = []
     for number, line in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
         if line.strip():
-            found.append(_traffic(parse_line(line, file, number), line_location(file, number), model, number))
-    if not found:
+            traffic.append(_parse_traffic(parse_line(line, file, number), line_location(file, number), model, number))
+    if not traffic:
         raise InvalidInput(str(file), found="no request", expected=_FORMS)
-    return tuple(found)
+    return tuple(traffic)
 
 
-def _traffic(line: Mapping[str, Any], where: str, model: str, number: int) -> Traffic:
+def _parse_traffic(line: Mapping[str, Any], location: str, model: str, number: int) -> Traffic:
     session = str(line.get("session", line.get("question_id", f"replayed-{number}")))
     rest = {key: value for key, value in line.items() if key not in ("session", "path", "body", "turns", "prompt")}
     if isinstance(line.get("body"), dict) and str(line.get("path", "")).startswith("/"):
         return Traffic(session, line["path"], {"model": model, **line["body"]})
     if isinstance(line.get("messages"), list):
         return Traffic(session, _CHAT, {"model": model, **rest})
-    said = [line["prompt"]] if isinstance(line.get("prompt"), str) else line.get("turns")
-    if isinstance(said, list) and said and all(isinstance(turn, str) for turn in said):
-        body = {"model": model, "messages": [{"role": "user", "content": said[0]}]}
-        return Traffic(session, _CHAT, body, tuple(said[1:]))
-    raise InvalidInput(where, found=f"keys {', '.join(sorted(map(str, line)))}", expected=_FORMS)
+    turns = [line["prompt"]] if isinstance(line.get("prompt"), str) else line.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        body = {"model": model, "messages": [{"role": "user", "content": turns[0]}]}
+        return Traffic(session, _CHAT, body, tuple(turns[1:]))
+    raise InvalidInput(location, found=f"keys {', '.join(sorted(map(str, line)))}", expected=_FORMS)
 
 
 def replay(
@@ -96,62 +103,66 @@ def replay(
     rounds: int = 1,
     stream: bool = False,
 ) -> Replayed:
-    """Send the traffic, and count what came back.
+    """Send the traffic and count the responses.
 
     Args:
-        url: Of a proxy or server, without ``/v1``.
-        header: That names a session.
-        rate: Users that begin in a second.
-        at_once: Requests at a time, at most.
-        rounds: How often; each round has sessions of its own.
-        stream: Whether answers are asked for as streams.
+        traffic: Traffic of the users.
+        url: URL of a proxy or server, without ``/v1``.
+        header: Name of the session header.
+        rate: Number of users that start per second.
+        at_once: Largest number of concurrent requests.
+        rounds: Number of repetitions. Each round has its own sessions. Default: 1.
+        stream: Whether to request streamed answers. Default: False.
     """
     return asyncio.run(_replay(list(_rounds(traffic, rounds)), url, header, rate, at_once, stream))
 
 
 def _rounds(traffic: Sequence[Traffic], rounds: int) -> Iterator[Traffic]:
     for number in range(rounds):
-        for one in traffic:
-            session = one.session if number == 0 else f"{one.session}-{number + 1}"
-            yield Traffic(session, one.path, one.body, one.turns)
+        for user in traffic:
+            session = user.session if number == 0 else f"{user.session}-{number + 1}"
+            yield Traffic(session, user.path, user.body, user.turns)
 
 
 async def _replay(users: Sequence[Traffic], url: str, header: str, rate: float, at_once: int, stream: bool) -> Replayed:
     import httpx
 
-    done, room, began = Replayed(), asyncio.Semaphore(at_once), time.perf_counter()
+    result, slots, began = Replayed(), asyncio.Semaphore(at_once), time.perf_counter()
     limits = httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600, trust_env=False) as client:
 
-        async def user(one: Traffic) -> None:
-            body: dict[str, Any] = {**one.body, **({"stream": True} if stream else {})}
-            for turn in (None, *one.turns):
+        async def user(traffic: Traffic) -> None:
+            body: dict[str, Any] = {**traffic.body, **({"stream": True} if stream else {})}
+            for turn in (None, *traffic.turns):
                 if turn is not None:
                     body = {**body, "messages": [*body["messages"], {"role": "user", "content": turn}]}
-                async with room:
+                async with slots:
                     try:
-                        answer = await client.post(one.path, json=body, headers={header: one.session})
+                        answer = await client.post(traffic.path, json=body, headers={header: traffic.session})
                     except httpx.HTTPError as error:
-                        done.statuses[type(error).__name__] += 1
+                        result.statuses[type(error).__name__] += 1
                         return
-                done.statuses[str(answer.status_code)] += 1
+                result.statuses[str(answer.status_code)] += 1
                 if not answer.is_success:
                     return
-                if one.turns:
-                    body = {**body, "messages": [*body["messages"], {"role": "assistant", "content": _text(answer)}]}
+                if traffic.turns:
+                    body = {
+                        **body,
+                        "messages": [*body["messages"], {"role": "assistant", "content": _answer_text(answer)}],
+                    }
 
         async with asyncio.TaskGroup() as group:
-            for number, one in enumerate(users):
-                late = began + number / rate - time.perf_counter()
-                if late > 0:
-                    await asyncio.sleep(late)
-                group.create_task(user(one))
-    done.seconds = time.perf_counter() - began
-    return done
+            for number, traffic in enumerate(users):
+                delay = began + number / rate - time.perf_counter()
+                if delay > 0:
+                    await asyncio.sleep(delay)
+                group.create_task(user(traffic))
+    result.seconds = time.perf_counter() - began
+    return result
 
 
-def _text(answer: Any) -> str:
-    """What was said; nothing of a stream, whose pieces a replay does not read."""
+def _answer_text(answer: Any) -> str:
+    """Return the text of an answer, or an empty string for a stream, which the replay does not parse."""
     try:
         return str(answer.json()["choices"][0]["message"]["content"])
     except (ValueError, KeyError, IndexError, TypeError):

@@ -1,6 +1,6 @@
-"""One of the two servers, as the proxy asks it: what a request becomes on its way there, and an answer on its way back.
+"""Forward requests from the proxy to one server, and return its answers.
 
-Bodies pass as bytes and headers in their order; only what belongs to one connection (RFC 9110, 7.6.1) stays there.
+Bodies are forwarded as bytes, and headers keep their order. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.shadow.settings import ShadowServer
 
 Headers = list[tuple[bytes, bytes]]
-_IDLE_S = 2.0  # Servers close idle connections after five seconds: none is used again when that is near.
-_OF_ONE_CONNECTION = frozenset(
+_IDLE_S = 2.0  # Servers close idle connections after five seconds, so the proxy stops reusing them earlier.
+_HOP_BY_HOP_HEADERS = frozenset(
     (
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
         b"trailer", b"transfer-encoding", b"upgrade",
@@ -27,12 +27,12 @@ _API = "/v1"
 
 
 class Upstream:
-    """A server with connections of its own: one that hangs takes nobody else's.
+    """Client of one server with its own connections, so that a server that hangs does not block the other one.
 
     Args:
-        server: Where it is, and what it calls the model.
-        timeout: Seconds that may pass without a byte.
-        connect: Seconds until there is a connection.
+        server: URL, model name and key of the server.
+        timeout: Longest time without a byte, in seconds.
+        connect: Timeout for opening a connection, in seconds.
     """
 
     def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
@@ -46,20 +46,25 @@ class Upstream:
         )
 
     async def send(self, method: str, path: bytes, query: bytes, headers: Headers, body: bytes | Any) -> httpx.Response:
-        """The beginning of an answer; its body is yet to come.
+        """Send a request and return the response before its body has been read.
 
         Args:
-            path: As the client wrote it; what is below ``/v1`` is below the server's own address.
-            body: Bytes, or an asynchronous iterator of them.
+            method: HTTP method.
+            path: Path as the client sent it. ``/v1`` is replaced by the path of the server's URL.
+            query: Query string.
+            headers: Headers of the client.
+            body: Bytes, or an asynchronous iterator of bytes.
 
         Raises:
-            httpx.HTTPError: There is none.
+            httpx.HTTPError: If the server does not respond.
         """
-        request = httpx.Request(method, self._address(path, query), headers=self._own(headers, body), content=body)
+        request = httpx.Request(
+            method, self._address(path, query), headers=self._own_headers(headers, body), content=body
+        )
         return await self._client.send(request, stream=True)
 
     def renamed(self, body: bytes, document: Mapping[str, Any] | None) -> bytes:
-        """A body with the name that this server has for the model; the same bytes where it has none of its own."""
+        """Return the body with this server's model name, or the same bytes if the server has no name of its own."""
         if document is None or self.server.model is None or document.get("model") == self.server.model:
             return body
         return json.dumps({**document, "model": self.server.model}, ensure_ascii=False).encode()
@@ -69,37 +74,37 @@ class Upstream:
         await self._client.aclose()
 
     def _address(self, path: bytes, query: bytes) -> httpx.URL:
-        own = path.decode("latin-1")
-        if own == _API or own.startswith(f"{_API}/"):
-            whole = self._url.raw_path.decode("latin-1").rstrip("/") + own[len(_API) :]
+        request_path = path.decode("latin-1")
+        if request_path == _API or request_path.startswith(f"{_API}/"):
+            full_path = self._url.raw_path.decode("latin-1").rstrip("/") + request_path[len(_API) :]
         else:
-            whole = own
-        return self._url.copy_with(raw_path=whole.encode("latin-1") + (b"?" + query if query else b""))
+            full_path = request_path
+        return self._url.copy_with(raw_path=full_path.encode("latin-1") + (b"?" + query if query else b""))
 
-    def _own(self, headers: Headers, body: bytes | Any) -> Headers:
-        # Of a body that is held the length is counted; it may have been renamed.
-        counted = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
-        kept = [(name, value) for name, value in headers if name not in counted]
+    def _own_headers(self, headers: Headers, body: bytes | Any) -> Headers:
+        # httpx sets the length of a body in memory, because the new model name may have changed it.
+        removed = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
+        forwarded = [(name, value) for name, value in headers if name not in removed]
         if self._key:
-            kept = [(name, value) for name, value in kept if name != b"authorization"]
-            kept.append((b"authorization", f"Bearer {self._key}".encode()))
-        return kept
+            forwarded = [(name, value) for name, value in forwarded if name != b"authorization"]
+            forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
+        return forwarded
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers less those of one connection, also those that ``Connection`` names."""
-    found = [(name.lower(), value) for name, value in headers]
-    named = {
-        part.strip().lower() for name, value in found if name == b"connection" for part in value.split(b",")
-    } | _OF_ONE_CONNECTION
-    return [(name, value) for name, value in found if name not in named]
+    """Return the headers without hop-by-hop headers, which include those named by ``Connection``."""
+    lower_case = [(name.lower(), value) for name, value in headers]
+    hop_by_hop = {
+        part.strip().lower() for name, value in lower_case if name == b"connection" for part in value.split(b",")
+    } | _HOP_BY_HOP_HEADERS
+    return [(name, value) for name, value in lower_case if name not in hop_by_hop]
 
 
 def key_of(server: ShadowServer) -> str:
-    """The key that the proxy sends in place of the client's; empty: the client's own passes.
+    """Return the API key that replaces the client's, or an empty string to forward the client's key.
 
     Raises:
-        InvalidInput: when the variable that is to hold it is not set.
+        InvalidInput: If the environment variable of the key is not set.
     """
     if server.api_key_env is None:
         return ""

@@ -1,1 +1,1 @@
-"""How the tables of the shadow's records came to be, one file a change; Alembic applies what a database lacks."""
+"""Migrate the tables of the shadow records. Alembic applies each missing migration, one file per schema change."""

@@ -1,4 +1,4 @@
-"""Where Alembic begins: the connection that ``records.open_records`` holds."""
+"""Run the Alembic migrations on the connection of ``records.open_records``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first tables."""
+"""Create the first tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Rows of requests and answers, and what was counted."""
+    """Create the tables of records and of counts."""
     op.create_table(
         "shadow_record",
         sa.Column("id", sa.Integer, primary_key=True),
@@ -30,8 +30,8 @@ def upgrade() -> None:
         sa.Column("first_byte", sa.Float),
         sa.Column("seconds", sa.Float, nullable=False),
     )
-    once = ["exchange", "candidate", "role", "arm"]
-    op.create_index("shadow_record_exchange", "shadow_record", once, unique=True)
+    unique_columns = ["exchange", "candidate", "role", "arm"]
+    op.create_index("shadow_record_exchange", "shadow_record", unique_columns, unique=True)
     op.create_index("shadow_record_candidate", "shadow_record", ["candidate", "at"])
     op.create_table(
         "shadow_tally",
