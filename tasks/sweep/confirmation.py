@@ -7,7 +7,7 @@ the search::
 
     gain = sum over tasks of w_t * mean over documents of (winner - reference)        confirmed if its lower bound > 0
 
-The bound combines the bounds of the tasks (Zou & Donner 2008, Stat. Med. 27:1693). Those are the bounds of the gate:
+The bound combines the bounds of the tasks (Zou & Donner 2008, Stat. Med. 27:1693). The gate uses the same ones:
 
 * Bonett & Price and Tango for right-or-wrong answers.
 * A bound that holds for any distribution for numbers in a known range (probabilities, clipped log-likelihoods).

@@ -102,7 +102,7 @@ def _profile(
     recipe: dict[str, Any],
     parameters: dict[str, Any],
     tasks: Sequence[Mapping[str, Any]],
-    where: str,
+    location: str,
 ) -> dict[str, Any]:
     metrics = [str(task.get("metric") or _METRIC) for task in tasks]
     sweep: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _profile(
         ],
     }
     if content.get("limit") is not None:
-        documents = max(_LEAST_SEARCH, int(_number(content["limit"], f"{where}: limit")))
+        documents = max(_LEAST_SEARCH, int(_number(content["limit"], f"{location}: limit")))
         sweep["documents"] = {"search": documents, "confirmation": max(20, _CONFIRMED_ON * documents)}
     evaluate: dict[str, Any] = {
         "tasks": [
@@ -122,7 +122,7 @@ def _profile(
         ]
     }
     if content.get("num_fewshot") is not None:
-        evaluate["num_fewshot"] = int(_number(content["num_fewshot"], f"{where}: num_fewshot"))
+        evaluate["num_fewshot"] = int(_number(content["num_fewshot"], f"{location}: num_fewshot"))
     if content.get("apply_chat_template"):
         evaluate["chat_template"] = True
     return {"name": name, "recipe": recipe, "evaluate": evaluate, "sweep": sweep}
@@ -151,13 +151,13 @@ def _recipe(
     highest = 2.0 if over_base else 1.0
     entries = []
     for number, model in enumerate(merged, start=1):
-        own = {"weight": f"$weight_{number}"}
+        model_parameters = {"weight": f"$weight_{number}"}
         start = round(1 / len(merged), 4)
         parameters[f"weight_{number}"] = {"low": lowest, "high": highest, "start": start, **shape}
         if method.traits.sparse:
-            own["density"] = f"$density_{number}"
+            model_parameters["density"] = f"$density_{number}"
             parameters[f"density_{number}"] = {"low": 0.05, "high": 1.0, "start": 1.0, **shape}
-        entries.append({"model": model, "parameters": own})
+        entries.append({"model": model, "parameters": model_parameters})
     if over_base:
         recipe["base_model"] = base
     recipe["models"] = entries
@@ -189,7 +189,9 @@ def _layers_and_filters(
     return shape, unsupported
 
 
-def _without_counterpart(content: Mapping[str, Any], genome: Mapping[str, Any], where: str) -> list[UnsupportedSetting]:
+def _without_counterpart(
+    content: Mapping[str, Any], genome: Mapping[str, Any], location: str
+) -> list[UnsupportedSetting]:
     unsupported = []
     if genome.get("smooth"):
         unsupported.append(
@@ -205,14 +207,14 @@ def _without_counterpart(content: Mapping[str, Any], genome: Mapping[str, Any], 
     return unsupported
 
 
-def _models(genome: Mapping[str, Any], where: str) -> list[str]:
+def _models(genome: Mapping[str, Any], location: str) -> list[str]:
     models = genome.get("models")
     if not isinstance(models, list) or not models or not all(isinstance(name, str) and name for name in models):
-        raise InvalidInput(f"{where}: genome.models", found=f"{models!r:.60}", expected="names of models")
+        raise InvalidInput(f"{location}: genome.models", found=f"{models!r:.60}", expected="names of models")
     return list(dict.fromkeys(models))
 
 
-def _method(genome: Mapping[str, Any], where: str) -> Method:
+def _method(genome: Mapping[str, Any], location: str) -> Method:
     all_methods = merge_methods()
     supported = {
         name: item for name, item in all_methods.items() if item.parameter(_WEIGHT) or item.parameter(_BETWEEN)
@@ -220,14 +222,14 @@ def _method(genome: Mapping[str, Any], where: str) -> Method:
     method = supported.get(str(genome.get("merge_method")))
     if method is None:
         raise InvalidInput(
-            f"{where}: genome.merge_method",
+            f"{location}: genome.merge_method",
             found=f"{genome.get('merge_method')!r}",
             expected=f"one of {', '.join(supported)}",
             remedy=suggest(str(genome.get("merge_method")), list(supported)),
         )
     if _works_over_base(method) and genome.get("base_model") is None:
         raise InvalidInput(
-            f"{where}: genome.base_model", found="nothing", expected=f"{method.name} works on differences to a base"
+            f"{location}: genome.base_model", found="nothing", expected=f"{method.name} works on differences to a base"
         )
     return method
 
@@ -237,37 +239,39 @@ def _works_over_base(method: Method) -> bool:
     return weight is not None and weight.scope == "non_base"
 
 
-def _tasks(content: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+def _tasks(content: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]:
     tasks = content.get("tasks")
     if not isinstance(tasks, list) or not tasks:
-        raise InvalidInput(f"{where}: tasks", found=f"{tasks!r:.60}", expected="tasks with 'name', 'weight', 'metric'")
+        raise InvalidInput(
+            f"{location}: tasks", found=f"{tasks!r:.60}", expected="tasks with 'name', 'weight', 'metric'"
+        )
     for index, task in enumerate(tasks):
-        location = f"{where}: tasks[{index}]"
-        _check_keys(_mapping(task, location), _TASK, location)
+        task_location = f"{location}: tasks[{index}]"
+        _check_keys(_mapping(task, task_location), _TASK, task_location)
         if not isinstance(task.get("name"), str):
-            raise InvalidInput(f"{location}.name", found=f"{task.get('name')!r}", expected="the name of a task")
-        _number(task.get("weight", 1.0), f"{location}.weight")
+            raise InvalidInput(f"{task_location}.name", found=f"{task.get('name')!r}", expected="the name of a task")
+        _number(task.get("weight", 1.0), f"{task_location}.weight")
     return tasks
 
 
-def _check_keys(content: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:
+def _check_keys(content: Mapping[str, Any], allowed: Sequence[str], location: str) -> None:
     for key in content:
         if key not in allowed:
             raise InvalidInput(
-                f"{where}: {key}",
+                f"{location}: {key}",
                 found="an unknown key",
                 expected=", ".join(allowed),
                 remedy=suggest(str(key), allowed),
             )
 
 
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
+def _mapping(value: object, location: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a mapping")
     return value
 
 
-def _number(value: object, where: str) -> float:
+def _number(value: object, location: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a number")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a number")
     return float(value)

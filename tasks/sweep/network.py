@@ -128,7 +128,7 @@ class CandidateNetwork:
         """Merge ``plan`` into the network.
 
         Returns:
-            Whether the merge fits the network. If not, its weights are incomplete and must not be used.
+            Whether the merge fits the network. If it is False, the weights are incomplete and unusable.
 
         Raises:
             MergegateError: See :func:`merge_core.merge_tensors`.
@@ -245,7 +245,7 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
     from safetensors import safe_open
 
     state: dict[str, torch.Tensor] = loaded.network.state_dict(keep_vars=False)
-    places: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
     twins: set[str] = set()
     filled: set[tuple[int, int]] = set()  # address and size
     for file in sorted(directory.glob("*.safetensors")):
@@ -261,6 +261,6 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
                 if storage in filled:
                     twins.add(name)
                 filled.add(storage)
-                places[name] = target
+                targets[name] = target
     all_storages = {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
-    return (places, frozenset(twins)) if filled == all_storages else ({}, frozenset())
+    return (targets, frozenset(twins)) if filled == all_storages else ({}, frozenset())

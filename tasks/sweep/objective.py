@@ -1,4 +1,4 @@
-"""Compute what a candidate is worth from the scores of its documents.
+"""Compute the score of a candidate from the scores of its documents.
 
 ::
 
@@ -122,10 +122,10 @@ class Objective:
         """
         violation_sum = 0.0
         for limit in self.limits:
-            own = sheet[limit.asked]
-            reference = references[limit.reference][limit.asked][: len(own)]
-            if len(own):
-                violation_sum += max(0.0, float(reference.mean() - own.mean()) - limit.max_drop)
+            candidate = sheet[limit.asked]
+            reference = references[limit.reference][limit.asked][: len(candidate)]
+            if len(candidate):
+                violation_sum += max(0.0, float(reference.mean() - candidate.mean()) - limit.max_drop)
         return violation_sum
 
 
@@ -140,9 +140,9 @@ def objective_of(settings: SweepSettings, names: Mapping[str, str]) -> Objective
             missing or superfluous, or ``several`` is set with a single objective.
     """
     terms = [_term(term, names, f"sweep.objective[{index}]") for index, term in enumerate(settings.objective)]
-    asked = [term.asked for term in terms]
-    for index, item in enumerate(asked):
-        if item in asked[:index]:
+    keys = [term.asked for term in terms]
+    for index, item in enumerate(keys):
+        if item in keys[:index]:
             raise InvalidInput(
                 f"sweep.objective[{index}]",
                 found=f"{item.measure} of {item.task or 'the held-out text'} again",
@@ -205,27 +205,27 @@ def _is_nan(scores: Sequence[float]) -> bool:
     return not scores or any(math.isnan(score) for score in scores)
 
 
-def _term(term: ObjectiveTerm, names: Mapping[str, str], where: str) -> Term:
+def _term(term: ObjectiveTerm, names: Mapping[str, str], location: str) -> Term:
     if term.clip is not None and term.measure != "log_likelihood":
-        raise InvalidInput(f"{where}.clip", found=f"a clip of {term.measure}", expected="one of log_likelihood")
+        raise InvalidInput(f"{location}.clip", found=f"a clip of {term.measure}", expected="one of log_likelihood")
     if term.task is None and term.measure != "log_likelihood":
         raise InvalidInput(
-            f"{where}.measure", found=f"{term.measure} of the held-out text", expected="log_likelihood, or a task"
+            f"{location}.measure", found=f"{term.measure} of the held-out text", expected="log_likelihood, or a task"
         )
-    return Term(_metric_key(term, term.task, names, where), term.weight, term.clip, term.cluster_by)
+    return Term(_metric_key(term, term.task, names, location), term.weight, term.clip, term.cluster_by)
 
 
-def _limit(constraint: Constraint, names: Mapping[str, str], where: str) -> Limit:
-    asked = _metric_key(constraint, constraint.task, names, where)
-    return Limit(asked, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100)
+def _limit(constraint: Constraint, names: Mapping[str, str], location: str) -> Limit:
+    key = _metric_key(constraint, constraint.task, names, location)
+    return Limit(key, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100)
 
 
 def _metric_key(
-    setting: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], where: str
+    setting: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], location: str
 ) -> MetricKey:
     if (setting.measure == "metric") != (setting.metric is not None):
-        found = "no metric" if setting.metric is None else f"metric with measure: {setting.measure}"
+        problem = "no metric" if setting.metric is None else f"metric with measure: {setting.measure}"
         raise InvalidInput(
-            f"{where}.metric", found=found, expected="the name of one with measure: metric, and only there"
+            f"{location}.metric", found=problem, expected="the name of one with measure: metric, and only there"
         )
     return MetricKey(TEXT if task is None else names[task], setting.measure, setting.metric or "")

@@ -190,18 +190,18 @@ def _optuna_value(coordinate: Coordinate, value: Value) -> Value:
     return int(value) if coordinate.free.type == "integer" else float(value)
 
 
-def _connect(place: str, connect: Any) -> Any:
+def _connect(address: str, connect: Any) -> Any:
     try:
         return connect()
     except MergegateError:
         raise
     except Exception as error:  # the type depends on the database driver
-        if "://" not in place:
+        if "://" not in address:
             raise
         # Omit the address and the driver's message, because both may contain a password.
         raise InvalidInput(
             "sweep: storage",
-            found=f"the database at {place.partition('://')[0]}://… cannot be used ({type(error).__name__})",
+            found=f"the database at {address.partition('://')[0]}://… cannot be used ({type(error).__name__})",
             expected="an address of SQLAlchemy, with its driver installed",
             remedy="a journal file needs neither",
         ) from None

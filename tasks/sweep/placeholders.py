@@ -1,8 +1,8 @@
 """Find and fill placeholders in a recipe: YAML in which some values are names such as ``$weight``.
 
-A placeholder is a complete value, never part of a text. It may be used wherever a value may be used: for a number, a
-method or the name of a model. If a parameter has a value for each group of layers or for each filter, the placeholder
-is in the position of the whole list (``parameters: {weight: $weight}``), because it is replaced by a list.
+A placeholder replaces a complete value, never part of a text. It can replace any value, such as a number, a method or
+the name of a model. If a parameter has a value for each group of layers or for each filter, the placeholder is in the
+position of the whole list (``parameters: {weight: $weight}``), because a list replaces it.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ def fill(recipe: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str,
     return {key: replace(value) for key, value in recipe.items()}
 
 
-def _find_placeholders(node: Any, path: tuple[str | int, ...], where: str) -> Iterator[Placeholder]:
+def _find_placeholders(node: Any, path: tuple[str | int, ...], recipe_name: str) -> Iterator[Placeholder]:
     if isinstance(node, Mapping):
         for key, value in node.items():
             if isinstance(key, str) and key.startswith("$"):
                 raise InvalidInput(
-                    _location(where, (*path, key)), found=f"the key {key!r}", expected="holes in values only"
+                    _location(recipe_name, (*path, key)), found=f"the key {key!r}", expected="holes in values only"
                 )
-            yield from _find_placeholders(value, (*path, str(key)), where)
+            yield from _find_placeholders(value, (*path, str(key)), recipe_name)
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
-            yield from _find_placeholders(value, (*path, index), where)
+            yield from _find_placeholders(value, (*path, index), recipe_name)
     elif isinstance(node, str) and node.startswith("$"):
         match = _HOLE.fullmatch(node)
         if not match:
             raise InvalidInput(
-                _location(where, path),
+                _location(recipe_name, path),
                 found=repr(node),
                 expected="a hole is a whole value: $ and a name of letters, digits and underscores",
             )
@@ -81,10 +81,13 @@ def _find_placeholders(node: Any, path: tuple[str | int, ...], where: str) -> It
         # The entry ``{value: $weight, filter: mlp}`` in a list of such entries.
         is_filter_value = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
         yield Placeholder(
-            match[1], _location(where, path), takes_filters=is_parameter, takes_layers=is_parameter or is_filter_value
+            match[1],
+            _location(recipe_name, path),
+            takes_filters=is_parameter,
+            takes_layers=is_parameter or is_filter_value,
         )
 
 
-def _location(where: str, path: tuple[str | int, ...]) -> str:
+def _location(recipe_name: str, path: tuple[str | int, ...]) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return f"{where}: {text.removeprefix('.')}"
+    return f"{recipe_name}: {text.removeprefix('.')}"

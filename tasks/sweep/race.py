@@ -2,7 +2,7 @@
 
 A candidate is evaluated on growing shares of the documents and compared with the best candidate so far, the
 *incumbent*, on the same documents. At each interim look the upper bound of the weighted mean paired difference decides.
-It is stratified by task: each task has the same share of its documents at each look, so the weights are those of the
+It is stratified by task. Each task has the same share of its documents at each look, so the weights are those of the
 objective::
 
     D = sum over tasks of w_t * mean_t,     SE^2 = sum over tasks of w_t^2 * var_t / n_t
@@ -83,7 +83,7 @@ class Race:
 
     def difference(self, seen: Sheet) -> float:
         """Return the weighted mean of candidate minus incumbent, on the documents that both were evaluated on."""
-        return sum(weight * float(self._differences(seen, asked).mean()) for asked, weight in self.weights.items())
+        return sum(weight * float(self._differences(seen, key).mean()) for key, weight in self.weights.items())
 
     def digest(self) -> str:
         """Return a digest of everything that determines when a candidate is dropped: 64 hex digits."""
@@ -94,12 +94,12 @@ class Race:
             sha256_hash.update(repr(key).encode() + np.ascontiguousarray(self.incumbent[key], dtype="<f8").tobytes())
         return sha256_hash.hexdigest()
 
-    def _differences(self, seen: Sheet, asked: MetricKey) -> NDArray[np.float64]:
-        own = seen[asked]
-        return self._cut(own, asked) - self._cut(self.incumbent[asked][: len(own)], asked)
+    def _differences(self, seen: Sheet, key: MetricKey) -> NDArray[np.float64]:
+        scores = seen[key]
+        return self._cut(scores, key) - self._cut(self.incumbent[key][: len(scores)], key)
 
-    def _cut(self, numbers: NDArray[np.float64], asked: MetricKey) -> NDArray[np.float64]:
-        return np.maximum(numbers, -self.clips[asked]) if asked in self.clips else numbers
+    def _cut(self, numbers: NDArray[np.float64], key: MetricKey) -> NDArray[np.float64]:
+        return np.maximum(numbers, -self.clips[key]) if key in self.clips else numbers
 
 
 def doubling_shares(first: float) -> tuple[float, ...]:

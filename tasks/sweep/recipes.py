@@ -19,9 +19,9 @@ _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "sourc
 
 
 def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
-    """Yield variants of the start recipe that together name everything a candidate can be made of.
+    """Yield variants of the start recipe, one for each other choice of each coordinate.
 
-    Each variant changes a single coordinate of the start recipe to one of its other choices.
+    Together with the start recipe, the variants name everything that a candidate can be made of.
 
     Args:
         recipe: Recipe with placeholders.

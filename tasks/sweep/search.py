@@ -159,8 +159,8 @@ class _Search:
         """Return how many random search trials are due after ``proposed`` trials of the sampler."""
         requested = self.settings.baseline
         if requested is None:
-            most = self.settings.budget.trials // (_BASELINE + 1)
-            return 0 if self.settings.sampler == "random" else min(most, proposed // _BASELINE)
+            limit = self.settings.budget.trials // (_BASELINE + 1)
+            return 0 if self.settings.sampler == "random" else min(limit, proposed // _BASELINE)
         searched = self.settings.budget.trials - len(self._hand_written_trials()) - requested
         return min(requested, math.ceil(requested * proposed / searched)) if searched > 0 else requested
 
@@ -243,9 +243,9 @@ class _Search:
             self.new, self.found = self.new + 1, self.found + 1
             self._tell_progress(generation)
 
-        found = score_once(requests, self.score_all, self.ledger, directory=self.directory, on_scored=note)
+        results = score_once(requests, self.score_all, self.ledger, directory=self.directory, on_scored=note)
         self.found = 0
-        return found
+        return results
 
     def _score_by_halving(self, requests: Sequence[TrialRequest], generation: int) -> list[TrialScores]:
         """Score candidates in rounds with growing shares of the documents.
@@ -289,7 +289,7 @@ class _Search:
     ) -> Trial:
         share, values, violation = 1.0, self._scores(scores), self._violation(scores)
         if not scores.problem:
-            share = sum(len(scores.sheet[asked]) for asked in self.sizes) / max(1, sum(self.sizes.values()))
+            share = sum(len(scores.sheet[key]) for key in self.sizes) / max(1, sum(self.sizes.values()))
         if scores.dropped and race is not None and not scores.problem:
             best = best_of(self.trials[: self._before(generation)], self.objective)
             assert best is not None
@@ -350,9 +350,9 @@ class _Search:
         best, budget = best_of(self.trials, self.objective), self.settings.budget
         by_hand = best_of(self._hand_written_trials(), self.objective)
         done = len(self.trials) + self.found
-        left = [] if not self.new else [(self.ledger.used - self.began) / self.new * max(0, budget.trials - done)]
+        estimates = [] if not self.new else [(self.ledger.used - self.began) / self.new * max(0, budget.trials - done)]
         if budget.hours is not None:
-            left.append(max(0.0, 3600 * budget.hours - self.ledger.used))
+            estimates.append(max(0.0, 3600 * budget.hours - self.ledger.used))
         self.on_progress(
             SearchProgress(
                 scored=min(done, budget.trials),
@@ -361,7 +361,7 @@ class _Search:
                 best=self.objective.total(best.scores) if best else None,
                 best_number=best.number if best else None,
                 hand_written=self.objective.total(by_hand.scores) if by_hand else None,
-                seconds_left=min(left, default=None),
+                seconds_left=min(estimates, default=None),
                 spent=self._spent(),
             )
         )

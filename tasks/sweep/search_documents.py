@@ -15,8 +15,8 @@ per document computes the log-likelihood of its answers, which gives four measur
 For ``metric``, lm-eval scores generated answers. Held-out text is read in the windows of ``tasks.perplexity``.
 
 Documents are evaluated look by look, and each look has its own batches. The score of a candidate therefore depends
-neither on whether it was evaluated further nor on earlier candidates. Within a look, the documents of all tasks are
-sorted by length and padded on the right. Identical inputs, such as those of single-token choices, are read once. The
+neither on whether it was evaluated further nor on earlier candidates. A look sorts the documents of all tasks by
+length and pads them on the right. Identical inputs, such as those of single-token choices, are read once. The
 softmax is computed in float32 for any dtype of the network, and only at the positions that predict answers.
 """
 
@@ -74,7 +74,7 @@ class _Look:
     Args:
         parts: Documents of each task, as positions in its set.
         batches: Batches to read for these documents.
-        answers: Total number of answers. Those of one document are consecutive.
+        answers: Total number of answers. The answers of one document are consecutive.
         lengths: Number of tokens of each answer.
     """
 

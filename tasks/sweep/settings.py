@@ -84,7 +84,7 @@ class SetSizes(_Settings):
 
 
 class Budget(_Settings):
-    """Limits of a search, which ends at the first limit that it reaches."""
+    """Limits of a search. The search ends at the first limit that it reaches."""
 
     trials: int = Field(default=60, ge=1)
     hours: float | None = Field(default=None, gt=0, description="Of wall time, since it was first started.")

@@ -79,8 +79,10 @@ class Coordinate:
             return (_index(self.free.among, value) + 0.5) / self.choices
         if self.free.type == "integer":
             return (float(value) - self.low + 0.5) / self.choices
-        low, high, at = (math.log(x) if self.free.type == "log" else x for x in (self.low, self.high, float(value)))
-        return (at - low) / (high - low)
+        low, high, position = (
+            math.log(x) if self.free.type == "log" else x for x in (self.low, self.high, float(value))
+        )
+        return (position - low) / (high - low)
 
     def decode(self, unit: float) -> Value:
         """Return the value at ``unit``, which is clipped to [0, 1]."""
@@ -150,12 +152,12 @@ class Space:
         return fit_to_method(filled, self.where) if is_method_free else filled
 
     def _value_in_recipe(self, parameter: str, point: Point) -> Any:
-        own = [one for one in self.coordinates if one.parameter == parameter]
-        parts = list(dict.fromkeys(one.part for one in own))
+        coordinates = [coordinate for coordinate in self.coordinates if coordinate.parameter == parameter]
+        parts = list(dict.fromkeys(coordinate.part for coordinate in coordinates))
 
         def along_layers(part: str | None) -> Any:
-            values = [point[one.name] for one in own if one.part == part]
-            if own[0].group is None:
+            values = [point[coordinate.name] for coordinate in coordinates if coordinate.part == part]
+            if coordinates[0].group is None:
                 return values[0]
             # A recipe spreads the values of a list evenly over the layers, so one value per layer sets each layer.
             return [values[layer * len(values) // self.layers] for layer in range(self.layers)]
@@ -231,7 +233,9 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
         if hole.where == f"{where}: merge_method":
             for method in settings.parameters[hole.name].among:
                 fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.among")
-    coordinates = tuple(one for name, free in settings.parameters.items() for one in _coordinates(name, free))
+    coordinates = tuple(
+        coordinate for name, free in settings.parameters.items() for coordinate in _coordinates(name, free)
+    )
     sums = tuple(group for names in settings.sum_to_one for group in _sums(names, settings, coordinates))
     return Space(recipe, coordinates, sums, layers or 0, where)
 
@@ -281,87 +285,87 @@ def _coordinates(name: str, free: FreeParameter) -> list[Coordinate]:
     return [Coordinate(name, free, part, group) for part in parts for group in groups]
 
 
-def _check(free: FreeParameter, place: str) -> None:
+def _check(free: FreeParameter, location: str) -> None:
     if free.type == "category":
-        _check_category(free, place)
+        _check_category(free, location)
     else:
-        _check_range(free, place)
+        _check_range(free, location)
     if free.layers and free.type not in ("float", "log"):
         raise InvalidInput(
-            f"{place}.layers",
+            f"{location}.layers",
             found=f"groups of layers of a parameter of type {free.type}",
             expected="of float or log: what lies between two layers is computed from both",
             remedy="use filters",
         )
     if len(set(free.filters)) < len(free.filters) or {_OTHERS, ""} & set(free.filters):
         raise InvalidInput(
-            f"{place}.filters",
+            f"{location}.filters",
             found=", ".join(map(repr, free.filters)),
             expected="different parts of tensors' names; all other tensors have a value of their own",
         )
 
 
-def _check_category(free: FreeParameter, place: str) -> None:
+def _check_category(free: FreeParameter, location: str) -> None:
     if free.low is not None or free.high is not None:
-        raise InvalidInput(place, found="a category with low or high", expected="choices, under 'among'")
+        raise InvalidInput(location, found="a category with low or high", expected="choices, under 'among'")
     if not free.among:
-        raise InvalidInput(f"{place}.among", found="nothing", expected="the choices of a category")
+        raise InvalidInput(f"{location}.among", found="nothing", expected="the choices of a category")
     # Compare texts, because 1 and True are equal in Python.
     if len({_value_text(choice) for choice in free.among}) < len(free.among):
-        raise InvalidInput(f"{place}.among", found=f"{list(free.among)}", expected="each choice once")
+        raise InvalidInput(f"{location}.among", found=f"{list(free.among)}", expected="each choice once")
     if _value_text(free.start) not in {_value_text(choice) for choice in free.among}:
         raise InvalidInput(
-            f"{place}.start",
+            f"{location}.start",
             found=repr(free.start),
             expected="one of the choices",
             remedy=suggest(str(free.start), [str(choice) for choice in free.among]),
         )
 
 
-def _check_range(free: FreeParameter, place: str) -> None:
+def _check_range(free: FreeParameter, location: str) -> None:
     if free.among:
         raise InvalidInput(
-            f"{place}.among", found=f"choices of a {free.type}", expected="low and high, or type: category"
+            f"{location}.among", found=f"choices of a {free.type}", expected="low and high, or type: category"
         )
     low, high, start = free.low, free.high, free.start
     if low is None or high is None:
         missing = "low" if low is None else "high"
-        raise InvalidInput(f"{place}.{missing}", found="nothing", expected=f"the range of a {free.type}")
+        raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"the range of a {free.type}")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise InvalidInput(place, found=f"low {low:g} and high {high:g}", expected="low below high")
+        raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low below high")
     if free.type == "log" and low <= 0:
-        raise InvalidInput(f"{place}.low", found=f"{low:g}", expected="above 0, of a logarithm")
+        raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="above 0, of a logarithm")
     if isinstance(start, (str, bool)):
-        raise InvalidInput(f"{place}.start", found=repr(start), expected="a number")
+        raise InvalidInput(f"{location}.start", found=repr(start), expected="a number")
     if free.type == "integer" and not all(float(x).is_integer() for x in (low, high, start)):
-        raise InvalidInput(place, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
+        raise InvalidInput(location, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
     if not low <= start <= high:
-        raise InvalidInput(f"{place}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
+        raise InvalidInput(f"{location}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
 
 
 def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[Coordinate]) -> list[tuple[int, ...]]:
     """Return the groups of coordinates that sum to one: one group per group of layers and filter."""
-    where = "sweep.sum_to_one"
+    location = "sweep.sum_to_one"
     for name in names:
         if name not in settings.parameters:
             raise InvalidInput(
-                where, found=repr(name), expected="names of parameters", remedy=suggest(name, settings.parameters)
+                location, found=repr(name), expected="names of parameters", remedy=suggest(name, settings.parameters)
             )
     frees = [settings.parameters[name] for name in names]
     joined = ", ".join(names)
     if len(set(names)) < max(2, len(names)) or any(free.type != "float" for free in frees):
-        raise InvalidInput(where, found=joined, expected="two or more different parameters of type float")
+        raise InvalidInput(location, found=joined, expected="two or more different parameters of type float")
     if any(sum(name in group for group in settings.sum_to_one) > 1 for name in names):
-        raise InvalidInput(where, found=f"one of {joined} in two groups", expected="each parameter in one")
+        raise InvalidInput(location, found=f"one of {joined} in two groups", expected="each parameter in one")
     if len({(free.layers, free.filters) for free in frees}) > 1:
-        raise InvalidInput(where, found=joined, expected="the same layers and filters of all of them")
-    least, most, start = (sum(float(getattr(free, end)) for free in frees) for end in ("low", "high", "start"))
-    if not least <= 1 <= most:
+        raise InvalidInput(location, found=joined, expected="the same layers and filters of all of them")
+    lowest, highest, start = (sum(float(getattr(free, end)) for free in frees) for end in ("low", "high", "start"))
+    if not lowest <= 1 <= highest:
         raise InvalidInput(
-            where, found=f"{joined} from {least:g} to {most:g} together", expected="a range that has 1 in it"
+            location, found=f"{joined} from {lowest:g} to {highest:g} together", expected="a range that has 1 in it"
         )
     if abs(start - 1) > _NEARLY:
-        raise InvalidInput(where, found=f"{joined} start at {start:g} together", expected="1")
+        raise InvalidInput(location, found=f"{joined} start at {start:g} together", expected="1")
     parts = dict.fromkeys(
         (coordinate.part, coordinate.group) for coordinate in coordinates if coordinate.parameter in names
     )

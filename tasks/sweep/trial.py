@@ -1,9 +1,9 @@
 """Run a trial: merge a recipe in memory and score the merge, in the process that holds models.
 
 Between trials the parents stay open, the network stays in memory, and the documents stay tokenized. A candidate is
-merged tensor by tensor into the network (:mod:`network`) and scored on the documents (:mod:`search_documents`). No
-checkpoint is written, except for the first candidate of a structure, which goes through a temporary directory. The
-scores equal those of the bytes that the engine would write for the same recipe and seed::
+merged tensor by tensor into the network (:mod:`network`) and scored on the documents (:mod:`search_documents`). Only a
+candidate that cannot be copied into the network, such as the first of its structure, is written to a temporary
+directory. The scores equal those of the bytes that the engine would write for the same recipe and seed::
 
     setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, asked=..., scoring=Scoring())
     scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, set="search"))
@@ -253,15 +253,15 @@ class _Workspace:
         dropped = False
         with watch.on("score"), torch_threads(network.loaded, self.setting.threads):
             for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
-                broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
-                if broken is not None:
-                    where = broken.task or "held-out text"
-                    found = f"{where}: {broken.measure} is no finite number for some documents"
-                    return TrialAnswer(change=change, seconds=watch.seconds, problem=found)
+                invalid = next((key for key, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
+                if invalid is not None:
+                    source = invalid.task or "held-out text"
+                    problem_text = f"{source}: {invalid.measure} is no finite number for some documents"
+                    return TrialAnswer(change=change, seconds=watch.seconds, problem=problem_text)
                 if request.race is not None and request.race.is_hopeless(sheet, look):
                     dropped = look < len(looks) - 1
                     break
-        numbers = tuple((asked, values.tobytes()) for asked, values in sheet.items())
+        numbers = tuple((key, values.tobytes()) for key, values in sheet.items())
         return TrialAnswer(numbers, dropped, change, watch.seconds)
 
     def _fill(self, request: TrialRequest, watch: Stopwatch) -> float:

@@ -33,7 +33,7 @@ class PreparedSearch:
     """A search that can start: all inputs exist, are pinned, and are allowed.
 
     Args:
-        method: Description of what is searched, such as 'ties of 2 over base'.
+        method: Description of the searched merge, such as 'ties of 2 over base'.
         directory: Directory that paths in recipes are relative to.
         hand_written: Hand-written recipes. The first is the searched recipe with its start values.
         setting: Settings that all trials share.
@@ -143,11 +143,11 @@ class TrialPool:
         requests = [self._search.setting.as_it_is(name) for name in names]
         return dict(zip(names, self._sheets(requests, "sweep.constraints"), strict=True))
 
-    def _sheets(self, requests: Sequence[TrialRequest], where: str) -> list[Sheet]:
+    def _sheets(self, requests: Sequence[TrialRequest], location: str) -> list[Sheet]:
         scored = score_once(requests, self._score_all, self._ledger, directory=self._search.directory)
         for scores in scored:
             if scores.problem:
-                raise Refused(f"sweep: {where}", found=f"no score: {scores.problem}", expected="a number a document")
+                raise Refused(f"sweep: {location}", found=f"no score: {scores.problem}", expected="a number a document")
         return [scores.sheet for scores in scored]
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:

@@ -23,7 +23,7 @@ class RandomSearch:
         self._rng = np.random.default_rng(seed)
 
     def begin(self, start: TrialResult) -> None:
-        """Ignore the result."""
+        """Ignore the result, because draws do not depend on it."""
 
     def ask(self) -> list[Point]:
         """Return the next ``size`` points."""
@@ -34,4 +34,4 @@ class RandomSearch:
         return [self._space.decode(self._rng.random(len(self._space.coordinates))) for _ in range(count)]
 
     def tell(self, scored: Sequence[TrialResult]) -> None:
-        """Ignore the results."""
+        """Ignore the results, because draws do not depend on them."""
