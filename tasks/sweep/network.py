@@ -250,7 +250,7 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
     filled: set[tuple[int, int]] = set()  # address and size
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  # no mapping, though it has keys
+            for name in stored.keys():  # noqa: SIM118  # has keys() but cannot be iterated
                 target = state.get(name)
                 if target is None:
                     continue
