@@ -1,5 +1,7 @@
-"""A sweep: the free parameters of a recipe are searched, and the best candidate is confirmed on documents that no trial
-saw, or nothing is.
+"""Sweep stage: search the free parameters of a recipe and confirm the best candidate on held-out documents.
+
+No trial sees the documents of the confirmation. If the best candidate does not beat the hand-written recipes there, no
+candidate is confirmed.
 """
 
 from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm

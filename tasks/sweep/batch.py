@@ -1,9 +1,8 @@
-"""Several candidates scored: what is known already is not asked again, and what goes wrong is told from a bad recipe.
+"""Score several candidates, reuse known scores, and tell infrastructure failures apart from bad recipes.
 
-A merge that is refused, or that computes NaN, comes back as a result: it has no score, and would not have one tomorrow.
-A worker that died, or ran out of time, says nothing of its candidate: that is scored once more, and has no score only
-when it happens again. A disk that is full, or an input that was changed meanwhile, ends the sweep; it goes on from
-there.
+A merge that is refused or that computes NaN is a result: the candidate has no score, and would have none tomorrow. If a
+worker dies or exceeds its time limit, that says nothing about its candidate. The candidate is scored once more, and it
+has no score only if the second try also fails. A full disk or a changed input ends the sweep, which resumes from there.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ def score_once(
     directory: Path | None = None,
     on_scored: Callable[[TrialScores], None] = lambda scores: None,
 ) -> tuple[TrialScores, ...]:
-    """What each candidate scored, in the order of ``requests``; each is scored once, ever.
+    """Return the scores of each candidate in the order of ``requests``, scoring each candidate at most once, ever.
 
     Args:
-        score_all: Gives results in any order, each with the number of its request.
-        ledger: Each result is in it before the next is waited for.
-        directory: Of the recipe that is searched.
-        on_scored: Called with each result that is new.
+        score_all: Yields results in any order, each with the index of its request.
+        ledger: Store of scores. Each result is recorded before the next one is awaited.
+        directory: Directory of the recipe that is searched.
+        on_scored: Callback for each new result.
 
     Raises:
-        MergegateError: The machine says no; or nothing at all can be scored, and why.
+        MergegateError: The machine cannot continue, or no candidate at all could be scored.
     """
     keys = [request_key(request, directory) for request in requests]
-    waiting = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
+    unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
 
-    def ask(asked: dict[str, TrialRequest]) -> dict[str, Exception]:
-        """Score them; what kept those from it that say nothing of their candidate."""
+    def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:
+        """Score the requests and return the errors that say nothing about their candidate."""
         crashed = {}
-        for number, result in score_all(list(asked.values())) if asked else ():
-            key = list(asked)[number]
+        for number, result in score_all(list(pending.values())) if pending else ():
+            key = list(pending)[number]
             if isinstance(result, _ENDING):
                 raise result
             if isinstance(result, Exception):
@@ -55,25 +54,25 @@ def score_once(
             on_scored(result)
         return crashed
 
-    crashed = ask({key: waiting[key] for key in ask(waiting)})
-    # One may be a candidate that no process survives; where all of them are, it is not the candidates.
+    crashed = score_pending({key: unscored[key] for key in score_pending(unscored)})
+    # A single crash may be caused by its candidate. If all of them crash, the candidates are not the cause.
     if crashed and len(crashed) == len(set(keys)) and (len(crashed) > 1 or not len(ledger)):
         first = next(iter(crashed.values()))
         if isinstance(first, MergegateError):
             raise first
         raise Refused(
             "sweep",
-            found=f"none of {len(crashed)} candidates could be scored: {_told(first)}",
+            found=f"none of {len(crashed)} candidates could be scored: {_error_text(first)}",
             expected="processes that live as long as a trial takes",
             remedy="see what ended them (memory?); the sweep goes on where it is",
         ) from first
     for key, error in crashed.items():
-        scores = TrialScores({}, problem=f"no score in two tries: {_told(error)}")
+        scores = TrialScores({}, problem=f"no score in two tries: {_error_text(error)}")
         ledger.add(key, scores)
         on_scored(scores)
-    return tuple(found for key in keys if (found := ledger.find(key)) is not None)
+    return tuple(scores for key in keys if (scores := ledger.find(key)) is not None)
 
 
-def _told(error: Exception) -> str:
-    said = str(error).strip()
-    return said if isinstance(error, MergegateError) else f"{type(error).__name__}: {said}".rstrip(": ")
+def _error_text(error: Exception) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, MergegateError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,15 +1,21 @@
-"""One winner, one test, on documents that no trial has seen; else no candidate is confirmed. Pure functions.
+"""Confirm the winner of a search with one test on documents that no trial has seen.
 
-The best of sixty looks better than it is on the documents that chose it: of equal candidates the winner 'beats' the
-reference there in every second sweep. So it is compared once more, paired, with the best hand-written recipe (the best
-on the documents of the search, chosen before) on documents of their own::
+The best of sixty candidates looks better than it is on the documents that selected it. If all candidates are equal, the
+winner still "beats" the reference there in every second sweep. The winner is therefore compared once more, paired, with
+the best hand-written recipe, on a separate set of documents. The reference is selected before that, on the documents of
+the search::
 
     gain = sum over tasks of w_t * mean over documents of (winner - reference)        confirmed if its lower bound > 0
 
-The bound is put together from those of the tasks (Zou & Donner 2008, Stat. Med. 27:1693). Those are the gate's: of
-right or wrong Bonett & Price and Tango; of numbers in a known range (probabilities, clipped log-likelihoods) a bound
-that holds whatever the numbers look like; of anything else Student's; of documents that belong together, over clusters.
-The p-value is the least error at which the bound would still lie above zero.
+The bound combines the bounds of the tasks (Zou & Donner 2008, Stat. Med. 27:1693). The gate uses the same ones:
+
+* Bonett & Price and Tango for right-or-wrong answers.
+* A bound that holds for any distribution for numbers in a known range (probabilities, clipped log-likelihoods).
+* Student's interval for all other numbers.
+* A bound over clusters for documents that belong together.
+
+The p-value is the smallest error at which the bound is still above zero. If the test does not confirm the winner, no
+candidate is confirmed. All functions are pure.
 """
 
 from __future__ import annotations
@@ -36,13 +42,13 @@ from mergegate.tasks.sweep.objective import Objective, Term
 from mergegate.tasks.sweep.study import Study
 from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
-LEAST_P = 1e-6  # below which no p-value is told: no bound is known to hold so far out
+LEAST_P = 1e-6  # smallest p-value that is reported; no bound is known to hold farther out in the tail
 _NAME = "sweep"
 _TITLE = "Confirmation"
 
 
 class ConfirmedTerm(BaseModel):
-    """One task of the confirmation, as scores are (shares, nats a token)."""
+    """Result of the confirmation for one task, in the unit of the scores (shares or nats per token)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +65,7 @@ class ConfirmedTerm(BaseModel):
 
 
 class Confirmation(BaseModel):
-    """The test of the winner against the best hand-written recipe, on documents that no trial saw."""
+    """Test of the winner against the best hand-written recipe, on documents that no trial saw."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,31 +76,31 @@ class Confirmation(BaseModel):
     gain: float  # weighted mean paired difference
     low: float  # interval, one-sided each way
     high: float
-    p_value: float  # one-sided; LEAST_P stands for that and less
+    p_value: float  # one-sided; LEAST_P means that value or less
     confidence: float
     confirmed: bool
-    held_out: float  # the winner's weighted mean here
+    held_out: float  # the winner's weighted mean on the confirmation documents
     held_out_reference: float
-    searched: float  # on the documents of the search
+    searched: float  # the winner's weighted mean on the documents of the search
     searched_reference: float
 
     @property
     def optimism(self) -> float:
-        """By how much the winner looked better on the documents that chose it."""
+        """How much better the winner scored on the documents that selected it."""
         return self.searched - self.held_out
 
     @property
     def searched_gain(self) -> float:
-        """The gain that the search has shown."""
+        """Gain over the reference on the documents of the search."""
         return self.searched - self.searched_reference
 
     @property
     def documents(self) -> int:
-        """Of all tasks together."""
+        """Number of confirmation documents of all tasks together."""
         return sum({term.task: term.documents for term in self.terms}.values())
 
     def sentence(self) -> str:
-        """``trial 41: 0.0120 above ties on 1,200 held-out documents [0.0050, 0.0190], p = 0.002``."""
+        """Return ``trial 41: 0.0120 above ties on 1,200 held-out documents [0.0050, 0.0190], p = 0.002``."""
         side = "above" if self.gain > 0 else "below"
         low, high = (self.low, self.high) if self.gain > 0 else (-self.high, -self.low)
         p = f"p < {LEAST_P:g}" if self.p_value <= LEAST_P else f"p = {self.p_value:.2g}"
@@ -104,9 +110,9 @@ class Confirmation(BaseModel):
         )
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
-        said = self.sentence()
-        reason = f"no candidate confirmed: {said}, where {1 - self.confidence:.2g} was asked for"
+        """Return the confirmation as a verdict."""
+        summary = self.sentence()
+        reason = f"no candidate confirmed: {summary}, where {1 - self.confidence:.2g} was asked for"
         return Verdict(
             name=_NAME,
             outcome="pass" if self.confirmed else "fail",
@@ -116,7 +122,7 @@ class Confirmation(BaseModel):
             section=Section(
                 title=_TITLE,
                 sentences=(
-                    said,
+                    summary,
                     f"The search has shown a gain of {self.searched_gain:.4f}: the winner looked "
                     f"{self.optimism:.4f} better on the documents that chose it than on these.",
                 ),
@@ -138,7 +144,7 @@ class Confirmation(BaseModel):
 
 
 class NothingToConfirm(BaseModel):
-    """There was nothing to be confirmed: no candidate was better even on the documents that chose it."""
+    """Outcome of a search without a confirmation, because no candidate won even on the documents of the search."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,14 +158,14 @@ class NothingToConfirm(BaseModel):
         return f"no candidate confirmed: {self.why}"
 
     def as_verdict(self) -> Verdict:
-        """The same in the shape of every judgement."""
+        """Return the outcome as a failed verdict."""
         reason = self.sentence()
         section = Section(title=_TITLE, sentences=(reason,))
         return Verdict(name=_NAME, outcome="fail", publishable=False, reasons=(reason,), evidence=self, section=section)
 
 
 class _Part(NamedTuple):
-    """One term, ready to be tested at any confidence."""
+    """One term of the objective, ready to be tested at any confidence level."""
 
     task: str
     weight: float
@@ -168,7 +174,7 @@ class _Part(NamedTuple):
 
 
 def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
-    """Why no test is needed; None: there is a candidate that looks better."""
+    """Return why no test is needed, or None if a candidate looks better than the reference."""
     best, reference = study.best, study.reference
     if best is None:
         return NothingToConfirm(why=f"none of {len(study.trials) - len(study.hand_written)} candidates has a score")
@@ -190,31 +196,30 @@ def confirm(
     reference: Sheet,
     clusters: Mapping[MetricKey, Sequence[str]] | None = None,
 ) -> Confirmation:
-    """Test the winner of a search.
+    """Test the winner of a search against its reference on the confirmation documents.
 
     Args:
-        study: With a best candidate.
-        winner: Its numbers on the documents of the confirmation.
-        reference: Those of ``study.reference``.
-        clusters: Of terms with ``cluster_by``, the cluster of each document.
+        study: Finished search with a best candidate.
+        winner: Scores of the winner on the confirmation documents.
+        reference: Scores of ``study.reference`` on the same documents.
+        clusters: Cluster of each document, for every term with ``cluster_by``.
 
     Raises:
-        InvalidInput: Documents of a clustered term that are in too few clusters, or not known to be in any; numbers
-            that are missing.
+        InvalidInput: Documents of a clustered term have no known cluster or too few clusters, or scores are missing.
     """
     if study.best is None:
         raise ValueError("a study without a candidate has nothing to confirm")
     objective, confidence = study.objective, study.settings.confidence
-    found = {term.asked: _part(term, winner, reference, (clusters or {}).get(term.asked)) for term in objective.terms}
-    parts = list(found.values())
+    by_key = {term.asked: _part(term, winner, reference, (clusters or {}).get(term.asked)) for term in objective.terms}
+    parts = list(by_key.values())
     gain, low, high = together(parts, confidence)
-    chosen = study.sheets[study.best.number], study.sheets[study.reference.number]
+    search_sheets = study.sheets[study.best.number], study.sheets[study.reference.number]
     return Confirmation(
         winner=study.best.number,
         reference=study.reference.number,
         reference_label=study.reference.label,
         terms=tuple(
-            _term(term, found[term.asked].interval(confidence), winner, reference, (clusters or {}).get(term.asked))
+            _term(term, by_key[term.asked].interval(confidence), winner, reference, (clusters or {}).get(term.asked))
             for term in objective.terms
         ),
         gain=gain,
@@ -225,33 +230,39 @@ def confirm(
         confirmed=low > 0,
         held_out=weighted_mean(objective, winner),
         held_out_reference=weighted_mean(objective, reference),
-        searched=weighted_mean(objective, chosen[0]),
-        searched_reference=weighted_mean(objective, chosen[1]),
+        searched=weighted_mean(objective, search_sheets[0]),
+        searched_reference=weighted_mean(objective, search_sheets[1]),
     )
 
 
 def weighted_mean(objective: Objective, sheet: Sheet) -> float:
-    """Of the documents alone, without what is subtracted for the size of the change."""
+    """Return the weighted mean over the documents, without the penalty for the size of the change."""
     return sum(term.weight * float(term.numbers(sheet).mean()) for term in objective.terms)
 
 
 def together(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
-    """Weighted sum with its interval. Tasks have different documents, so their distances from estimate to bound add in
-    quadrature; several measures of a task share them, so theirs add plainly."""
+    """Return the weighted sum of the parts with its confidence interval, as ``(gain, low, high)``.
+
+    Tasks have different documents, so their distances from estimate to bound add in quadrature. Several measures of one
+    task share documents, so their distances add linearly.
+    """
     gain, below, above = 0.0, dict[str, float](), dict[str, float]()
     for part in parts:
-        one = part.interval(confidence)
+        difference = part.interval(confidence)
         gain += part.weight * part.mean
-        below[part.task] = below.get(part.task, 0.0) + part.weight * (part.mean - one.low)
-        above[part.task] = above.get(part.task, 0.0) + part.weight * (one.high - part.mean)
+        below[part.task] = below.get(part.task, 0.0) + part.weight * (part.mean - difference.low)
+        above[part.task] = above.get(part.task, 0.0) + part.weight * (difference.high - part.mean)
     return gain, gain - math.hypot(*below.values()), gain + math.hypot(*above.values())
 
 
 def least_error(parts: Sequence[_Part]) -> float:
-    """The p-value: the least error at which the lower bound lies above zero, to 3 %; between ``LEAST_P`` and 1."""
+    """Return the p-value: the smallest error at which the lower bound is above zero.
+
+    The result is accurate to 3 % and lies between ``LEAST_P`` and 1.
+    """
     if together(parts, 0.5)[0] <= 0:
         return 1.0
-    least, most = math.log(LEAST_P), 0.0  # an error of 1 is always enough
+    least, most = math.log(LEAST_P), 0.0  # an error of 1 always suffices
     if together(parts, 1 - LEAST_P)[1] > 0:
         return LEAST_P
     while most - least > 0.03:
@@ -279,25 +290,25 @@ def _part(term: Term, winner: Sheet, reference: Sheet, clusters: Sequence[str] |
         check_clusters(clusters or (), term.cluster_by, term.asked.task)
 
     def interval(confidence: float) -> Difference:
-        # The gate counts what is lost; here counts what is won.
+        # The gate tests for losses. This test looks for gains, so the differences have the opposite sign.
         if binary:
-            plain = binary_difference(
+            difference = binary_difference(
                 int((differences > 0).sum()), int((differences < 0).sum()), len(differences), confidence
             )
         elif in_range:
-            plain = graded_difference(np.clip(differences / scale, -1.0, 1.0), confidence)
+            difference = graded_difference(np.clip(differences / scale, -1.0, 1.0), confidence)
         else:
-            plain = student_difference(differences / scale, confidence)
+            difference = student_difference(differences / scale, confidence)
         if term.cluster_by is not None and clusters is not None:
-            plain = clustered_difference((differences / scale).tolist(), clusters, plain, confidence)
-        mean, low, high = (scale * value for value in plain[:3])
-        return Difference(mean, low, high, scale**2 * plain.variance)
+            difference = clustered_difference((differences / scale).tolist(), clusters, difference, confidence)
+        mean, low, high = (scale * value for value in difference[:3])
+        return Difference(mean, low, high, scale**2 * difference.variance)
 
     return _Part(term.asked.task, term.weight, float(differences.mean()), interval)
 
 
 def _range(term: Term, ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[bool, float]:
-    """Whether numbers lie in a range that was known beforehand; and what brings their differences into [-1, 1]."""
+    """Return whether the scores have a range known in advance, and the scale that maps differences to [-1, 1]."""
     if term.asked.measure in ("exact", "probability"):
         return True, 1.0
     if term.clip is not None and max(ours.max(), theirs.max()) <= 0:
@@ -308,8 +319,10 @@ def _range(term: Term, ours: NDArray[np.float64], theirs: NDArray[np.float64]) -
 
 
 def student_difference(differences: NDArray[np.float64], confidence: float) -> Difference:
-    """Mean of paired differences with Student's interval: for numbers without a known range. Heavy tails can break it,
-    which is why log-likelihoods have a ``clip``."""
+    """Return the mean of paired differences with Student's interval, for scores without a known range.
+
+    Heavy tails can break the coverage of this interval, which is why log-likelihoods have a ``clip``.
+    """
     n, mean = len(differences), float(differences.mean())
     variance = float(differences.var(ddof=1))
     half = student_quantile(confidence, n - 1) * math.sqrt(variance / n)
@@ -317,7 +330,7 @@ def student_difference(differences: NDArray[np.float64], confidence: float) -> D
 
 
 def _term(
-    term: Term, one: Difference, winner: Sheet, reference: Sheet, clusters: Sequence[str] | None
+    term: Term, difference: Difference, winner: Sheet, reference: Sheet, clusters: Sequence[str] | None
 ) -> ConfirmedTerm:
     return ConfirmedTerm(
         task=term.asked.task,
@@ -328,6 +341,6 @@ def _term(
         winner=float(term.numbers(winner).mean()),
         reference=float(term.numbers(reference).mean()),
         gain=float((term.numbers(winner) - term.numbers(reference)).mean()),
-        low=one.low,
-        high=one.high,
+        low=difference.low,
+        high=difference.high,
     )

@@ -1,4 +1,4 @@
-"""What a sweep asks about, pinned by content, and how its documents are divided."""
+"""Pin the tasks and texts of a sweep by content, and split their documents into sets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SweepEvidence(NamedTuple):
     """Tasks and held-out text of a sweep.
 
     Args:
-        names: What lm-eval calls each task, by what the profile says.
-        tasks: Each once, whole.
-        divisions: By lm-eval's name.
-        text: Held-out text, where it is searched on.
-        text_division: Of that text.
+        names: lm-eval's name of each task, by its name in the profile.
+        tasks: Every task once, with all its documents.
+        divisions: Document splits by lm-eval's task name.
+        text: Held-out text. None if the objective does not use it.
+        text_division: Document splits of the held-out text.
     """
 
     names: Mapping[str, str]
@@ -33,15 +33,15 @@ class SweepEvidence(NamedTuple):
     text_division: DocumentSplits
 
     def tasks_of(self, name: SetName) -> tuple[EvalTask, ...]:
-        """The tasks with the documents of one set only. Their data are not looked at yet."""
+        """Return the tasks restricted to the documents of one set, without reading their data."""
         return tuple(self._only(task, name) for task in self.tasks)
 
     def text_of(self, name: SetName) -> HeldOutText | None:
-        """The held-out documents of one set."""
+        """Return the held-out text restricted to the documents of one set."""
         return self.text and self.text.model_copy(update={"only": self.text_division.of(name)})
 
     def left_for_the_gate(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
-        """``tasks`` without the documents that the sweep looks at."""
+        """Return ``tasks`` without the documents that the sweep uses."""
         searched = {task.name: task.digest for task in self.tasks}
         return tuple(
             self._only(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
@@ -52,21 +52,22 @@ class SweepEvidence(NamedTuple):
 
 
 def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
-    """What trials are asked, and what the confirmation asks: with the data of each task pinned as they are now.
+    """Return the documents of the trials and of the confirmation, with the current data of each task pinned.
 
     Raises:
-        InvalidInput, Refused: as ``pin_data``.
+        InvalidInput: See ``pin_data``.
+        Refused: See ``pin_data``.
     """
     names: tuple[AskedSet, ...] = ("search", "confirmation")
-    found: dict[AskedSet, TrialSet] = {}
+    sets: dict[AskedSet, TrialSet] = {}
     for name in names:
         text = evidence.text_of(name)
-        found[name] = TrialSet(
+        sets[name] = TrialSet(
             tasks=tuple(pin_data(task, time_limit) for task in evidence.tasks_of(name)),
             text=text,
             text_documents=len(read_texts(text, windows.documents)) if text else 0,
         )
-    return found
+    return sets
 
 
 def pin_sweep(
@@ -78,33 +79,34 @@ def pin_sweep(
     data: Path | None = None,
     num_fewshot: int | None = None,
 ) -> SweepEvidence:
-    """All tasks of objective and constraints by content; relative paths are relative to ``root``.
+    """Pin all tasks of the objective and the constraints by content.
 
     Args:
-        text: The held-out documents of ``perplexity``; None where the profile has none.
-        guarded: What keeps documents together for the gate, by task as the profile says it.
-        data: Directory with datasets, relative to ``root`` (``evaluate.data``); None: the Hub.
-        num_fewshot: Examples that the profile wants; None: as each task says.
+        text: Held-out documents of ``perplexity``. None if the profile has none.
+        guarded: Cluster field that the gate uses for each task, by the task's name in the profile.
+        root: Directory that relative paths are relative to.
+        data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
+        num_fewshot: Number of few-shot examples in the profile. None: the task's own setting.
 
     Raises:
-        InvalidInput: for a task that is not there, lacks its data or cannot be asked, one name for two definitions, two
-            that disagree on which documents of a task belong together, or an objective on held-out text where there is
+        InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share one name; two
+            settings disagree on the cluster field of a task; or the objective uses held-out text and the profile has
             none.
     """
-    together: dict[str, str | None] = {}
+    cluster_fields: dict[str, str | None] = {}
     for index, term in enumerate(settings.objective):
         if term.task is None:
             continue
-        known = together.get(term.task) or guarded.get(term.task)
-        if term.cluster_by and known not in (None, term.cluster_by):
+        previous = cluster_fields.get(term.task) or guarded.get(term.task)
+        if term.cluster_by and previous not in (None, term.cluster_by):
             raise InvalidInput(
                 f"sweep.objective[{index}].cluster_by",
-                found=f"{term.cluster_by!r}, and {known!r} elsewhere for the same task",
+                found=f"{term.cluster_by!r}, and {previous!r} elsewhere for the same task",
                 expected="one field for all that is asked of a task",
             )
-        together[term.task] = term.cluster_by or known
+        cluster_fields[term.task] = term.cluster_by or previous
     for constraint in settings.constraints:
-        together.setdefault(constraint.task, guarded.get(constraint.task))
+        cluster_fields.setdefault(constraint.task, guarded.get(constraint.task))
     searches_text = any(term.task is None for term in settings.objective)
     if searches_text and text is None:
         raise InvalidInput(
@@ -113,13 +115,13 @@ def pin_sweep(
             expected="a task, or perplexity.documents as held-out text",
         )
 
-    def division(field: str | None) -> DocumentSplits:
+    def splits(field: str | None) -> DocumentSplits:
         sizes = settings.documents
         return DocumentSplits(search=sizes.search, confirmation=sizes.confirmation, seed=sizes.seed, together=field)
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written, task in pin_sound_tasks(together, root, hashes, data, where="sweep").items():
+    for written, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
         require_examples(task, num_fewshot)
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
@@ -131,7 +133,7 @@ def pin_sweep(
     return SweepEvidence(
         names=names,
         tasks=tuple(tasks.values()),
-        divisions={names[written]: division(field) for written, field in together.items()},
+        divisions={names[written]: splits(field) for written, field in cluster_fields.items()},
         text=text if searches_text else None,
-        text_division=division(None),
+        text_division=splits(None),
     )

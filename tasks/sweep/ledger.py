@@ -1,10 +1,11 @@
-"""Every scored trial, on disk: what a killed sweep is replayed from.
+"""Record every scored trial on disk, so that a killed sweep can be replayed.
 
-One file for all that decides a score alike (parents, documents, scoring): a record belongs to a recipe, a set of
-documents and a race, so a sweep with another budget, seed or sampler finds what has been scored already. A journal of
-:mod:`merge_core.files`: after ``kill -9`` all that was appended is there, a torn line is cut.
+All trials that are scored under the same conditions (parents, documents, scoring) share one file. A record is
+identified by its recipe, document set and race, so a sweep with another budget, seed or sampler reuses existing scores.
+The file is a journal of :mod:`merge_core.files`: after ``kill -9`` all appended records are there, and a torn line is
+cut off.
 
-One sweep at a time has it; a second one waits, and then finds everything.
+One sweep at a time owns the file. A second sweep waits for it, and then finds all records of the first.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space
 from mergegate.tasks.sweep.trials import MetricKey, Sheet, TrialRequest, TrialScores
 
-_NAME = 32  # hex digits of a key that name its directory
+_NAME = 32  # number of hex digits of the key in the name of its directory
 
 
 class Ledger:
-    """Scored trials by key. Made by :func:`open_ledger`.
+    """Scored trials by key. Create it with :func:`open_ledger`.
 
     Args:
-        journal: Open, for this process alone.
-        study: Whose time is counted.
-        clock: Seconds.
+        journal: Open journal, owned by this process.
+        study: Key of the study whose wall time is counted.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, journal: RecordJournal, study: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,21 +60,21 @@ class Ledger:
         return len(self._known)
 
     def find(self, key: str) -> TrialScores | None:
-        """What was scored under ``key``; None: nothing yet."""
+        """Return the scores stored under ``key``, or None."""
         return self._known.get(key)
 
     def add(self, key: str, scores: TrialScores) -> None:
-        """Keep what was scored."""
+        """Store the scores of a trial."""
         self._known[key] = scores
         self._journal.append({"scored": key, **_record_of(scores), **self._time()})
 
     @property
     def used(self) -> float:
-        """Seconds of wall time in which this study was being searched, all runs together."""
+        """Wall time spent searching this study, in seconds, summed over all runs."""
         return self._used + self._clock() - self._opened
 
     def note_time(self) -> None:
-        """Keep the time that was used, where no trial says it."""
+        """Record the time used so far, for time that no trial accounts for."""
         self._journal.append(self._time())
 
     def _time(self) -> dict[str, Any]:
@@ -84,23 +85,23 @@ class Ledger:
 def open_ledger(
     scoring: str, study: str, on_wait: Callable[[], None] = lambda: None, place: Path | None = None
 ) -> Iterator[Ledger]:
-    """The ledger of all that is scored alike, for this process alone.
+    """Open the ledger of all trials with the same scoring conditions, exclusively for this process.
 
     Args:
-        scoring: Digest of everything that decides a score but for recipe, set and race: 64 hex digits.
-        study: Of :func:`study_key`.
-        on_wait: Called once if another sweep has it.
-        place: Directory; absent: below the project's state.
+        scoring: Digest of everything that determines a score except recipe, set and race. 64 hex digits.
+        study: Key of the study, from :func:`study_key`.
+        on_wait: Callback, called once if another sweep holds the ledger.
+        place: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
-        DiskRefused: The state directory cannot be made.
+        DiskRefused: The state directory cannot be created.
     """
     directory = (place or home() / "sweeps") / scoring[:_NAME]
     with disk_errors_refused(directory):
         state_directory(directory)
     with (
         locked(directory / "lock", required=False, on_wait=on_wait),
-        open_journal(JournalPlace(directory / "trials.journal", scoring), _fits) as journal,
+        open_journal(JournalPlace(directory / "trials.journal", scoring), _is_valid_record) as journal,
     ):
         ledger = Ledger(journal, study)
         try:
@@ -110,19 +111,22 @@ def open_ledger(
 
 
 def study_key(space: Space, settings: SweepSettings) -> str:
-    """Of a search: what is free in which recipe, and how it is searched, however long."""
-    said = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
-    return digest({"recipe": space.recipe, "layers": space.layers, "settings": said})
+    """Return the key of a search: the recipe with its free parameters and the search settings, but not the budget."""
+    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
+    return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 
 def request_key(request: TrialRequest, directory: Path | None = None) -> str:
-    """Of one trial: recipe, set and race. Where the recipe lies counts only as seen from ``directory``."""
-    place = os.path.relpath(request.directory, directory) if request.directory and directory else "."
+    """Return the key of one trial, computed from recipe, document set and race.
+
+    The location of the recipe counts only relative to ``directory``.
+    """
+    relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
-    return digest({"recipe": request.recipe, "from": place, "set": request.set, "race": race})
+    return digest({"recipe": request.recipe, "from": relative_path, "set": request.set, "race": race})
 
 
-def _fits(record: Any) -> bool:
+def _is_valid_record(record: Any) -> bool:
     if not isinstance(record, dict) or not isinstance(record.get("used"), float):
         return False
     if "scored" not in record:
@@ -135,9 +139,12 @@ def _fits(record: Any) -> bool:
 
 
 def _record_of(scores: TrialScores) -> dict[str, Any]:
-    """What JSON knows. Numbers of documents as bytes: exact, NaN too, and read in no time."""
+    """Return the scores as JSON values.
+
+    The numbers of documents are stored as bytes: exact, including NaN, and fast to read.
+    """
     return {
-        "sheet": [[*asked, _packed(numbers)] for asked, numbers in scores.sheet.items()],
+        "sheet": [[*key, _pack(numbers)] for key, numbers in scores.sheet.items()],
         "dropped": scores.dropped,
         "change": scores.change,
         "seconds": dict(scores.seconds or {}),
@@ -146,15 +153,15 @@ def _record_of(scores: TrialScores) -> dict[str, Any]:
 
 
 def _scores_of(record: Mapping[str, Any]) -> TrialScores:
-    sheet: Sheet = {MetricKey(*asked): _unpacked(packed) for *asked, packed in record["sheet"]}
+    sheet: Sheet = {MetricKey(*key): _unpack(packed) for *key, packed in record["sheet"]}
     return TrialScores(
         sheet, bool(record["dropped"]), float(record["change"]), dict(record["seconds"]), str(record["problem"])
     )
 
 
-def _packed(numbers: Any) -> str:
+def _pack(numbers: Any) -> str:
     return base64.b64encode(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).decode()
 
 
-def _unpacked(text: str) -> Any:
+def _unpack(text: str) -> Any:
     return np.frombuffer(base64.b64decode(text), dtype="<f8").astype(np.float64)

@@ -1,11 +1,11 @@
-"""One network in memory, into which one merge after another is copied. In the process that holds models only.
+"""Hold one network in memory and copy one merge after another into it. Runs only in the model process.
 
-The first candidate of a structure goes the way of a release: the engine writes it, transformers loads it with all that
-it knows of the family (names that changed, tensors that it joins, weights that are tied). What is in the network then
-is compared with what was written, name by name. Where each tensor of the network is that tensor of the files, further
-candidates of the same structure are copied in as they are merged, one tensor at a time. Where one is not (transformers
-computes it from others), or weights that the network ties differ in a candidate, it is written and loaded like the
-first: slower, and never wrong.
+The first candidate of a structure is processed like a release: the engine writes it, and transformers loads it with
+everything it knows about the family (renamed, joined and tied tensors). The network is then compared with the files,
+tensor by tensor. If every tensor of the network equals a tensor of the files, further candidates of the same structure
+are copied into it as they are merged, one tensor at a time. If transformers computes a tensor from others, or a
+candidate has different values for weights that the network ties, the candidate is written and loaded like the first.
+That is slower, but never wrong.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CandidateMergeSettings:
     """How candidates are merged.
 
     Args:
-        seed: Of the random masks.
-        device: Where they are computed.
-        threads: That compute.
+        seed: Seed of the random masks.
+        device: Device that merges are computed on.
+        threads: Number of compute threads.
     """
 
     seed: int
@@ -53,15 +53,18 @@ class CandidateMergeSettings:
 
     @property
     def engine(self) -> EngineSettings:
-        """Compiled kernels: they take a third of the time of a small merge, and are kept for all that come."""
+        """Engine settings with compiled kernels.
+
+        Compiled kernels take a third of the time of a small merge, and are reused for all later merges.
+        """
         return EngineSettings(threads=self.threads, kernels="fused")
 
 
 class Stopwatch:
-    """Seconds of wall time by what they were spent on.
+    """Wall time in seconds, by activity.
 
     Args:
-        alive: Called now and then: whoever waits for a long trial must not take it for dead.
+        alive: Callback that reports progress, so that the parent process does not take a long trial for a dead one.
     """
 
     def __init__(self, alive: Callable[[], None] = lambda: None) -> None:
@@ -70,7 +73,7 @@ class Stopwatch:
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Count the time of ``with`` as that of ``what``."""
+        """Count the time of the ``with`` block toward the activity ``what``."""
         began = time.perf_counter()
         try:
             yield
@@ -80,27 +83,27 @@ class Stopwatch:
 
 
 def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
-    """Digest of all that decides which network ``plan`` makes, and how it reads text, without its weights.
+    """Return a digest of everything but the weights that determines the network of ``plan`` and how it reads text.
 
     Args:
-        seen: sha256 of the files beside the weights that were looked at before; added to.
+        seen: Cache of sha256 digests of the files next to the weights. New digests are added to it.
     """
-    beside = {}
+    file_digests = {}
     for name, source in plan.companions.sources.items():
         if isinstance(source, bytes):
-            beside[name] = hashlib.sha256(source).hexdigest()
+            file_digests[name] = hashlib.sha256(source).hexdigest()
             continue
         path = source / name
         if path not in seen:
             seen[path] = sha256_file(path)
-        beside[name] = seen[path]
+        file_digests[name] = seen[path]
     return digest(
         {
             "config": plan.config,
             "tensors": [
                 [tensor.name, tensor.dtype.code, list(tensor.shape)] for shard in plan.shards for tensor in shard.stored
             ],
-            "beside": beside,
+            "beside": file_digests,
         }
     )
 
@@ -110,10 +113,10 @@ class CandidateNetwork:
     """A network with the weights of the last candidate.
 
     Args:
-        loaded: It and its tokenizer.
-        structure: See :func:`structure_of`.
-        places: Of each tensor of the files, that of the network which it is copied to. Empty: it has to be loaded.
-        twins: Tensors of the files that share their place with one before: they must be equal.
+        loaded: Network and tokenizer.
+        structure: Digest from :func:`structure_of`.
+        places: Tensor of the network that each tensor of the files is copied to. Empty: every candidate must be loaded.
+        twins: Tensors of the files that share their network tensor with an earlier one and must equal it.
     """
 
     loaded: LoadedModel
@@ -122,10 +125,13 @@ class CandidateNetwork:
     twins: frozenset[str]
 
     def fill(self, plan: MergePlan, how: CandidateMergeSettings, watch: Stopwatch, change: Change | None) -> bool:
-        """Merge ``plan`` into the network; False where it does not fit, and the network holds nothing that is whole.
+        """Merge ``plan`` into the network.
+
+        Returns:
+            Whether the merge fits the network. If it is False, the weights are incomplete and unusable.
 
         Raises:
-            MergegateError: as :func:`merge_core.merge_tensors`.
+            MergegateError: See :func:`merge_core.merge_tensors`.
         """
         import torch
 
@@ -140,12 +146,12 @@ class CandidateNetwork:
                 if merged is None:
                     return True
                 with watch.on("load"):
-                    place = self.places.get(name)
+                    target = self.places.get(name)
                     if name in self.twins:
-                        if place is None or not torch.equal(place, merged.to(place)):
+                        if target is None or not torch.equal(target, merged.to(target)):
                             return False
-                    elif place is not None:
-                        place.copy_(merged)
+                    elif target is not None:
+                        target.copy_(merged)
                 if change and base:
                     with watch.on("change"):
                         change.add(name, merged, base)
@@ -153,30 +159,32 @@ class CandidateNetwork:
 
 @dataclass
 class Change:
-    """How far merges are from their base: ``|merge - base| / |base|`` over all tensors that both have.
+    """Distance of merges from their base: ``|merge - base| / |base|`` over all tensors that both have.
 
     Args:
-        base: The base, with its adapter if it has one.
+        base: Base checkpoint, with its adapter if it has one.
     """
 
     base: Checkpoint
-    _squares: dict[str, float] = field(default_factory=dict)  # of the base's tensors, by name
+    _squares: dict[str, float] = field(default_factory=dict)  # squared norms of the base's tensors, by name
     _seen: float = 0.0
     _moved: float = 0.0
 
     def __post_init__(self) -> None:
         recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "base"}]})
         self._plan = plan_merge(recipe, {"base": self.base})
-        self._shapes = {one.name: one.shape for shard in self._plan.shards for one in shard.stored}
+        self._shapes = {tensor.name: tensor.shape for shard in self._plan.shards for tensor in shard.stored}
 
     def begin(self, plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """Begin with a candidate; the tensors of the base in the order in which those of the candidate will come."""
+        """Start a candidate and return the common tensors of the base, in the order of the candidate."""
         self._seen = self._moved = 0.0
-        stored = [one for shard in plan.shards for one in shard.stored]
+        stored = [tensor for shard in plan.shards for tensor in shard.stored]
         self._common = {
-            one.name for one in stored if one.dtype.kind == "float" and self._shapes.get(one.name) == one.shape
+            tensor.name
+            for tensor in stored
+            if tensor.dtype.kind == "float" and self._shapes.get(tensor.name) == tensor.shape
         }
-        return merge_tensors(self._plan, names=[one.name for one in stored if one.name in self._common])
+        return merge_tensors(self._plan, names=[tensor.name for tensor in stored if tensor.name in self._common])
 
     def add(self, name: str, merged: torch.Tensor, base: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Add a tensor of the candidate."""
@@ -189,14 +197,14 @@ class Change:
         self._moved += float((merged.double() - before).square_().sum())
 
     def measure(self, plan: MergePlan, how: CandidateMergeSettings) -> None:
-        """Merge a candidate once more, for this alone."""
+        """Merge a candidate once more, only to measure its change."""
         base = self.begin(plan)
         for name, merged in merge_tensors(plan, seed=how.seed, device=how.device, settings=how.engine):
             self.add(name, merged, base)
 
     @property
     def relative(self) -> float:
-        """Of the candidate that was begun last; NaN where it has nothing in common with the base."""
+        """Relative change of the most recent candidate. NaN if it has no tensor in common with the base."""
         return float((self._moved / self._seen) ** 0.5) if self._seen else float("nan")
 
 
@@ -209,47 +217,50 @@ def network_from_files(
     runs_code: bool,
     watch: Stopwatch,
 ) -> CandidateNetwork:
-    """Write the merge of ``plan`` where temporary files go, load it, and see which tensor went where.
+    """Write the merge of ``plan`` to a temporary directory, load it, and map its tensors to the network.
 
     Raises:
-        MergegateError: The merge is refused, or what came out cannot be loaded.
+        MergegateError: The merge is refused, or its result cannot be loaded.
     """
     with tempfile.TemporaryDirectory(prefix="mergegate-trial-") as name:
-        place = Path(name)
+        directory = Path(name)
         with watch.on("write"):
-            record = merge_weights(plan, place, seed=how.seed, device=how.device, settings=how.engine)
+            record = merge_weights(plan, directory, seed=how.seed, device=how.device, settings=how.engine)
             for finding in record.findings:
                 if finding.severity == "block":
                     raise finding.refusal()
         with watch.on("load"):
-            model = Model(name="candidate", digest=structure, directory=place, runs_code=runs_code)
+            model = Model(name="candidate", digest=structure, directory=directory, runs_code=runs_code)
             loaded = load_private_model(model, dtype=dtype, device=device)
-            places, twins = _places(loaded, place)
+            places, twins = _map_tensors(loaded, directory)
     return CandidateNetwork(loaded, structure, places, twins)
 
 
-def _places(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Where in the network the tensors of the files are; nothing, unless they are all that is in it."""
+def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Map the tensors of the files to tensors of the network, and return the names of shared ones.
+
+    Both are empty unless the files account for every tensor of the network.
+    """
     import torch
     from safetensors import safe_open
 
     state: dict[str, torch.Tensor] = loaded.network.state_dict(keep_vars=False)
-    places: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
     twins: set[str] = set()
     filled: set[tuple[int, int]] = set()  # address and size
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  # no mapping, though it has keys
-                own = state.get(name)
-                if own is None:
+            for name in stored.keys():  # noqa: SIM118  # has keys() but cannot be iterated
+                target = state.get(name)
+                if target is None:
                     continue
                 tensor = stored.get_tensor(name)
-                if tensor.shape != own.shape or not torch.equal(tensor.to(own), own):
+                if tensor.shape != target.shape or not torch.equal(tensor.to(target), target):
                     continue
-                where = (own.data_ptr(), own.numel())
-                if where in filled:
+                storage = (target.data_ptr(), target.numel())
+                if storage in filled:
                     twins.add(name)
-                filled.add(where)
-                places[name] = own
-    everything = {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
-    return (places, frozenset(twins)) if filled == everything else ({}, frozenset())
+                filled.add(storage)
+                targets[name] = target
+    all_storages = {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
+    return (targets, frozenset(twins)) if filled == all_storages else ({}, frozenset())

@@ -1,16 +1,16 @@
-"""What a candidate is worth: from the numbers of its documents to what the search is told. Pure functions.
+"""Compute the score of a candidate from the scores of its documents.
 
 ::
 
     score      = sum over terms of weight * mean over documents / sum of weights - change_penalty * change
     violation  = sum over constraints of max(0, mean of the reference - mean of the candidate - max_drop)
 
-Every number is more is better. A log-likelihood is cut at ``-clip`` first: a single document of -20 nats would decide a
-mean of hundreds. Feasible candidates rank before infeasible ones, those by how little they miss (Deb 2000, Comput.
-Methods Appl. Mech. Eng. 186:311), and without a score comes last.
+For every measure, more is better. Log-likelihoods are first cut at ``-clip``, because a single document of -20 nats
+would dominate a mean over hundreds. Feasible candidates rank before infeasible ones, infeasible ones rank by the size
+of their violation (Deb 2000, Comput. Methods Appl. Mech. Eng. 186:311), and candidates without a score come last.
 
-With several objectives the terms stay apart and the result is a front. One rule says which of a front is confirmed: the
-one with the best weighted sum.
+With several objectives the terms stay separate, and the result is a front. The candidate of the front with the best
+weighted sum is the one to be confirmed. All functions are pure.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.settings import Constraint, ObjectiveTerm, SweepSettings
 from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet, Trial
 
-HAND_WRITTEN = ""  # among references: the hand-written recipe
+HAND_WRITTEN = ""  # name of the hand-written recipe among the references
 
 
 @dataclass(frozen=True)
 class Term:
-    """One share of the score.
+    """One term of the score.
 
     Args:
-        weight: Of all terms together 1.
-        clip: Nothing below minus this counts; None: everything does.
-        cluster_by: Field of the documents that belong together; None: each stands for itself.
+        weight: Share of the score. The weights of all terms sum to 1.
+        clip: Log-likelihoods below minus this value are raised to it. None: no limit.
+        cluster_by: Document field that identifies clusters. None: documents are independent.
     """
 
     asked: MetricKey
@@ -45,18 +45,18 @@ class Term:
     cluster_by: str | None = None
 
     def numbers(self, sheet: Sheet) -> NDArray[np.float64]:
-        """What each document contributes, ``[documents]``."""
-        found = sheet[self.asked]
-        return found if self.clip is None else np.maximum(found, -self.clip)
+        """Return the contribution of each document, ``[documents]``."""
+        scores = sheet[self.asked]
+        return scores if self.clip is None else np.maximum(scores, -self.clip)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A task on which a candidate must not fall.
+    """A limit on how far a candidate may fall on a task.
 
     Args:
         reference: Name of a parent, or ``HAND_WRITTEN``.
-        max_drop: In the unit of the numbers, not in points.
+        max_drop: Largest allowed drop, in the unit of the scores, not in points.
     """
 
     asked: MetricKey
@@ -66,7 +66,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is searched for. Made by :func:`objective_of`."""
+    """Terms and limits of a search. Create it with :func:`objective_of`."""
 
     terms: tuple[Term, ...]
     limits: tuple[Limit, ...] = ()
@@ -75,30 +75,30 @@ class Objective:
 
     @property
     def asked(self) -> tuple[MetricKey, ...]:
-        """Every number that is needed of a document, once."""
+        """Metrics that are needed of each document, without duplicates."""
         return tuple(dict.fromkeys([term.asked for term in self.terms] + [limit.asked for limit in self.limits]))
 
     @property
     def weights(self) -> dict[MetricKey, float]:
-        """Of each (task, measure) in the score; together 1."""
+        """Weight of each (task, measure) in the score. The weights sum to 1."""
         return {term.asked: term.weight for term in self.terms}
 
     @property
     def clips(self) -> dict[MetricKey, float]:
-        """Where log-likelihoods are cut, of those that are."""
+        """Clip of each log-likelihood that has one."""
         return {term.asked: term.clip for term in self.terms if term.clip is not None}
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """Parents that constraints compare with, by name."""
+        """Names of the parents that constraints compare with."""
         return tuple(dict.fromkeys(limit.reference for limit in self.limits if limit.reference != HAND_WRITTEN))
 
     def scores(self, sheet: Sheet, change: float = math.nan) -> tuple[float, ...]:
-        """One number an objective; NaN where a document has none.
+        """Return one score per objective, with NaN for an objective without documents.
 
         Args:
-            sheet: With all that is ``asked``.
-            change: Relative size of the change; needed where it is penalised.
+            sheet: Scores of all metrics in ``asked``.
+            change: Relative size of the change. Required if the objective penalizes it.
         """
         penalty = self.change_penalty * change if self.change_penalty else 0.0
         means = [float(np.mean(term.numbers(sheet))) if len(sheet[term.asked]) else math.nan for term in self.terms]
@@ -107,44 +107,45 @@ class Objective:
         return (sum(term.weight * mean for term, mean in zip(self.terms, means, strict=True)) - penalty,)
 
     def total(self, scores: Sequence[float]) -> float:
-        """The weighted sum of several objectives; of one it is that."""
+        """Return the weighted sum of the scores; a single objective returns its score."""
         if not self.several:
             return scores[0]
         return sum(term.weight * score for term, score in zip(self.terms, scores, strict=True))
 
     def violation(self, sheet: Sheet, references: Mapping[str, Sheet]) -> float:
-        """By how much limits are missed together; 0: they are kept.
+        """Return the sum of all constraint violations, 0 if every limit holds.
 
         Args:
-            sheet: Of all documents or of the first of them; they are compared with the same ones of the reference.
-            references: Sheets of whole sets, by name.
+            sheet: Scores on all documents, or on the first ones. They are compared with the reference on the same
+                documents.
+            references: Scores of the references on all documents, by name.
         """
-        missed = 0.0
+        violation_sum = 0.0
         for limit in self.limits:
-            own = sheet[limit.asked]
-            theirs = references[limit.reference][limit.asked][: len(own)]
-            if len(own):
-                missed += max(0.0, float(theirs.mean() - own.mean()) - limit.max_drop)
-        return missed
+            candidate = sheet[limit.asked]
+            reference = references[limit.reference][limit.asked][: len(candidate)]
+            if len(candidate):
+                violation_sum += max(0.0, float(reference.mean() - candidate.mean()) - limit.max_drop)
+        return violation_sum
 
 
 def objective_of(settings: SweepSettings, names: Mapping[str, str]) -> Objective:
-    """Read what is searched for.
+    """Return the objective that the settings describe.
 
     Args:
-        names: What lm-eval calls a task, by what the profile says.
+        names: lm-eval's name of each task, by its name in the profile.
 
     Raises:
-        InvalidInput: The same number twice, a clip of what is no log-likelihood, a metric where none is asked or the
-            reverse, several objectives where there is one.
+        InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is
+            missing or superfluous, or ``several`` is set with a single objective.
     """
     terms = [_term(term, names, f"sweep.objective[{index}]") for index, term in enumerate(settings.objective)]
-    asked = [term.asked for term in terms]
-    for index, one in enumerate(asked):
-        if one in asked[:index]:
+    keys = [term.asked for term in terms]
+    for index, item in enumerate(keys):
+        if item in keys[:index]:
             raise InvalidInput(
                 f"sweep.objective[{index}]",
-                found=f"{one.measure} of {one.task or 'the held-out text'} again",
+                found=f"{item.measure} of {item.task or 'the held-out text'} again",
                 expected="each number once",
                 remedy="one term with the sum of their weights",
             )
@@ -153,38 +154,44 @@ def objective_of(settings: SweepSettings, names: Mapping[str, str]) -> Objective
     total = sum(term.weight for term in terms)
     return Objective(
         terms=tuple(Term(term.asked, term.weight / total, term.clip, term.cluster_by) for term in terms),
-        limits=tuple(_limit(one, names, f"sweep.constraints[{i}]") for i, one in enumerate(settings.constraints)),
+        limits=tuple(_limit(item, names, f"sweep.constraints[{i}]") for i, item in enumerate(settings.constraints)),
         several=settings.several,
         change_penalty=settings.change_penalty,
     )
 
 
 def rank(scores: Sequence[Sequence[float]], violations: Sequence[float], objective: Objective) -> list[int]:
-    """Place of each candidate by Deb's rule, from 0 for the best; equals share a place, and NaN comes last."""
-    keys = [_key(one, violation, objective) for one, violation in zip(scores, violations, strict=True)]
-    places = {key: place for place, key in enumerate(sorted(set(keys)))}
-    return [places[key] for key in keys]
+    """Return the rank of each candidate by Deb's rule, from 0 for the best. Ties share a rank, and NaN comes last."""
+    keys = [_key(values, violation, objective) for values, violation in zip(scores, violations, strict=True)]
+    ranks = {key: position for position, key in enumerate(sorted(set(keys)))}
+    return [ranks[key] for key in keys]
 
 
 def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
-    """The best by Deb's rule of those that were asked everything, the first of equals; None where none has a score."""
-    whole = [trial for trial in trials if not trial.dropped and not trial.problem and not _is_nan(trial.scores)]
-    return min(whole, key=lambda trial: (_key(trial.scores, trial.violation, objective), trial.number), default=None)
+    """Return the best trial by Deb's rule, or None if no trial has a score.
+
+    Only trials that were evaluated on all documents count. The first of several equal trials wins.
+    """
+    complete = [trial for trial in trials if not trial.dropped and not trial.problem and not _is_nan(trial.scores)]
+    return min(complete, key=lambda trial: (_key(trial.scores, trial.violation, objective), trial.number), default=None)
 
 
 def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Those feasible ones that no other is at least as good as in everything and better in something, by number."""
-    whole = [one for one in trials if not one.dropped and not one.problem and not _is_nan(one.scores)]
-    feasible = [one for one in whole if one.violation == 0]
+    """Return the feasible trials on the Pareto front, sorted by number.
 
-    def is_dominated(one: Trial) -> bool:
+    No other feasible trial is at least as good in every objective and better in one.
+    """
+    complete = [trial for trial in trials if not trial.dropped and not trial.problem and not _is_nan(trial.scores)]
+    feasible = [trial for trial in complete if trial.violation == 0]
+
+    def is_dominated(trial: Trial) -> bool:
         return any(
-            all(a >= b for a, b in zip(other.scores, one.scores, strict=True))
-            and any(a > b for a, b in zip(other.scores, one.scores, strict=True))
-            for other in feasible
+            all(a >= b for a, b in zip(rival.scores, trial.scores, strict=True))
+            and any(a > b for a, b in zip(rival.scores, trial.scores, strict=True))
+            for rival in feasible
         )
 
-    return tuple(sorted((one for one in feasible if not is_dominated(one)), key=lambda one: one.number))
+    return tuple(sorted((trial for trial in feasible if not is_dominated(trial)), key=lambda trial: trial.number))
 
 
 def _key(scores: Sequence[float], violation: float, objective: Objective) -> tuple[int, float]:
@@ -198,25 +205,27 @@ def _is_nan(scores: Sequence[float]) -> bool:
     return not scores or any(math.isnan(score) for score in scores)
 
 
-def _term(term: ObjectiveTerm, names: Mapping[str, str], where: str) -> Term:
+def _term(term: ObjectiveTerm, names: Mapping[str, str], location: str) -> Term:
     if term.clip is not None and term.measure != "log_likelihood":
-        raise InvalidInput(f"{where}.clip", found=f"a clip of {term.measure}", expected="one of log_likelihood")
+        raise InvalidInput(f"{location}.clip", found=f"a clip of {term.measure}", expected="one of log_likelihood")
     if term.task is None and term.measure != "log_likelihood":
         raise InvalidInput(
-            f"{where}.measure", found=f"{term.measure} of the held-out text", expected="log_likelihood, or a task"
+            f"{location}.measure", found=f"{term.measure} of the held-out text", expected="log_likelihood, or a task"
         )
-    return Term(_asked(term, term.task, names, where), term.weight, term.clip, term.cluster_by)
+    return Term(_metric_key(term, term.task, names, location), term.weight, term.clip, term.cluster_by)
 
 
-def _limit(constraint: Constraint, names: Mapping[str, str], where: str) -> Limit:
-    asked = _asked(constraint, constraint.task, names, where)
-    return Limit(asked, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100)
+def _limit(constraint: Constraint, names: Mapping[str, str], location: str) -> Limit:
+    key = _metric_key(constraint, constraint.task, names, location)
+    return Limit(key, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100)
 
 
-def _asked(said: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], where: str) -> MetricKey:
-    if (said.measure == "metric") != (said.metric is not None):
-        found = "no metric" if said.metric is None else f"metric with measure: {said.measure}"
+def _metric_key(
+    setting: ObjectiveTerm | Constraint, task: str | None, names: Mapping[str, str], location: str
+) -> MetricKey:
+    if (setting.measure == "metric") != (setting.metric is not None):
+        problem = "no metric" if setting.metric is None else f"metric with measure: {setting.measure}"
         raise InvalidInput(
-            f"{where}.metric", found=found, expected="the name of one with measure: metric, and only there"
+            f"{location}.metric", found=problem, expected="the name of one with measure: metric, and only there"
         )
-    return MetricKey(TEXT if task is None else names[task], said.measure, said.metric or "")
+    return MetricKey(TEXT if task is None else names[task], setting.measure, setting.metric or "")

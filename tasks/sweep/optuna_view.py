@@ -1,9 +1,9 @@
-"""The study as other tools read it: every trial written into a storage of Optuna, for its dashboard and importances.
+"""Export every trial of a study to an Optuna storage, for its dashboard and parameter importances.
 
-A view, never the truth: the search reads nothing of it, and it can be made again from the ledger. It is a journal file
-(one machine, or a file system that is shared) or the address of a database.
+The export is only a view: the search never reads it, and it can be rebuilt from the ledger. The storage is a journal
+file (for one machine or a shared file system) or the address of a database.
 
-Importances are indicative: of sixty trials, many of them close together, another sixty say something else.
+Importances are indicative. With sixty trials, many of them close together, another sixty give different values.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from mergegate.tasks.sweep.trials import Trial
 
 Evaluator = Literal["ped_anova", "fanova"]
 _CONSTRAINTS = "constraints"
-_FEWEST = 10  # trials below which nothing is said
+_FEWEST = 10  # smallest number of trials to compute importances from
 
 
 @dataclass(frozen=True)
 class Importances:
-    """How much each coordinate decides of the score, as shares of 1; indicative.
+    """Share of the score variation that each coordinate explains. Indicative only.
 
     Args:
-        shares: By name of coordinate, largest first; empty where nothing can be said.
-        method: Of Optuna.
-        trials: That it is told from.
-        why_none: Where nothing can be said.
+        shares: Share of 1 by name of coordinate, largest first. Empty if importances cannot be computed.
+        method: Name of the evaluator in Optuna.
+        trials: Number of trials that the shares are computed from.
+        why_none: Reason for empty shares.
     """
 
     shares: Mapping[str, float]
@@ -46,26 +46,26 @@ class Importances:
 
 
 class StudyView:
-    """A study of Optuna that is written to. Made by :func:`open_view`."""
+    """Writable Optuna study. Create it with :func:`open_view`."""
 
     def __init__(self, study: Any, coordinates: Sequence[Coordinate], objective: Objective) -> None:
         self._study, self._coordinates, self._objective = study, coordinates, objective
         self._optuna = installed("optuna")
 
     def record(self, trials: Sequence[Trial]) -> int:
-        """Add those that it does not have yet; how many those were.
+        """Add the trials that the study does not have yet, and return how many were added.
 
-        Recipes that were written otherwise have no place in the space, and are left out.
+        Hand-written recipes other than the searched one are left out, because they are not points of the space.
         """
         with quiet_optuna(self._optuna):
-            known = {one.user_attrs.get("number") for one in self._study.get_trials(deepcopy=False)}
-            new = [trial for trial in trials if trial.number not in known and trial.point]
+            recorded = {item.user_attrs.get("number") for item in self._study.get_trials(deepcopy=False)}
+            new = [trial for trial in trials if trial.number not in recorded and trial.point]
             self._study.add_trials([self._frozen(trial) for trial in new])
         return len(new)
 
     def _frozen(self, trial: Trial) -> Any:
         failed = bool(trial.problem) or any(math.isnan(score) for score in trial.scores)
-        said = {
+        attributes = {
             "number": trial.number,
             "generation": trial.generation,
             "origin": trial.origin,
@@ -78,37 +78,40 @@ class StudyView:
         return self._optuna.trial.create_trial(
             state=state.FAIL if failed else state.COMPLETE,
             values=None if failed else list(trial.scores),
-            params={one.name: _optuna_value(one, trial.point[one.name]) for one in self._coordinates},
-            distributions={one.name: self._distribution(one) for one in self._coordinates},
-            user_attrs=said,
+            params={
+                coordinate.name: _optuna_value(coordinate, trial.point[coordinate.name])
+                for coordinate in self._coordinates
+            },
+            distributions={coordinate.name: self._distribution(coordinate) for coordinate in self._coordinates},
+            user_attrs=attributes,
             constraints={_CONSTRAINTS: trial.violation} if self._objective.limits and not failed else None,
         )
 
-    def _distribution(self, one: Coordinate) -> Any:
+    def _distribution(self, coordinate: Coordinate) -> Any:
         distributions = self._optuna.distributions
-        if one.free.type == "category":
-            return distributions.CategoricalDistribution(one.free.among)
-        if one.free.type == "integer":
-            return distributions.IntDistribution(int(one.low), int(one.high))
-        return distributions.FloatDistribution(one.low, one.high, log=one.free.type == "log")
+        if coordinate.free.type == "category":
+            return distributions.CategoricalDistribution(coordinate.free.among)
+        if coordinate.free.type == "integer":
+            return distributions.IntDistribution(int(coordinate.low), int(coordinate.high))
+        return distributions.FloatDistribution(coordinate.low, coordinate.high, log=coordinate.free.type == "log")
 
     def importances(self, evaluator: Evaluator) -> Mapping[str, float]:
-        """Of Optuna; of several objectives those of their weighted sum."""
+        """Return Optuna's importances. With several objectives they are those of the weighted sum."""
         module, several = self._optuna.importance, self._objective.several
-        chosen = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
-        made = getattr(module, chosen)(**({"seed": 0} if evaluator == "fanova" else {}))
-        target = (lambda one: self._objective.total(one.values)) if several or evaluator == "fanova" else None
+        class_name = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
+        instance = getattr(module, class_name)(**({"seed": 0} if evaluator == "fanova" else {}))
+        target = (lambda trial: self._objective.total(trial.values)) if several or evaluator == "fanova" else None
         with quiet_optuna(self._optuna):
-            found = module.get_param_importances(self._study, evaluator=made, target=target)
-        return {name: float(share) for name, share in found.items()}
+            shares = module.get_param_importances(self._study, evaluator=instance, target=target)
+        return {name: float(share) for name, share in shares.items()}
 
 
 def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objective: Objective) -> StudyView:
-    """The view of a study, made if it is not there.
+    """Open the view of a study, and create it if it does not exist.
 
     Args:
-        place: A journal file, or the address of a database (``postgresql://…``).
-        name: Of the study; another search has another.
+        place: Path of a journal file, or address of a database (``postgresql://…``).
+        name: Name of the study, different for each search.
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
@@ -118,7 +121,7 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
     objectives = len(objective.terms) if objective.several else 1
     with quiet_optuna(optuna):
         storage = view_storage(place)
-        study = _reached(
+        study = _connect(
             place,
             lambda: optuna.create_study(
                 storage=storage,
@@ -139,10 +142,10 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
 
 
 def view_storage(place: str) -> Any:
-    """A storage of Optuna: a journal file, or a database by its address."""
+    """Return an Optuna storage for a journal file or the address of a database."""
     optuna = installed("optuna")
     if "://" in place:
-        return _reached(place, lambda: optuna.storages.RDBStorage(place))
+        return _connect(place, lambda: optuna.storages.RDBStorage(place))
     file = Path(place)
     with disk_errors_refused(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,30 +153,30 @@ def view_storage(place: str) -> Any:
 
 
 def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> Importances:
-    """How much each coordinate decides of the score, from the trials of a search.
+    """Return how much each coordinate contributes to the score, computed from the trials of a search.
 
     Raises:
         InvalidInput: Optuna is not installed.
     """
-    trials = [one for one in study.trials if one.point and not one.problem]
+    trials = [trial for trial in study.trials if trial.point and not trial.problem]
     if len(trials) < _FEWEST:
         return Importances({}, evaluator, len(trials), why_none=f"fewer than {_FEWEST} trials have a score")
-    if len({one.scores for one in trials}) < 2:
+    if len({trial.scores for trial in trials}) < 2:
         return Importances({}, evaluator, len(trials), why_none="all trials have the same score")
     optuna = installed("optuna")
     with quiet_optuna(optuna):
         directions = ["maximize"] * len(trials[0].scores)
-        made = optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=directions)
-    view = StudyView(made, study.coordinates, study.objective)
+        optuna_study = optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=directions)
+    view = StudyView(optuna_study, study.coordinates, study.objective)
     view.record(trials)
     return Importances(view.importances(evaluator), evaluator, len(trials))
 
 
 def serve_dashboard(place: str, port: int = 8080) -> None:
-    """Serve Optuna's dashboard of a view on this machine, for this machine alone, until it is interrupted.
+    """Serve Optuna's dashboard of a view on 127.0.0.1 until interrupted.
 
     Raises:
-        InvalidInput: It is not installed.
+        InvalidInput: optuna-dashboard is not installed.
     """
     dashboard = installed("optuna_dashboard", extra="dashboard")
     with quiet_optuna(installed("optuna")):
@@ -181,24 +184,24 @@ def serve_dashboard(place: str, port: int = 8080) -> None:
     dashboard.run_server(storage, host="127.0.0.1", port=port)
 
 
-def _optuna_value(one: Coordinate, value: Value) -> Value:
-    if one.free.type == "category":
-        return next(choice for choice in one.free.among if one.encode(choice) == one.encode(value))
-    return int(value) if one.free.type == "integer" else float(value)
+def _optuna_value(coordinate: Coordinate, value: Value) -> Value:
+    if coordinate.free.type == "category":
+        return next(choice for choice in coordinate.free.among if coordinate.encode(choice) == coordinate.encode(value))
+    return int(value) if coordinate.free.type == "integer" else float(value)
 
 
-def _reached(place: str, open_it: Any) -> Any:
+def _connect(address: str, connect: Any) -> Any:
     try:
-        return open_it()
+        return connect()
     except MergegateError:
         raise
-    except Exception as error:  # of whatever driver the address names
-        if "://" not in place:
+    except Exception as error:  # the type depends on the database driver
+        if "://" not in address:
             raise
-        # The address may hold a password, and so may what the driver says of it.
+        # Omit the address and the driver's message, because both may contain a password.
         raise InvalidInput(
             "sweep: storage",
-            found=f"the database at {place.partition('://')[0]}://… cannot be used ({type(error).__name__})",
+            found=f"the database at {address.partition('://')[0]}://… cannot be used ({type(error).__name__})",
             expected="an address of SQLAlchemy, with its driver installed",
             remedy="a journal file needs neither",
         ) from None

@@ -1,8 +1,8 @@
-"""A recipe with holes: ordinary YAML in which some values are names, ``$weight``, to be filled in.
+"""Find and fill placeholders in a recipe: YAML in which some values are names such as ``$weight``.
 
-A hole is a whole value, never a part of a text, and may stand wherever a value stands: a number, a method, the name of
-a model. Where a parameter has a value for each group of layers or for each filter, the hole stands where a person
-would write the list (``parameters: {weight: $weight}``), because a list is what it becomes.
+A placeholder replaces a complete value, never part of a text. It can replace any value, such as a number, a method or
+the name of a model. If a parameter has a value for each group of layers or for each filter, the placeholder is in the
+position of the whole list (``parameters: {weight: $weight}``), because a list replaces it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PARAMETERS = "parameters"
 
 
 class Placeholder(NamedTuple):
-    """One of them.
+    """A placeholder and its position.
 
     Args:
-        name: Without the dollar.
-        where: Its place, as a person would say it: ``models[0].parameters.weight``.
-        takes_filters: A list of values by filter may stand there.
-        takes_layers: A list of values along the layers may stand there.
+        name: Name without the dollar sign.
+        where: Readable position in the recipe, such as ``models[0].parameters.weight``.
+        takes_filters: Whether a list of values by filter is allowed at this position.
+        takes_layers: Whether a list of values along the layers is allowed at this position.
     """
 
     name: str
@@ -34,55 +34,60 @@ class Placeholder(NamedTuple):
 
 
 def holes_in(recipe: Mapping[str, Any], where: str) -> tuple[Placeholder, ...]:
-    """All holes, in the order in which they stand in the recipe.
+    """Return all placeholders, in the order of the recipe.
 
     Args:
-        where: What messages call the recipe.
+        where: Name of the recipe in error messages.
 
     Raises:
-        InvalidInput: A dollar at the beginning of a text that is no hole, or a hole in place of a key.
+        InvalidInput: A text starts with a dollar sign but is not a placeholder, or a placeholder is used as a key.
     """
-    return tuple(_look(recipe, (), where))
+    return tuple(_find_placeholders(recipe, (), where))
 
 
 def fill(recipe: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
-    """``recipe`` with every hole replaced by ``value_of`` of its name; nothing of it is shared with ``recipe``."""
+    """Return a deep copy of ``recipe`` in which ``value_of(name)`` replaces each placeholder."""
 
-    def filled(node: Any) -> Any:
-        if isinstance(node, str) and (found := _HOLE.fullmatch(node)):
-            return value_of(found[1])
+    def replace(node: Any) -> Any:
+        if isinstance(node, str) and (match := _HOLE.fullmatch(node)):
+            return value_of(match[1])
         if isinstance(node, Mapping):
-            return {key: filled(value) for key, value in node.items()}
-        return [filled(item) for item in node] if isinstance(node, (list, tuple)) else node
+            return {key: replace(value) for key, value in node.items()}
+        return [replace(item) for item in node] if isinstance(node, (list, tuple)) else node
 
-    return {key: filled(value) for key, value in recipe.items()}
+    return {key: replace(value) for key, value in recipe.items()}
 
 
-def _look(node: Any, path: tuple[str | int, ...], where: str) -> Iterator[Placeholder]:
+def _find_placeholders(node: Any, path: tuple[str | int, ...], recipe_name: str) -> Iterator[Placeholder]:
     if isinstance(node, Mapping):
         for key, value in node.items():
             if isinstance(key, str) and key.startswith("$"):
                 raise InvalidInput(
-                    _place(where, (*path, key)), found=f"the key {key!r}", expected="holes in values only"
+                    _location(recipe_name, (*path, key)), found=f"the key {key!r}", expected="holes in values only"
                 )
-            yield from _look(value, (*path, str(key)), where)
+            yield from _find_placeholders(value, (*path, str(key)), recipe_name)
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
-            yield from _look(value, (*path, index), where)
+            yield from _find_placeholders(value, (*path, index), recipe_name)
     elif isinstance(node, str) and node.startswith("$"):
-        found = _HOLE.fullmatch(node)
-        if not found:
+        match = _HOLE.fullmatch(node)
+        if not match:
             raise InvalidInput(
-                _place(where, path),
+                _location(recipe_name, path),
                 found=repr(node),
                 expected="a hole is a whole value: $ and a name of letters, digits and underscores",
             )
-        whole = path[-2:-1] == (_PARAMETERS,)
-        # Of ``{value: $weight, filter: mlp}``, which stands in a list of such.
-        of_filter = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
-        yield Placeholder(found[1], _place(where, path), takes_filters=whole, takes_layers=whole or of_filter)
+        is_parameter = path[-2:-1] == (_PARAMETERS,)
+        # The entry ``{value: $weight, filter: mlp}`` in a list of such entries.
+        is_filter_value = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
+        yield Placeholder(
+            match[1],
+            _location(recipe_name, path),
+            takes_filters=is_parameter,
+            takes_layers=is_parameter or is_filter_value,
+        )
 
 
-def _place(where: str, path: tuple[str | int, ...]) -> str:
+def _location(recipe_name: str, path: tuple[str | int, ...]) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return f"{where}: {text.removeprefix('.')}"
+    return f"{recipe_name}: {text.removeprefix('.')}"

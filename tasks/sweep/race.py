@@ -1,19 +1,21 @@
-"""Hopeless candidates are dropped before all documents are asked, with an error that is stated. Pure functions.
+"""Drop hopeless candidates before they are evaluated on all documents, with a stated error. Pure functions.
 
-A candidate is asked on growing shares of the documents that the best so far, the *incumbent*, has been asked. At each
-look the upper bound of its weighted mean paired difference decides, stratified by task: every task has its share of
-documents at every look, so the weights are those of the objective::
+A candidate is evaluated on growing shares of the documents and compared with the best candidate so far, the
+*incumbent*, on the same documents. At each interim look the upper bound of the weighted mean paired difference decides.
+It is stratified by task. Each task has the same share of its documents at each look, so the weights are those of the
+objective::
 
     D = sum over tasks of w_t * mean_t,     SE^2 = sum over tasks of w_t^2 * var_t / n_t
     dropped if  D + lead + z_i * SE < 0
 
-The error, of dropping a candidate that is not worse, is spent over the looks as O'Brien & Fleming's bound spends it
-(Lan & DeMets 1983, Biometrika 70:659), by number of look, and all before the last, at which there is nothing left to
-save. The idea is that of Maron & Moore 1994 (Hoeffding races) and of F-race (Birattari et al. 2002). A dropped
-candidate is ranked by the incumbent's score and the mean paired difference seen.
+The error is the chance to drop a candidate that is not worse. It is spent over the looks like O'Brien & Fleming's bound
+(Lan & DeMets 1983, Biometrika 70:659), as a function of the number of the look. All of it is spent before the last
+look, at which there is nothing left to save. The idea comes from Hoeffding races (Maron & Moore 1994) and F-race
+(Birattari et al. 2002). The score of a dropped candidate is the incumbent's score plus the observed mean paired
+difference.
 
-``halving`` is the cheap and rough rule: of each generation the better third goes on to three times the documents. It
-has no stated error.
+``halving`` is a cheap, rough rule without a stated error: the better third of each generation continues with three
+times the documents.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from numpy.typing import NDArray
 from mergegate.tasks.sweep.settings import Racing
 from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
-KEPT = 3  # halving: one of so many goes on, to so many times the documents
-_FEWEST = 8  # documents of all tasks together before anything is decided
+KEPT = 3  # halving: one in three candidates continues, with three times the documents
+_FEWEST = 8  # smallest number of documents, over all tasks, that a decision is based on
 
 
 @dataclass(frozen=True)
 class Race:
-    """What a candidate is held against while it is asked. Picklable.
+    """Rule that decides during a trial whether to drop the candidate. Picklable.
 
     Args:
-        incumbent: Its numbers on all documents; empty: there is none, and the candidate is asked up to the first look,
-            whatever comes out.
-        weights: Of what counts, together 1.
-        looks: Shares of each task's documents that have been asked at each look, rising; the last is 1.
-        error: Chance, over all looks, to drop a candidate that is not worse.
-        clips: Log-likelihoods are cut at minus this.
-        lead: That the candidate may have before any document: what the incumbent is penalised for.
+        incumbent: Scores of the incumbent on all documents. Empty: there is no incumbent, and the trial always ends at
+            the first look.
+        weights: Weight of each metric in the score. They sum to 1.
+        looks: Cumulative share of each task's documents at each look, increasing. The last one is 1.
+        error: Chance, over all looks, of dropping a candidate that is not worse.
+        clips: Log-likelihoods below minus this value are raised to it.
+        lead: Largest advantage that a candidate can have before any document: the incumbent's change penalty.
     """
 
     incumbent: Sheet
@@ -56,51 +58,52 @@ class Race:
     lead: float = 0.0
 
     def is_hopeless(self, seen: Sheet, look: int) -> bool:
-        """Whether it is to be dropped.
+        """Return whether to drop the candidate at this look.
 
         Args:
-            seen: The first documents of each task.
-            look: Number of the look, from 0.
+            seen: Scores on the first documents of each task.
+            look: Index of the look, from 0.
         """
         if look >= len(self.looks) - 1:
             return False
         if not self.incumbent:
             return True
-        differences = [self._differences(seen, asked) for asked in self.weights]
-        if min(len(one) for one in differences) < 2 or sum(len(one) for one in differences) < _FEWEST:
+        differences = [self._differences(seen, key) for key in self.weights]
+        if min(len(values) for values in differences) < 2 or sum(len(values) for values in differences) < _FEWEST:
             return False
         mean = squared = 0.0
-        for (asked, weight), one in zip(self.weights.items(), differences, strict=True):
-            # A spread of nothing is no certainty: at least that of one document that differs by a standard deviation.
-            floor = float(np.var(self._cut(self.incumbent[asked], asked))) / len(one)
-            mean += weight * float(one.mean())
-            squared += weight**2 * max(float(one.var(ddof=1)), floor) / len(one)
+        for (key, weight), values in zip(self.weights.items(), differences, strict=True):
+            # Zero observed variance does not mean certainty. Assume at least the variance that results if one document
+            # differs by a standard deviation of the incumbent.
+            floor = float(np.var(self._cut(self.incumbent[key], key))) / len(values)
+            mean += weight * float(values.mean())
+            squared += weight**2 * max(float(values.var(ddof=1)), floor) / len(values)
         level = spent_at(look, len(self.looks) - 1, self.error)
         return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
 
     def difference(self, seen: Sheet) -> float:
-        """Weighted mean of candidate minus incumbent, on the documents that both have been asked."""
-        return sum(weight * float(self._differences(seen, asked).mean()) for asked, weight in self.weights.items())
+        """Return the weighted mean of candidate minus incumbent, on the documents that both were evaluated on."""
+        return sum(weight * float(self._differences(seen, key).mean()) for key, weight in self.weights.items())
 
     def digest(self) -> str:
-        """Of all that decides when a candidate is dropped: 64 hex digits."""
-        found = hashlib.sha256()
+        """Return a digest of everything that determines when a candidate is dropped: 64 hex digits."""
+        sha256_hash = hashlib.sha256()
         rule = [self.looks, self.error, self.lead, sorted(self.weights.items()), sorted(self.clips.items())]
-        found.update(repr(rule).encode())
-        for asked in sorted(self.incumbent):
-            found.update(repr(asked).encode() + np.ascontiguousarray(self.incumbent[asked], dtype="<f8").tobytes())
-        return found.hexdigest()
+        sha256_hash.update(repr(rule).encode())
+        for key in sorted(self.incumbent):
+            sha256_hash.update(repr(key).encode() + np.ascontiguousarray(self.incumbent[key], dtype="<f8").tobytes())
+        return sha256_hash.hexdigest()
 
-    def _differences(self, seen: Sheet, asked: MetricKey) -> NDArray[np.float64]:
-        own = seen[asked]
-        return self._cut(own, asked) - self._cut(self.incumbent[asked][: len(own)], asked)
+    def _differences(self, seen: Sheet, key: MetricKey) -> NDArray[np.float64]:
+        scores = seen[key]
+        return self._cut(scores, key) - self._cut(self.incumbent[key][: len(scores)], key)
 
-    def _cut(self, numbers: NDArray[np.float64], asked: MetricKey) -> NDArray[np.float64]:
-        return np.maximum(numbers, -self.clips[asked]) if asked in self.clips else numbers
+    def _cut(self, numbers: NDArray[np.float64], key: MetricKey) -> NDArray[np.float64]:
+        return np.maximum(numbers, -self.clips[key]) if key in self.clips else numbers
 
 
 def doubling_shares(first: float) -> tuple[float, ...]:
-    """``first``, twice as much, ... and all: shares of the documents."""
+    """Return shares of the documents: ``first``, doubled until 1 is reached, and 1."""
     looks = []
     while first < 1:
         looks.append(first)
@@ -109,16 +112,16 @@ def doubling_shares(first: float) -> tuple[float, ...]:
 
 
 def cumulative_shares(racing: Racing) -> tuple[float, ...]:
-    """Shares of each task's documents that have been asked after each look of a candidate that is not dropped."""
+    """Return the cumulative share of each task's documents after each look of a candidate that is not dropped."""
     return doubling_shares(racing.first) if racing.rule == "paired" else (1.0,)
 
 
 def spent_at(look: int, interim: int, error: float) -> float:
-    """Error that is spent at this look of those before the last.
+    """Return the error that is spent at one interim look.
 
     Args:
-        look: From 0.
-        interim: How many looks there are but for the last.
+        look: Index of the look, from 0.
+        interim: Number of looks before the last.
     """
 
     def up_to(share: float) -> float:
@@ -129,12 +132,12 @@ def spent_at(look: int, interim: int, error: float) -> float:
 
 
 def heat(share: float) -> Race:
-    """Ask up to ``share`` of the documents and no further: one round of halving."""
+    """Return the race of one halving round: evaluate ``share`` of the documents, then stop."""
     return Race({}, {}, (share, 1.0))
 
 
 def heats(racing: Racing) -> tuple[float, ...]:
-    """Shares of the documents of each round of halving, from about ``racing.first``; the last is all."""
+    """Return the share of the documents in each halving round, from about ``racing.first`` to 1."""
     shares = [1.0]
     while shares[0] / KEPT > 0.8 * racing.first:
         shares.insert(0, shares[0] / KEPT)
@@ -142,10 +145,10 @@ def heats(racing: Racing) -> tuple[float, ...]:
 
 
 def going_on(places: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of those that go on to the next round of halving: the better third, at least one.
+    """Return the indices of the candidates that continue to the next halving round: the better third, at least one.
 
     Args:
-        places: Of each candidate, from 0 for the best.
+        places: Rank of each candidate, from 0 for the best.
     """
-    kept = max(1, math.ceil(len(places) / KEPT))
-    return tuple(sorted(sorted(range(len(places)), key=lambda i: (places[i], i))[:kept]))
+    count = max(1, math.ceil(len(places) / KEPT))
+    return tuple(sorted(sorted(range(len(places)), key=lambda i: (places[i], i))[:count]))

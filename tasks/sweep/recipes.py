@@ -1,4 +1,4 @@
-"""Recipes of a sweep as people keep them: every choice once, and paths that are right wherever the file lies."""
+"""Enumerate the recipes of a sweep, rewrite their relative paths, and format them for saving."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "sourc
 
 
 def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
-    """The hand-written recipe with another choice in one place, for each choice: together they name all that a
-    candidate can be made of.
+    """Yield variants of the start recipe, one for each other choice of each coordinate.
+
+    Together with the start recipe, the variants name everything that a candidate can be made of.
 
     Args:
-        recipe: With its holes open.
+        recipe: Recipe with placeholders.
     """
-    # As many layers as there are groups are enough to write it down.
+    # The real number of layers is not needed here. One layer per group is enough to write the recipe.
     layers = max(free.layers or 1 for free in settings.parameters.values())
     space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
@@ -35,40 +36,45 @@ def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Ite
 
 
 def reference_parent(parents: Sequence[PinnedCheckpoint]) -> str:
-    """The parent that the size of a change is measured from: the base, or where there is none the first."""
+    """Return the parent that changes are measured from: the base or, without a base, the first parent."""
     return next((parent.name for parent in parents if parent.is_base), parents[0].name)
 
 
 def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
-    """``recipe`` with relative paths of directories that lie at ``before`` rewritten for a file in ``now``."""
+    """Return ``recipe`` with relative paths rewritten from the directory ``before`` to the directory ``now``.
 
-    def moved(text: str) -> str:
+    Only paths of directories that exist relative to ``before`` are rewritten.
+    """
+
+    def relocate_reference(text: str) -> str:
         model, plus, adapter = text.partition("+")
-        return path(model) + plus + (path(adapter) if adapter else "")
+        return relocate_path(model) + plus + (relocate_path(adapter) if adapter else "")
 
-    def path(text: str) -> str:
+    def relocate_path(text: str) -> str:
         if not text or Path(text).is_absolute() or not (before / text).is_dir():
             return text
         return os.path.relpath((before / text).absolute(), now.absolute())
 
-    def look(node: Any, key: str = "") -> Any:
+    def relocate(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
-            return {name: look(value, str(name)) for name, value in node.items()}
+            return {name: relocate(value, str(name)) for name, value in node.items()}
         if isinstance(node, (list, tuple)):
-            return [look(item, key) for item in node]
-        return moved(node) if isinstance(node, str) and key in (*_REFERENCES, "path") else node
+            return [relocate(item, key) for item in node]
+        return relocate_reference(node) if isinstance(node, str) and key in (*_REFERENCES, "path") else node
 
-    return {name: look(value, str(name)) for name, value in recipe.items()}
+    return {name: relocate(value, str(name)) for name, value in recipe.items()}
 
 
 def count_layers(names: Iterable[str]) -> int | None:
-    """Layers of the model that has tensors of these names; of several stacks the deepest, which is what gradients run
-    along. None: it has none."""
+    """Return the number of layers of a model from its tensor names, or None if it has no layers.
+
+    With several stacks, the result is that of the deepest one, because gradients run along it.
+    """
     return max(stacks(names).values(), default=None)
 
 
 def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
-    """The recipe as YAML, with a line above that says where it comes from."""
+    """Return the recipe as YAML, with a comment above it that states its origin."""
     lines = "\n".join(textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# "))
     return (
         lines

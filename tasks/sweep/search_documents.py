@@ -1,21 +1,23 @@
-"""What every trial of a study is asked, as batches of tokens; and how a network in memory answers. In the child only.
+"""Score a model in memory on the documents of a study, as batches of tokens. Runs only in the model process.
 
-Built once for a tokenizer and a set of documents, then asked of one candidate after another. A document is asked for
-the log-likelihood of its answers, so one forward pass a document gives four measures:
+The batches are built once per tokenizer and document set, then used for one candidate after another. One forward pass
+per document computes the log-likelihood of its answers, which gives four measures:
 
-* ``log_likelihood``: ``log p(answer | prompt) / tokens of the answer``, of the best right answer. Nats a token, <= 0.
-* ``probability``: of choices ``p(right) / p(all choices)``, else ``p(answer | prompt)``. In [0, 1].
-* ``exact``: 1 where the greedy answer is the right one token by token; of choices, where the likeliest is a right one.
-* ``entropy``: minus the entropy of what the model expects: of choices that of ``p(choice) / p(all choices)``, nats;
-  else that of the next token, mean over the positions of the answers, nats a token. It does not look at which answer
-  is right. Entropy of predictions is what AdaMerging minimises (Yang et al. 2024, https://arxiv.org/abs/2310.02575).
+* ``log_likelihood``: ``log p(answer | prompt) / tokens of the answer`` of the best right answer. Nats per token, <= 0.
+* ``probability``: ``p(right) / p(all choices)`` for multiple choice, else ``p(answer | prompt)``. In [0, 1].
+* ``exact``: 1 if the greedy answer equals a right one token by token. For multiple choice, 1 if the most likely choice
+  is right.
+* ``entropy``: Minus the entropy of the predictions. For multiple choice this is the entropy of
+  ``p(choice) / p(all choices)`` in nats. Otherwise it is the entropy of the next token, averaged over the positions of
+  the answers, in nats per token. It does not depend on which answer is right. AdaMerging minimizes the entropy of
+  predictions (Yang et al. 2024, https://arxiv.org/abs/2310.02575).
 
-``metric`` has answers written out, by lm-eval; held-out text is read in the windows of ``tasks.perplexity``.
+For ``metric``, lm-eval scores generated answers. Held-out text is read in the windows of ``tasks.perplexity``.
 
-Documents are asked look by look, each look in batches of its own: what a candidate gets does not depend on whether it
-was asked further, nor on who was asked before. Within a look all tasks go together, sorted by length and padded on the
-right; what reads the same tokens (choices of one token) is read once. Softmax is taken in float32, whatever the format
-of the network, at the positions that predict answers only.
+Documents are evaluated look by look, and each look has its own batches. The score of a candidate therefore depends
+neither on whether it was evaluated further nor on earlier candidates. A look sorts the documents of all tasks by
+length and pads them on the right. Identical inputs, such as those of single-token choices, are read once. The
+softmax is computed in float32 for any dtype of the network, and only at the positions that predict answers.
 """
 
 from __future__ import annotations
@@ -38,22 +40,23 @@ if TYPE_CHECKING:
 
     from mergegate.tasks.checkpoints import LoadedModel
 
-_TOKENS = 1 << 13  # of one batch, padding included
-_LOGITS = 1 << 25  # elements of one batch's logits: 128 MB in float32
-_SHORTEST = 0.6  # of the longest row: what is shorter is another batch's
-_WORTH = 1 << 10  # tokens that a batch has before it is ended for that
+_TOKENS = 1 << 13  # largest number of tokens in a batch, padding included
+_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32
+_SHORTEST = 0.6  # rows shorter than this share of the longest row start a new batch
+_WORTH = 1 << 10  # smallest number of tokens before a batch is closed because of shorter rows
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows of tokens that are read together, and what is looked up in the answer.
+    """Rows of tokens that are read together, and the answer tokens to look up in the logits.
 
     Args:
-        tokens: What is read, padded on the right; int64 ``[rows, length]``.
-        kept: So many last positions are wanted.
-        row, position: Of each predicted token: its row, and where among the kept positions it is predicted; ``[n]``.
-        target: The token itself; ``[n]``.
-        answer: Number of the answer that it belongs to; ``[n]``.
+        tokens: Input tokens, padded on the right; int64 ``[rows, length]``.
+        kept: Number of last positions whose logits are needed.
+        row: Row of each answer token; ``[n]``.
+        position: Position, among the last ``kept``, that predicts each answer token; ``[n]``.
+        target: Each answer token; ``[n]``.
+        answer: Index of the answer that each token belongs to; ``[n]``.
     """
 
     tokens: torch.Tensor
@@ -66,13 +69,13 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is asked at one look.
+    """Documents and batches of one look.
 
     Args:
-        parts: Of each task, which documents, as positions in its set.
-        batches: What is read for them.
-        answers: How many answers are asked altogether; those of a document come one after another.
-        lengths: Tokens of each.
+        parts: Documents of each task, as positions in its set.
+        batches: Batches to read for these documents.
+        answers: Total number of answers. The answers of one document are consecutive.
+        lengths: Number of tokens of each answer.
     """
 
     parts: Mapping[str, range]
@@ -82,16 +85,17 @@ class _Look:
 
 
 class SearchDocuments:
-    """What is asked of the documents of one set, look by look.
+    """Documents of one set, tokenized and grouped by look.
 
     Args:
-        asked: The numbers that are wanted of each document.
-        tasks: The tasks by name, with all documents of the set.
-        text: Held-out text; None where it is not asked.
-        looks: Shares of each task's documents that have been asked after each look, rising; the last is 1.
+        asked: Metrics to compute for each document.
+        tasks: Tasks by name, with all documents of the set.
+        text: Held-out text. None if it is not used.
+        looks: Cumulative share of each task's documents after each look, increasing. The last one is 1.
 
     Raises:
-        InvalidInput: A likelihood is asked of a right answer that is none of the choices; a task has no document.
+        InvalidInput: A likelihood is needed of a right answer that is not among the choices, or a task has no
+            documents.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class SearchDocuments:
         looks: Sequence[float],
     ) -> None:
         self._asked, self._tasks, self._text = tuple(asked), tasks, text
-        self._asks_entropy = any(one.measure == "entropy" for one in asked)
+        self._asks_entropy = any(key.measure == "entropy" for key in asked)
         sizes = {name: len(task.order) for name, task in tasks.items()} | (
             {TEXT: len(text.documents)} if text is not None else {}
         )
@@ -118,10 +122,10 @@ class SearchDocuments:
         ]
 
     def _require_answers(self) -> None:
-        for asked in self._asked:
-            if asked.measure != "log_likelihood" or asked.task == TEXT:
+        for key in self._asked:
+            if key.measure != "log_likelihood" or key.task == TEXT:
                 continue
-            for document in self._tasks[asked.task].documents:
+            for document in self._tasks[key.task].documents:
                 if not document.right:
                     raise InvalidInput(
                         f"task {document.leaf}: document {document.doc_id}",
@@ -135,55 +139,60 @@ class SearchDocuments:
         lengths: list[int] = []
         for document in self._likely(parts):
             for context, continuation in document.pairs:
-                read = (*context, *continuation)[:-1]
-                rows.setdefault(read, []).append((len(lengths), len(context) - 1, continuation))
+                input_tokens = (*context, *continuation)[:-1]
+                rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
                 lengths.append(len(continuation))
         return _Look(parts, tuple(_batch(part, rows) for part in _cut(rows)), len(lengths), tuple(lengths))
 
     def _likely(self, parts: Mapping[str, range]) -> Iterator[TokenizedDocument]:
-        """The documents whose answers' likelihoods are wanted, task by task."""
-        for name in dict.fromkeys(asked.task for asked in self._asked if _is_likelihood(asked)):
+        """Yield the documents that need likelihoods of their answers, task by task."""
+        for name in dict.fromkeys(key.task for key in self._asked if _is_likelihood(key)):
             yield from (self._tasks[name].documents[position] for position in parts[name])
 
     def ask(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[Sheet]:
-        """Ask a model; after each look what is known of all documents so far. Nobody has to ask to the end.
+        """Evaluate a model, and yield the scores of all documents so far after each look.
+
+        The caller may stop after any look.
 
         Args:
-            alive: Called after each batch.
+            alive: Callback after each batch.
         """
-        found: dict[MetricKey, list[float]] = {asked: [] for asked in self._asked}
+        scores: dict[MetricKey, list[float]] = {key: [] for key in self._asked}
         for look in self._looks:
-            for asked, numbers in self._answers(loaded, look, alive).items():
-                found[asked] += numbers
-            yield {asked: np.array(numbers, np.float64) for asked, numbers in found.items()}
+            for key, numbers in self._answers(loaded, look, alive).items():
+                scores[key] += numbers
+            yield {key: np.array(numbers, np.float64) for key, numbers in scores.items()}
 
     def _answers(self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]) -> dict[MetricKey, list[float]]:
-        read = measure_answers(loaded.network, look.batches, look.answers, alive, entropy=self._asks_entropy)
+        answers_read = measure_answers(loaded.network, look.batches, look.answers, alive, entropy=self._asks_entropy)
         measured: dict[str, list[_Measures]] = {}
         answer = 0
-        for name in dict.fromkeys(asked.task for asked in self._asked if _is_likelihood(asked)):
+        for name in dict.fromkeys(key.task for key in self._asked if _is_likelihood(key)):
             measured[name] = []
             for position in look.parts[name]:
                 document = self._tasks[name].documents[position]
                 end = answer + len(document.pairs)
-                measured[name].append(_measures(document, read.part(answer, end), look.lengths[answer:end]))
+                measured[name].append(_measures(document, answers_read.part(answer, end), look.lengths[answer:end]))
                 answer = end
-        found: dict[MetricKey, list[float]] = {}
-        for asked in self._asked:
-            part = look.parts[asked.task]
-            if asked.task == TEXT:
+        scores: dict[MetricKey, list[float]] = {}
+        for key in self._asked:
+            part = look.parts[key.task]
+            if key.task == TEXT:
                 assert self._text is not None, "it was asked for"
-                found[asked] = self._text.likelihoods(loaded, part)
-            elif asked.measure == "metric":
-                found[asked] = self._tasks[asked.task].outcomes(loaded, asked.metric, part, alive) if part else []
+                scores[key] = self._text.likelihoods(loaded, part)
+            elif key.measure == "metric":
+                scores[key] = self._tasks[key.task].outcomes(loaded, key.metric, part, alive) if part else []
             else:
-                found[asked] = [getattr(one, asked.measure) for one in measured[asked.task]]
-        return found
+                scores[key] = [getattr(measures, key.measure) for measures in measured[key.task]]
+        return scores
 
 
 class _AnswersRead(NamedTuple):
-    """What was seen of answers, each in its place: log-likelihood in nats, whether it is what greedy decoding gives,
-    and the sum of the entropies where its tokens are predicted, nats (zeros where nobody asks)."""
+    """Measurements of answers, by index of the answer.
+
+    ``sums`` are log-likelihoods in nats. ``greedy`` states whether greedy decoding gives the answer. ``entropies`` are
+    summed over the positions that predict its tokens, in nats, and are zero if they are not requested.
+    """
 
     sums: list[float]
     greedy: list[bool]
@@ -200,31 +209,34 @@ class _Measures(NamedTuple):
     entropy: float
 
 
-def _is_likelihood(asked: MetricKey) -> bool:
-    return asked.task != TEXT and asked.measure != "metric"
+def _is_likelihood(key: MetricKey) -> bool:
+    return key.task != TEXT and key.measure != "metric"
 
 
 def _measures(document: TokenizedDocument, read: _AnswersRead, lengths: Sequence[int]) -> _Measures:
-    """The measures of one document, see the module.
+    """Return the measures of one document, as defined in the module docstring.
 
     Args:
-        read: Its answers.
-        lengths: Tokens of each.
+        read: Measurements of its answers.
+        lengths: Number of tokens of each answer.
     """
     sums = read.sums
-    likely = max((sums[one] / lengths[one] for one in document.right), default=-math.inf)
+    likely = max((sums[index] / lengths[index] for index in document.right), default=-math.inf)
     if document.is_choice:
-        answered = AnsweredChoice(tuple(sums), document.right)
-        probability, entropy = answered.probability, answered.entropy
+        choice = AnsweredChoice(tuple(sums), document.right)
+        probability, entropy = choice.probability, choice.entropy
         if probability is None or entropy is None:
             probability = entropy = math.nan
-        return _Measures(likely, probability, float(answered.is_right), -entropy)
+        return _Measures(likely, probability, float(choice.is_right), -entropy)
     certainty = -sum(read.entropies) / sum(lengths)
     return _Measures(likely, math.exp(max(sums)), float(any(read.greedy)), certainty)
 
 
 def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
-    """Rows of like length together, longest first; ties in their own order, which no hash decides."""
+    """Yield batches of rows of similar length, longest first.
+
+    Ties stay in insertion order, so no hash affects the batches.
+    """
     batch: list[tuple[int, ...]] = []
     for row in sorted(rows, key=len, reverse=True):
         if batch:
@@ -245,62 +257,62 @@ def _batch(
     longest = len(part[0])
     tokens = torch.zeros((len(part), longest), dtype=torch.long)
     row: list[int] = []
-    place: list[int] = []
+    position: list[int] = []
     target: list[int] = []
     answer: list[int] = []
-    for number, read in enumerate(part):
-        tokens[number, : len(read)] = torch.tensor(read)
-        for which, first, continuation in rows[read]:
+    for number, input_tokens in enumerate(part):
+        tokens[number, : len(input_tokens)] = torch.tensor(input_tokens)
+        for answer_index, first, continuation in rows[input_tokens]:
             row += [number] * len(continuation)
-            place += range(first, first + len(continuation))
+            position += range(first, first + len(continuation))
             target += continuation
-            answer += [which] * len(continuation)
-    first_kept = min(place)
-    found = [torch.tensor(numbers, dtype=torch.long) for numbers in (row, place, target, answer)]
-    return _Batch(tokens, longest - first_kept, found[0], found[1] - first_kept, found[2], found[3])
+            answer += [answer_index] * len(continuation)
+    first_kept = min(position)
+    tensors = [torch.tensor(numbers, dtype=torch.long) for numbers in (row, position, target, answer)]
+    return _Batch(tokens, longest - first_kept, tensors[0], tensors[1] - first_kept, tensors[2], tensors[3])
 
 
 def measure_answers(
     network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None], *, entropy: bool = False
 ) -> _AnswersRead:
-    """Have a network read answers.
+    """Measure the answers in ``batches`` with a network.
 
     Args:
-        network: A causal language model of transformers, in evaluation mode.
-        batches: What it reads.
-        answers: How many answers there are in all batches together.
-        alive: Called after each part of a batch.
-        entropy: Whether entropies are wanted.
+        network: Causal language model of transformers, in evaluation mode.
+        batches: Batches to read.
+        answers: Total number of answers in all batches.
+        alive: Callback after each part of a batch.
+        entropy: Whether to compute entropies.
     """
     import torch
 
     sums, entropies = torch.zeros(answers, dtype=torch.float64), torch.zeros(answers, dtype=torch.float64)
-    missed = torch.zeros(answers, dtype=torch.long)
-    keeps = "logits_to_keep" in inspect.signature(network.forward).parameters
+    mismatches = torch.zeros(answers, dtype=torch.long)
+    trims_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
     vocabulary = int(network.get_input_embeddings().num_embeddings)
     with torch.inference_mode():
         for batch in batches:
-            for rows in _slices(batch, batch.kept if keeps else batch.tokens.shape[1], vocabulary):
-                mine = (batch.row >= rows.start) & (batch.row < rows.stop)
-                some = {"logits_to_keep": batch.kept} if keeps else {}
-                read = batch.tokens[rows.start : rows.stop].to(network.device)
-                logits = network(input_ids=read, use_cache=False, **some).logits[:, -batch.kept :]
-                row, place = batch.row[mine] - rows.start, batch.position[mine]
-                target = batch.target[mine].to(logits.device)
-                chosen = logits[row.to(logits.device), place.to(logits.device)].float()
-                expected = chosen.log_softmax(-1)
-                likely = expected.gather(1, target[:, None])[:, 0]
-                sums.index_add_(0, batch.answer[mine], likely.double().cpu())
+            for rows in _slices(batch, batch.kept if trims_logits else batch.tokens.shape[1], vocabulary):
+                in_slice = (batch.row >= rows.start) & (batch.row < rows.stop)
+                options = {"logits_to_keep": batch.kept} if trims_logits else {}
+                inputs = batch.tokens[rows.start : rows.stop].to(network.device)
+                logits = network(input_ids=inputs, use_cache=False, **options).logits[:, -batch.kept :]
+                row, position = batch.row[in_slice] - rows.start, batch.position[in_slice]
+                target = batch.target[in_slice].to(logits.device)
+                answer_logits = logits[row.to(logits.device), position.to(logits.device)].float()
+                log_probs = answer_logits.log_softmax(-1)
+                likelihoods = log_probs.gather(1, target[:, None])[:, 0]
+                sums.index_add_(0, batch.answer[in_slice], likelihoods.double().cpu())
                 if entropy:
-                    doubt = torch.special.entr(expected.exp()).sum(-1)
-                    entropies.index_add_(0, batch.answer[mine], doubt.double().cpu())
-                missed.index_add_(0, batch.answer[mine], (chosen.argmax(-1) != target).long().cpu())
+                    token_entropies = torch.special.entr(log_probs.exp()).sum(-1)
+                    entropies.index_add_(0, batch.answer[in_slice], token_entropies.double().cpu())
+                mismatches.index_add_(0, batch.answer[in_slice], (answer_logits.argmax(-1) != target).long().cpu())
                 alive()
-    return _AnswersRead(sums.tolist(), (missed == 0).tolist(), entropies.tolist())
+    return _AnswersRead(sums.tolist(), (mismatches == 0).tolist(), entropies.tolist())
 
 
 def _slices(batch: _Batch, positions: int, vocabulary: int) -> Iterator[range]:
-    """Rows whose logits at so many ``positions`` fit into memory together."""
+    """Yield ranges of rows whose logits at ``positions`` positions per row fit into memory together."""
     step = max(1, _LOGITS // (positions * vocabulary))
     for first in range(0, len(batch.tokens), step):
         yield range(first, min(first + step, len(batch.tokens)))

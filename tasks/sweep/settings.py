@@ -1,8 +1,8 @@
-"""What a profile says under ``sweep``: what is free in the recipe, what is searched for, on what, and for how much.
+"""Define the settings under ``sweep`` in a profile: free parameters, objective, documents and budget.
 
 ::
 
-    recipe: recipes/ties-searched.yaml        # '$weight' and '$density' stand where numbers stood
+    recipe: recipes/ties-searched.yaml        # uses '$weight' and '$density' as values
     sweep:
       parameters:
         weight: {low: 0.2, high: 1.8, start: 1.0}
@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# What a document says of a model; more is better in all of them.
+# Number that a document yields for a model. More is better for all measures.
 Measure = Literal["exact", "probability", "log_likelihood", "entropy", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
 Value = bool | float | int | str
@@ -29,7 +29,7 @@ class _Settings(BaseModel):
 
 
 class FreeParameter(_Settings):
-    """A name that stands in the recipe as ``$name``, and what it may be."""
+    """A free parameter, used in the recipe as ``$name``, and its possible values."""
 
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float | None = None
@@ -45,7 +45,7 @@ class FreeParameter(_Settings):
 
 
 class ObjectiveTerm(_Settings):
-    """One share of what is searched for: the mean of a measure over the documents of a task."""
+    """One term of the objective: the mean of a measure over the documents of a task."""
 
     task: str | None = Field(default=None, description="As under evaluate.tasks; absent: the perplexity documents.")
     measure: Measure = Field(
@@ -63,7 +63,7 @@ class ObjectiveTerm(_Settings):
 
 
 class Constraint(_Settings):
-    """A task on which a candidate must not fall: guarded, while another is improved."""
+    """A task on which a candidate must not fall too far while the objective improves."""
 
     task: str
     measure: Measure = "exact"
@@ -73,9 +73,9 @@ class Constraint(_Settings):
 
 
 class SetSizes(_Settings):
-    """Documents of each task that are for the search alone, and for the confirmation alone; all others are the gate's.
+    """Number of documents of each task that are reserved for the search and for the confirmation.
 
-    Documents of one cluster, and equal ones, are in one set.
+    The gate uses all other documents. Identical documents and documents of one cluster are always in the same set.
     """
 
     search: int = Field(default=200, ge=10)
@@ -84,7 +84,7 @@ class SetSizes(_Settings):
 
 
 class Budget(_Settings):
-    """When a search ends: at the first of these that is reached."""
+    """Limits of a search. The search ends at the first limit that it reaches."""
 
     trials: int = Field(default=60, ge=1)
     hours: float | None = Field(default=None, gt=0, description="Of wall time, since it was first started.")
@@ -99,7 +99,7 @@ class Budget(_Settings):
 
 
 class Racing(_Settings):
-    """Hopeless candidates are dropped before all documents are asked."""
+    """Rule that drops hopeless candidates before they are evaluated on all documents."""
 
     rule: Literal["paired", "halving", "none"] = Field(
         default="paired",
@@ -111,7 +111,7 @@ class Racing(_Settings):
 
 
 class SweepSettings(_Settings):
-    """A search over recipes, in a profile under ``sweep``."""
+    """A search over the free parameters of a recipe."""
 
     parameters: dict[str, FreeParameter] = Field(min_length=1)
     sum_to_one: tuple[tuple[str, ...], ...] = Field(default=(), description="Groups of parameters that sum to one.")
@@ -143,6 +143,6 @@ class SweepSettings(_Settings):
 
     @property
     def asked_tasks(self) -> tuple[str, ...]:
-        """Tasks of objective and constraints as they are written, each once."""
+        """Tasks of the objective and the constraints as written in the profile, without duplicates."""
         named = [*(term.task for term in self.objective), *(constraint.task for constraint in self.constraints)]
         return tuple(dict.fromkeys(task for task in named if task is not None))

@@ -1,15 +1,15 @@
-"""The space that is searched: what is free in a recipe, as coordinates between 0 and 1, and back to a recipe.
+"""Map the free parameters of a recipe to coordinates in [0, 1], and points back to recipes.
 
-A free parameter has one coordinate, or one for each group of layers, for each filter, or for each of both. A point has
-a value for each coordinate, by its name::
+A free parameter has one coordinate, or one per group of layers, per filter, or per combination of both. A point has a
+value for each coordinate, by its name::
 
     density                one for all
-    weight[2]              of the third group of layers
-    weight[self_attn]      of tensors whose name has it; weight[*]: of all others
+    weight[2]              the third group of layers
+    weight[self_attn]      tensors whose name contains it; weight[*]: all others
     weight[mlp:0]          both
 
-Values are rounded before anything is measured, so the recipe that is written down is the one that was measured, and
-equal recipes have one key.
+Values are rounded before anything is measured. The recipe that is written down is therefore the recipe that was
+measured, and equal recipes have the same key.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from mergegate.tasks.sweep.placeholders import Placeholder, fill, holes_in
 from mergegate.tasks.sweep.settings import FreeParameter, SweepSettings, Value
 from mergegate.tasks.sweep.trials import Point
 
-DIGITS = 4  # after the point; of narrow ranges as many that there are thousands of values; of logarithms all digits
-_OTHERS = "*"  # in place of a filter: tensors that no filter matches
+# Digits after the decimal point. Narrow ranges get more, so that they have thousands of values. Logarithmic parameters
+# get this many significant digits.
+DIGITS = 4
+_OTHERS = "*"  # name of the part with all tensors that no filter matches
 _NEARLY = 1e-6
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One number or choice.
+    """One free number or choice.
 
     Args:
-        parameter: Whose it is.
-        free: What it may be.
-        part: Filter, ``*`` for all others; None: there are none.
-        group: Group of layers, from 0; None: there are none.
+        parameter: Name of the parameter.
+        free: Type, range and choices of the parameter.
+        part: Filter, or ``*`` for all other tensors. None: the parameter has no filters.
+        group: Group of layers, from 0. None: the parameter has no groups.
     """
 
     parameter: str
@@ -52,13 +54,13 @@ class Coordinate:
 
     @property
     def name(self) -> str:
-        """By which a point knows it."""
-        inner = ":".join(str(one) for one in (self.part, self.group) if one is not None)
+        """Name of the coordinate in a point."""
+        inner = ":".join(str(index) for index in (self.part, self.group) if index is not None)
         return f"{self.parameter}[{inner}]" if inner else self.parameter
 
     @property
     def choices(self) -> int:
-        """How many values there are; 0 where they are a continuum."""
+        """Number of values, or 0 for a continuous coordinate."""
         if self.free.type == "category":
             return len(self.free.among)
         return int(self.high - self.low) + 1 if self.free.type == "integer" else 0
@@ -72,16 +74,18 @@ class Coordinate:
         return float(self.free.high or 0.0)
 
     def encode(self, value: Value) -> float:
-        """Where ``value`` lies in [0, 1]; of a choice the middle of its share."""
+        """Return the position of ``value`` in [0, 1]. A choice is at the middle of its share."""
         if self.free.type == "category":
             return (_index(self.free.among, value) + 0.5) / self.choices
         if self.free.type == "integer":
             return (float(value) - self.low + 0.5) / self.choices
-        low, high, at = (math.log(x) if self.free.type == "log" else x for x in (self.low, self.high, float(value)))
-        return (at - low) / (high - low)
+        low, high, position = (
+            math.log(x) if self.free.type == "log" else x for x in (self.low, self.high, float(value))
+        )
+        return (position - low) / (high - low)
 
     def decode(self, unit: float) -> Value:
-        """The value at ``unit``, which is drawn to [0, 1]."""
+        """Return the value at ``unit``, which is clipped to [0, 1]."""
         unit = min(max(float(unit), 0.0), 1.0)
         if self.choices:
             index = min(int(unit * self.choices), self.choices - 1)
@@ -97,14 +101,14 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Space:
-    """A recipe with holes and what they may be. Made by :func:`make_space`.
+    """Recipe with placeholders, and the coordinates that fill them. Create it with :func:`make_space`.
 
     Args:
-        recipe: One document, as YAML says it.
-        coordinates: In the order in which parameters were written.
-        sums: Coordinates whose values sum to one, by number.
-        layers: Of the model; 0: not known, and not needed.
-        where: What messages call the recipe.
+        recipe: Recipe as parsed YAML.
+        coordinates: Coordinates, in the order of the parameters in the profile.
+        sums: Groups of coordinates whose values sum to one, by index.
+        layers: Number of layers of the model. 0: unknown and not needed.
+        where: Name of the recipe in error messages.
     """
 
     recipe: Mapping[str, Any]
@@ -115,43 +119,47 @@ class Space:
 
     @property
     def start(self) -> Point:
-        """The hand-written values, exactly as they were written."""
-        return {one.name: one.free.start for one in self.coordinates}
+        """Hand-written values, exactly as written."""
+        return {coordinate.name: coordinate.free.start for coordinate in self.coordinates}
 
     def encode(self, point: Point) -> NDArray[np.float64]:
-        """``[coordinates]``, in [0, 1]."""
-        return np.array([one.encode(point[one.name]) for one in self.coordinates])
+        """Return the position of ``point``, ``[coordinates]``, in [0, 1]."""
+        return np.array([coordinate.encode(point[coordinate.name]) for coordinate in self.coordinates])
 
     def decode(self, unit: Sequence[float] | NDArray[np.float64]) -> Point:
-        """The point at ``unit``, ``[coordinates]``; what lies outside [0, 1] is drawn to it."""
-        values = [one.decode(float(at)) for one, at in zip(self.coordinates, unit, strict=True)]
+        """Return the point at ``unit``, ``[coordinates]``. Values outside [0, 1] are clipped."""
+        values = [
+            coordinate.decode(float(position)) for coordinate, position in zip(self.coordinates, unit, strict=True)
+        ]
         for group in self.sums:
             bounds = [(self.coordinates[i].low, self.coordinates[i].high) for i in group]
             for i, value in zip(group, summing_to_one([float(values[i]) for i in group], bounds), strict=True):
                 values[i] = value
-        return {one.name: value for one, value in zip(self.coordinates, values, strict=True)}
+        return {coordinate.name: value for coordinate, value in zip(self.coordinates, values, strict=True)}
 
     def recipe_of(self, point: Point) -> dict[str, Any]:
-        """The recipe with its holes filled, as a person could have written it.
+        """Return the recipe with its placeholders filled, as a user would write it.
 
-        What the chosen method does not have is left out, where the method is one of the choices.
+        If the method is one of the choices, parameters that the chosen method does not have are left out.
 
         Raises:
-            InvalidInput: No such method.
+            InvalidInput: The method does not exist.
         """
-        filled = fill(self.recipe, lambda name: self._written(name, point))
-        chosen = isinstance(self.recipe.get("merge_method"), str) and self.recipe["merge_method"].startswith("$")
-        return fit_to_method(filled, self.where) if chosen else filled
+        filled = fill(self.recipe, lambda name: self._value_in_recipe(name, point))
+        is_method_free = isinstance(self.recipe.get("merge_method"), str) and self.recipe["merge_method"].startswith(
+            "$"
+        )
+        return fit_to_method(filled, self.where) if is_method_free else filled
 
-    def _written(self, parameter: str, point: Point) -> Any:
-        own = [one for one in self.coordinates if one.parameter == parameter]
-        parts = list(dict.fromkeys(one.part for one in own))
+    def _value_in_recipe(self, parameter: str, point: Point) -> Any:
+        coordinates = [coordinate for coordinate in self.coordinates if coordinate.parameter == parameter]
+        parts = list(dict.fromkeys(coordinate.part for coordinate in coordinates))
 
         def along_layers(part: str | None) -> Any:
-            values = [point[one.name] for one in own if one.part == part]
-            if own[0].group is None:
+            values = [point[coordinate.name] for coordinate in coordinates if coordinate.part == part]
+            if coordinates[0].group is None:
                 return values[0]
-            # The values of a list are spread evenly over the layers: with one a layer, each layer has its own.
+            # A recipe spreads the values of a list evenly over the layers, so one value per layer sets each layer.
             return [values[layer * len(values) // self.layers] for layer in range(self.layers)]
 
         if parts == [None]:
@@ -163,50 +171,51 @@ class Space:
 
 
 def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, where: str) -> dict[str, Any]:
-    """The recipe as a person wrote it, with each hole filled by its start value: one number also where there will be
-    several.
+    """Return the hand-written recipe, in which each placeholder is filled by its start value.
+
+    A parameter with groups of layers or filters is filled by a single number, too.
 
     Raises:
-        InvalidInput: A hole of which nothing is said.
+        InvalidInput: A placeholder has no parameter.
     """
     for hole in holes_in(recipe, where):
-        _require_said(hole, settings)
+        _require_parameter(hole, settings)
     return fill(recipe, lambda name: settings.parameters[name].start)
 
 
 def recipe_key(recipe: Mapping[str, Any]) -> str:
-    """One for recipes that say the same: 64 hex digits."""
+    """Return the key of a recipe: 64 hex digits, the same for equal recipes."""
     return digest(recipe)
 
 
 def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int | None, where: str) -> Space:
-    """Read what is free in ``recipe``.
+    """Return the space of the free parameters of ``recipe``.
 
     Args:
-        recipe: One document, as YAML says it.
-        layers: Of the model that comes out; None: not known.
-        where: What messages call the recipe.
+        recipe: Recipe as parsed YAML.
+        layers: Number of layers of the merged model. None: unknown.
+        where: Name of the recipe in error messages.
 
     Raises:
-        InvalidInput: A hole without a parameter or the reverse, a range without values, a start outside of it, groups
-            of layers without layers, weights that cannot sum to one, a method that there is not.
+        InvalidInput: A placeholder has no parameter or the reverse, a range is empty, a start value is out of range,
+            groups of layers are set for a model without layers, weights cannot sum to one, or a method does not exist.
     """
     holes = holes_in(recipe, where)
     for hole in holes:
-        _require_said(hole, settings)
+        _require_parameter(hole, settings)
     for name, free in settings.parameters.items():
-        place = f"sweep.parameters.{name}"
-        mine = [hole for hole in holes if hole.name == name]
-        if not mine:
+        location = f"sweep.parameters.{name}"
+        matching = [hole for hole in holes if hole.name == name]
+        if not matching:
             remedy = suggest(f"${name}", [f"${hole.name}" for hole in holes]) if holes else ""
             raise InvalidInput(
-                place,
+                location,
                 found="a parameter that the recipe has no place for",
                 expected=f"${name} in {where}",
                 remedy=remedy,
             )
-        _check(free, place)
-        for hole in mine:
+        _check(free, location)
+        for hole in matching:
             if (free.filters and not hole.takes_filters) or (free.layers and not hole.takes_layers):
                 raise InvalidInput(
                     hole.where,
@@ -215,38 +224,43 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
                 )
         if free.layers and (layers is None or free.layers > layers):
             raise InvalidInput(
-                f"{place}.layers",
+                f"{location}.layers",
                 found=f"{free.layers} groups of {'an unknown number of' if layers is None else layers} layers",
                 expected="a layer in each group",
             )
     for hole in holes:
-        # Now, and not when one of them is drawn for the first time.
+        # Check all methods now, not when the sampler first draws one of them.
         if hole.where == f"{where}: merge_method":
             for method in settings.parameters[hole.name].among:
                 fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.among")
-    coordinates = tuple(one for name, free in settings.parameters.items() for one in _coordinates(name, free))
-    sums = tuple(same for names in settings.sum_to_one for same in _sums(names, settings, coordinates))
+    coordinates = tuple(
+        coordinate for name, free in settings.parameters.items() for coordinate in _coordinates(name, free)
+    )
+    sums = tuple(group for names in settings.sum_to_one for group in _sums(names, settings, coordinates))
     return Space(recipe, coordinates, sums, layers or 0, where)
 
 
 def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
-    """The nearest values within ``bounds`` that sum to one, to four digits: each moved by as much, and held at its
-    bound (the Euclidean projection on a simplex with bounds; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
+    """Return the nearest values within ``bounds`` that sum to one, rounded to four digits.
+
+    All values are shifted by the same amount and clipped to their bounds (the Euclidean projection on a simplex with
+    bounds; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
 
     Args:
-        bounds: Whose sums lie on the two sides of one.
+        bounds: Lower and upper bound of each value. The lower bounds sum to at most one, the upper bounds to at least
+            one.
     """
-    at, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
-    least, most = float((at - high).min()), float((at - low).max())
+    original, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
+    least, most = float((original - high).min()), float((original - low).max())
     for _ in range(60):
         middle = (least + most) / 2
-        if np.clip(at - middle, low, high).sum() > 1:
+        if np.clip(original - middle, low, high).sum() > 1:
             least = middle
         else:
             most = middle
-    exact = np.clip(at - (least + most) / 2, low, high) * 10**DIGITS
+    exact = np.clip(original - (least + most) / 2, low, high) * 10**DIGITS
     units = np.round(exact).astype(int)
-    # What rounding has added or taken goes to those that it was unkindest to.
+    # Correct the sum at the values with the largest rounding errors.
     missing = 10**DIGITS - int(units.sum())
     step = 1 if missing > 0 else -1
     room = np.where(step > 0, high * 10**DIGITS - units, units - low * 10**DIGITS) >= 1 - 1e-9
@@ -255,7 +269,7 @@ def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]
     return [int(unit) / 10**DIGITS for unit in units]
 
 
-def _require_said(hole: Placeholder, settings: SweepSettings) -> None:
+def _require_parameter(hole: Placeholder, settings: SweepSettings) -> None:
     if hole.name not in settings.parameters:
         raise InvalidInput(
             hole.where,
@@ -271,97 +285,103 @@ def _coordinates(name: str, free: FreeParameter) -> list[Coordinate]:
     return [Coordinate(name, free, part, group) for part in parts for group in groups]
 
 
-def _check(free: FreeParameter, place: str) -> None:
+def _check(free: FreeParameter, location: str) -> None:
     if free.type == "category":
-        _check_category(free, place)
+        _check_category(free, location)
     else:
-        _check_range(free, place)
+        _check_range(free, location)
     if free.layers and free.type not in ("float", "log"):
         raise InvalidInput(
-            f"{place}.layers",
+            f"{location}.layers",
             found=f"groups of layers of a parameter of type {free.type}",
             expected="of float or log: what lies between two layers is computed from both",
             remedy="use filters",
         )
     if len(set(free.filters)) < len(free.filters) or {_OTHERS, ""} & set(free.filters):
         raise InvalidInput(
-            f"{place}.filters",
+            f"{location}.filters",
             found=", ".join(map(repr, free.filters)),
             expected="different parts of tensors' names; all other tensors have a value of their own",
         )
 
 
-def _check_category(free: FreeParameter, place: str) -> None:
+def _check_category(free: FreeParameter, location: str) -> None:
     if free.low is not None or free.high is not None:
-        raise InvalidInput(place, found="a category with low or high", expected="choices, under 'among'")
+        raise InvalidInput(location, found="a category with low or high", expected="choices, under 'among'")
     if not free.among:
-        raise InvalidInput(f"{place}.among", found="nothing", expected="the choices of a category")
-    # Of 1 and true the texts differ, and they are the same to Python.
-    if len({_said(one) for one in free.among}) < len(free.among):
-        raise InvalidInput(f"{place}.among", found=f"{list(free.among)}", expected="each choice once")
-    if _said(free.start) not in {_said(one) for one in free.among}:
+        raise InvalidInput(f"{location}.among", found="nothing", expected="the choices of a category")
+    # Compare texts, because 1 and True are equal in Python.
+    if len({_value_text(choice) for choice in free.among}) < len(free.among):
+        raise InvalidInput(f"{location}.among", found=f"{list(free.among)}", expected="each choice once")
+    if _value_text(free.start) not in {_value_text(choice) for choice in free.among}:
         raise InvalidInput(
-            f"{place}.start",
+            f"{location}.start",
             found=repr(free.start),
             expected="one of the choices",
-            remedy=suggest(str(free.start), [str(one) for one in free.among]),
+            remedy=suggest(str(free.start), [str(choice) for choice in free.among]),
         )
 
 
-def _check_range(free: FreeParameter, place: str) -> None:
+def _check_range(free: FreeParameter, location: str) -> None:
     if free.among:
         raise InvalidInput(
-            f"{place}.among", found=f"choices of a {free.type}", expected="low and high, or type: category"
+            f"{location}.among", found=f"choices of a {free.type}", expected="low and high, or type: category"
         )
     low, high, start = free.low, free.high, free.start
     if low is None or high is None:
         missing = "low" if low is None else "high"
-        raise InvalidInput(f"{place}.{missing}", found="nothing", expected=f"the range of a {free.type}")
+        raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"the range of a {free.type}")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise InvalidInput(place, found=f"low {low:g} and high {high:g}", expected="low below high")
+        raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low below high")
     if free.type == "log" and low <= 0:
-        raise InvalidInput(f"{place}.low", found=f"{low:g}", expected="above 0, of a logarithm")
+        raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="above 0, of a logarithm")
     if isinstance(start, (str, bool)):
-        raise InvalidInput(f"{place}.start", found=repr(start), expected="a number")
+        raise InvalidInput(f"{location}.start", found=repr(start), expected="a number")
     if free.type == "integer" and not all(float(x).is_integer() for x in (low, high, start)):
-        raise InvalidInput(place, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
+        raise InvalidInput(location, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
     if not low <= start <= high:
-        raise InvalidInput(f"{place}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
+        raise InvalidInput(f"{location}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
 
 
 def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[Coordinate]) -> list[tuple[int, ...]]:
-    """Which coordinates sum to one because parameters do: those of one group of layers and one filter."""
-    where = "sweep.sum_to_one"
+    """Return the groups of coordinates that sum to one: one group per group of layers and filter."""
+    location = "sweep.sum_to_one"
     for name in names:
         if name not in settings.parameters:
             raise InvalidInput(
-                where, found=repr(name), expected="names of parameters", remedy=suggest(name, settings.parameters)
+                location, found=repr(name), expected="names of parameters", remedy=suggest(name, settings.parameters)
             )
     frees = [settings.parameters[name] for name in names]
-    said = ", ".join(names)
+    joined = ", ".join(names)
     if len(set(names)) < max(2, len(names)) or any(free.type != "float" for free in frees):
-        raise InvalidInput(where, found=said, expected="two or more different parameters of type float")
+        raise InvalidInput(location, found=joined, expected="two or more different parameters of type float")
     if any(sum(name in group for group in settings.sum_to_one) > 1 for name in names):
-        raise InvalidInput(where, found=f"one of {said} in two groups", expected="each parameter in one")
+        raise InvalidInput(location, found=f"one of {joined} in two groups", expected="each parameter in one")
     if len({(free.layers, free.filters) for free in frees}) > 1:
-        raise InvalidInput(where, found=said, expected="the same layers and filters of all of them")
-    least, most, start = (sum(float(getattr(free, end)) for free in frees) for end in ("low", "high", "start"))
-    if not least <= 1 <= most:
+        raise InvalidInput(location, found=joined, expected="the same layers and filters of all of them")
+    lowest, highest, start = (sum(float(getattr(free, end)) for free in frees) for end in ("low", "high", "start"))
+    if not lowest <= 1 <= highest:
         raise InvalidInput(
-            where, found=f"{said} from {least:g} to {most:g} together", expected="a range that has 1 in it"
+            location, found=f"{joined} from {lowest:g} to {highest:g} together", expected="a range that has 1 in it"
         )
     if abs(start - 1) > _NEARLY:
-        raise InvalidInput(where, found=f"{said} start at {start:g} together", expected="1")
-    parts = dict.fromkeys((one.part, one.group) for one in coordinates if one.parameter in names)
+        raise InvalidInput(location, found=f"{joined} start at {start:g} together", expected="1")
+    parts = dict.fromkeys(
+        (coordinate.part, coordinate.group) for coordinate in coordinates if coordinate.parameter in names
+    )
     return [
-        tuple(i for i, one in enumerate(coordinates) if one.parameter in names and (one.part, one.group) == part)
+        tuple(
+            i
+            for i, coordinate in enumerate(coordinates)
+            if coordinate.parameter in names and (coordinate.part, coordinate.group) == part
+        )
         for part in parts
     ]
 
 
 def _index(among: Sequence[Value], value: Value) -> int:
-    return [_said(one) for one in among].index(_said(value))
+    return [_value_text(choice) for choice in among].index(_value_text(value))
 
 
-def _said(value: Value) -> str:
+def _value_text(value: Value) -> str:
     return repr(value) if isinstance(value, (str, bool)) else repr(float(value))

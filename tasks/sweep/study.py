@@ -1,4 +1,4 @@
-"""A search that is over, and where one stands: what the report and the terminal show of it."""
+"""Define a finished search and the progress of a running one, as shown in the report and the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SearchEnd = Literal["trials", "hours", "cost"]
 
 @dataclass(frozen=True)
 class HandWritten:
-    """A recipe that a person wrote, and that the winner must beat."""
+    """A recipe written by a user, which the winner must beat."""
 
     label: str
     recipe: Mapping[str, Any]
@@ -26,15 +26,15 @@ class HandWritten:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Where a search stands.
+    """Progress of a running search.
 
     Args:
-        scored: Trials so far.
-        budget: Trials altogether.
-        best: Score of the best so far; None: there is none yet.
+        scored: Number of trials so far.
+        budget: Total number of trials.
+        best: Best score so far. None: no trial has a score yet.
         hand_written: Score of the best hand-written recipe.
-        seconds_left: At the pace of this run; None: nothing is known of it.
-        spent: Money so far; None: it is not counted.
+        seconds_left: Estimated time left at the throughput of this run. None: no estimate yet.
+        spent: Money spent so far. None: no rate is configured.
     """
 
     scored: int
@@ -49,22 +49,22 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class Study:
-    """A search that is over.
+    """A finished search.
 
     Args:
-        coordinates: Of the space, in its order.
-        trials: All, by number.
-        best: The best candidate that was searched for, hand-written ones apart; None: none has a score.
-        front: Of several objectives; of one, empty.
-        sizes: Documents of the search set of each (task, measure).
-        sheets: By number: of hand-written recipes and of the best.
-        recipes: By number: of the same.
-        population: Candidates of a generation of the sampler.
-        scored: Trials that were scored, now or before; all others are equal to one of them.
-        new: Those that were scored in this run.
-        seconds: Over all trials: ``merge``, ``load``, ``score``; and ``wall``, of the search itself.
-        spent: Money; None: it is not counted.
-        stopped: What ended it.
+        coordinates: Coordinates of the space, in its order.
+        trials: All trials, by number.
+        best: Best candidate, not counting hand-written recipes. None: no candidate has a score.
+        front: Pareto front. Empty for a single objective.
+        sizes: Number of search documents of each (task, measure).
+        sheets: Scores of the hand-written recipes and of the best candidates, by number of the trial.
+        recipes: Recipes of the same trials, by number.
+        population: Number of candidates in a generation of the sampler.
+        scored: Number of trials that were scored, in this or an earlier run. All other trials are duplicates of these.
+        new: Number of trials that were scored in this run.
+        seconds: Time over all trials for ``merge``, ``load`` and ``score``, and the ``wall`` time of the search itself.
+        spent: Money spent. None: no rate is configured.
+        stopped: Limit of the budget that ended the search.
     """
 
     settings: SweepSettings
@@ -84,25 +84,25 @@ class Study:
     stopped: SearchEnd
 
     def summary(self) -> str:
-        """``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents asked``."""
+        """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents asked``."""
         best = f"best {self.objective.total(self.best.scores):.4g}" if self.best else "none has a score"
         by_hand = f"{self.objective.total(self.reference.scores):.4g}"
-        known = "" if self.new else ", all known"
-        asked = f" · {100 * self.asked:.0f} % of the documents asked" if self.asked < 1 else ""
-        return f"{len(self.trials)} trials{known}, {best} (hand-written {by_hand}){asked}"
+        source = "" if self.new else ", all known"
+        share = f" · {100 * self.asked:.0f} % of the documents asked" if self.asked < 1 else ""
+        return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){share}"
 
     @property
     def hand_written(self) -> tuple[Trial, ...]:
-        """The recipes that people wrote; the first is the one with the holes at their start values."""
+        """Hand-written trials. The first is the searched recipe with its start values."""
         return tuple(trial for trial in self.trials if trial.origin == "hand-written")
 
     @property
     def reference(self) -> Trial:
-        """The best hand-written recipe, on the documents of the search."""
+        """Best hand-written recipe on the documents of the search."""
         return best_of(self.hand_written, self.objective) or self.hand_written[0]
 
     @property
     def asked(self) -> float:
-        """Share of the documents that was asked, over all candidates that were searched for."""
+        """Share of the search documents that was evaluated, averaged over all candidates of the search."""
         shares = [trial.documents for trial in self.trials if trial.origin != "hand-written" and not trial.problem]
         return sum(shares) / len(shares) if shares else 1.0

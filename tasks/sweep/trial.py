@@ -1,14 +1,15 @@
-"""A trial: from a recipe to what its merge scores, in the process that holds models.
+"""Run a trial: merge a recipe in memory and score the merge, in the process that holds models.
 
-Nothing is written: the parents stay open, the network stays where it is, what is asked stays as tokens; a candidate is
-merged tensor by tensor into the network (``network``) and answers (``questions``). The numbers are those of the bytes
-that the engine would write for the same recipe and seed::
+Between trials the parents stay open, the network stays in memory, and the documents stay tokenized. A candidate is
+merged tensor by tensor into the network (:mod:`network`) and scored on the documents (:mod:`search_documents`). Only a
+candidate that cannot be copied into the network, such as the first of its structure, is written to a temporary
+directory. The scores equal those of the bytes that the engine would write for the same recipe and seed::
 
     setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, asked=..., scoring=Scoring())
     scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, set="search"))
-    scores.sheet[Asked("reverse", "log_likelihood")]            # one number a document
+    scores.sheet[MetricKey("reverse", "log_likelihood")]        # one number per document
 
-It does not matter which process is asked, nor what it was asked before.
+The result does not depend on which process runs the trial or on earlier trials.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ from mergegate.tasks.sweep.trials import TEXT, AskedSet, MetricKey, Sheet, Trial
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
 
-_VERSION = 1  # to be raised when a trial means something else than before
-_KEPT_QUESTIONS = 4  # sets of documents that are kept as tokens, for one tokenizer each
+_VERSION = 1  # increment when the meaning of a trial changes
+_MAX_TOKENIZED_SETS = 4  # largest number of tokenized document sets in memory, one tokenizer each
 
 
 @dataclass(frozen=True)
 class TrialSet:
-    """The documents of one set.
+    """Documents of one set.
 
     Args:
-        tasks: Each with the documents of this set only.
-        text: Held-out text, with the documents of this set only; None: it is not asked.
-        text_documents: How many of those are read.
+        tasks: Tasks, restricted to the documents of this set.
+        text: Held-out text, restricted to the documents of this set. None: it is not used.
+        text_documents: Number of documents of the text that are read.
     """
 
     tasks: tuple[EvalTask, ...] = ()
@@ -73,29 +74,30 @@ class TrialSet:
     text_documents: int = 0
 
     def size(self, task: str) -> int:
-        """Documents of a task, or of the text."""
-        found = {one.name: one.documents or 0 for one in self.tasks}
-        return self.text_documents if task == TEXT else found[task]
+        """Return the number of documents of a task, or of the text."""
+        sizes = {item.name: item.documents or 0 for item in self.tasks}
+        return self.text_documents if task == TEXT else sizes[task]
 
 
 @dataclass(frozen=True)
 class TrialSetting:
-    """What all trials of a study have in common.
+    """Settings that all trials of a study share.
 
     Args:
         parents: Every checkpoint that a candidate may name.
-        sets: What is asked, by set.
-        asked: The numbers that are wanted of each document, in every set.
-        scoring: As in the evaluation stage; its dtype is that of the network. Only for the backend ``hf``.
-        windows: How held-out text is read; its dtype is not used.
-        device: Of the network.
-        merge_device: Where candidates are computed.
-        seed: Of the random masks of a merge.
-        base: Name of the parent that the size of a change is measured from; empty: it is not measured.
-        looks: Where documents are cut into batches when no rule says otherwise: equal to that of the rules, a candidate
-            gets the same last place with and without one.
-        threads: That merge and score.
-        measured: What parents show on their texts, for methods that ask.
+        sets: Documents by name of the set.
+        asked: Metrics to compute for each document, in every set.
+        scoring: Scoring settings of the evaluation stage. Its dtype is that of the network. Only the backend ``hf`` is
+            supported.
+        windows: Window settings for held-out text. The dtype is ignored.
+        device: Device of the network.
+        merge_device: Device that candidates are merged on.
+        seed: Seed of the random masks of a merge.
+        base: Name of the parent that changes are measured from. Empty: changes are not measured.
+        looks: Shares at which documents are split into batches in trials without a race. If they equal those of the
+            races, a candidate gets bit-identical scores with and without a race.
+        threads: Number of threads that merge and score.
+        measured: Calibration measurements of the parents, for methods that use them.
     """
 
     parents: tuple[PinnedCheckpoint, ...]
@@ -112,24 +114,27 @@ class TrialSetting:
     measured: Mapping[CalibrationRequest, InputMeasurements] = field(default_factory=dict)
 
     def as_it_is(self, name: str) -> TrialRequest:
-        """A parent, with its adapter if it has one, as a candidate.
+        """Return a request that scores a parent unmerged, with its adapter if it has one.
 
         Args:
-            name: Of one of the parents.
+            name: Name of the parent.
 
         Raises:
-            InvalidInput: There is no such parent.
+            InvalidInput: There is no parent of that name.
         """
         return TrialRequest({"merge_method": PASSTHROUGH.name, "models": [{"model": _parent(self, name).ref}]})
 
     def digest(self) -> str:
-        """Of all that decides a score, but for the candidate: 64 hex digits. Threads are not in it."""
+        """Return a digest of everything that determines a score except the candidate: 64 hex digits.
+
+        The number of threads is not part of it.
+        """
         return digest(
             {
                 "version": _VERSION,
                 "parents": {parent.ref: parent for parent in self.parents},
-                "sets": {name: [one.tasks, one.text] for name, one in self.sets.items()},
-                "asked": [list(asked) for asked in self.asked],
+                "sets": {name: [item.tasks, item.text] for name, item in self.sets.items()},
+                "asked": [list(key) for key in self.asked],
                 "scoring": self.scoring,
                 "windows": self.windows,
                 "device": self.device,
@@ -137,7 +142,7 @@ class TrialSetting:
                 "base": self.base,
                 "looks": self.looks,
                 **(
-                    {"measured": [[*what, one.digest] for what, one in sorted(self.measured.items())]}
+                    {"measured": [[*request, item.digest] for request, item in sorted(self.measured.items())]}
                     if self.measured
                     else {}
                 ),
@@ -147,26 +152,26 @@ class TrialSetting:
 
 
 def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
-    """Merge a candidate in memory and ask it.
+    """Merge a candidate in memory and score it.
 
     Returns:
-        What it scored; or, where this merge cannot be made or gives no finite numbers, the problem.
+        Scores of the candidate, or its problem if the merge is refused or does not give finite numbers.
 
     Raises:
-        InvalidInput: The documents cannot be asked; the process died.
-        Refused: It took longer than ``scoring.time_limit``; the disk is full; a parent was changed.
+        InvalidInput: The documents cannot be evaluated, or the process died.
+        Refused: The trial exceeded ``scoring.time_limit``, the disk is full, or a parent was changed.
     """
     began = time.perf_counter()
-    found = call_model_process(
+    answer = call_model_process(
         _score,
         (setting, request),
         where="a trial of the sweep",
         time_limit=setting.scoring.time_limit,
     )
-    seconds = dict(found.seconds)
+    seconds = dict(answer.seconds)
     seconds["overhead"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
-    sheet = {asked: np.frombuffer(numbers, np.float64) for asked, numbers in found.numbers}
-    return TrialScores(sheet, found.dropped, found.change, seconds, found.problem)
+    sheet = {key: np.frombuffer(numbers, np.float64) for key, numbers in answer.numbers}
+    return TrialScores(sheet, answer.dropped, answer.change, seconds, answer.problem)
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
@@ -180,7 +185,7 @@ def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
 
 @dataclass(frozen=True)
 class TrialAnswer:
-    """``TrialScores`` as they travel between processes: plain data only."""
+    """``TrialScores`` in plain data, for the transfer between processes."""
 
     numbers: tuple[tuple[MetricKey, bytes], ...] = ()  # float64
     dropped: bool = False
@@ -189,18 +194,18 @@ class TrialAnswer:
     problem: str = ""
 
 
-# From here on: in the process that holds models.
+# Everything below runs in the process that holds models.
 
 
 def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
-    place = _place_for(setting)
-    answer = place.score(request, Stopwatch(lambda: on_progress(0, 1)))
-    place.require_same_parents()
+    workspace = _workspace_for(setting)
+    answer = workspace.score(request, Stopwatch(lambda: on_progress(0, 1)))
+    workspace.require_same_parents()
     return answer
 
 
-class _Place:
-    """What is kept from one trial of a study to the next."""
+class _Workspace:
+    """State that is reused from one trial of a study to the next."""
 
     def __init__(self, setting: TrialSetting) -> None:
         if setting.scoring.backend != "hf":
@@ -220,9 +225,9 @@ class _Place:
         self._reading: tuple[object, ...] = ()  # how the network reads text
 
     def require_same_parents(self) -> None:
-        """Raise ChangedInput if anything was done to a file of a parent since this place was made."""
+        """Raise ChangedInput if a file of a parent changed since this object was created."""
         if files_fingerprint(self.setting.parents) != self._state:
-            _forget()
+            _discard_workspace()
             raise ChangedInput(
                 "sweep: the parents",
                 found="a file was changed while trials were scored",
@@ -231,7 +236,7 @@ class _Place:
             )
 
     def score(self, request: TrialRequest, watch: Stopwatch) -> TrialAnswer:
-        """The candidate's numbers, or its problem."""
+        """Return the candidate's scores, or its problem."""
         try:
             change = self._fill(request, watch)
         except (DiskRefused, ChangedInput, OutOfModelMemory):
@@ -243,32 +248,36 @@ class _Place:
         assert network is not None, "it was filled"
         looks = request.race.looks if request.race else self.setting.looks
         with watch.on("questions"):
-            questions = self._questions_for(network, request.set, looks)
+            questions = self._documents_for(network, request.set, looks)
         sheet: Sheet = {}
         dropped = False
         with watch.on("score"), torch_threads(network.loaded, self.setting.threads):
             for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
-                broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
-                if broken is not None:
-                    where = broken.task or "held-out text"
-                    found = f"{where}: {broken.measure} is no finite number for some documents"
-                    return TrialAnswer(change=change, seconds=watch.seconds, problem=found)
+                invalid = next((key for key, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
+                if invalid is not None:
+                    source = invalid.task or "held-out text"
+                    problem_text = f"{source}: {invalid.measure} is no finite number for some documents"
+                    return TrialAnswer(change=change, seconds=watch.seconds, problem=problem_text)
                 if request.race is not None and request.race.is_hopeless(sheet, look):
                     dropped = look < len(looks) - 1
                     break
-        numbers = tuple((asked, values.tobytes()) for asked, values in sheet.items())
+        numbers = tuple((key, values.tobytes()) for key, values in sheet.items())
         return TrialAnswer(numbers, dropped, change, watch.seconds)
 
     def _fill(self, request: TrialRequest, watch: Stopwatch) -> float:
-        """Have the merge of ``request`` in the network; the relative size of its change."""
+        """Put the merge of ``request`` into the network, and return the relative size of its change."""
         with watch.on("plan"):
             plan = self._plan(request)
             structure = structure_of(plan, self._beside)
-        kept = self.network
-        if kept is not None and kept.structure == structure and kept.fill(plan, self._how, watch, self._change):
+        previous = self.network
+        if (
+            previous is not None
+            and previous.structure == structure
+            and previous.fill(plan, self._how, watch, self._change)
+        ):
             return self._change.relative if self._change else float("nan")
-        del kept
-        self.network = None  # its memory is needed for the next one
+        del previous
+        self.network = None  # free its memory before the next network is loaded
         setting = self.setting
         runs_code = any(parent.runs_code for parent in setting.parents if parent.ref == str(plan.recipe.donor))
         self.network = network_from_files(
@@ -315,58 +324,60 @@ class _Place:
         matched = match_experts(recipe, tables)
         return plan_merge(matched.recipe, matched.checkpoints)
 
-    def _questions_for(self, network: CandidateNetwork, which: AskedSet, looks: tuple[float, ...]) -> SearchDocuments:
-        wanted = (*self._reading, which, looks)
-        if wanted not in self._questions:
-            while len(self._questions) >= _KEPT_QUESTIONS:
+    def _documents_for(
+        self, network: CandidateNetwork, set_name: AskedSet, looks: tuple[float, ...]
+    ) -> SearchDocuments:
+        key = (*self._reading, set_name, looks)
+        if key not in self._questions:
+            while len(self._questions) >= _MAX_TOKENIZED_SETS:
                 del self._questions[next(iter(self._questions))]
-            self._questions[wanted] = _pose(self.setting, which, looks, network)
-        self._questions[wanted] = found = self._questions.pop(wanted)
-        return found
+            self._questions[key] = _tokenize_set(self.setting, set_name, looks, network)
+        self._questions[key] = documents = self._questions.pop(key)
+        return documents
 
 
-def _pose(
-    setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], network: CandidateNetwork
+def _tokenize_set(
+    setting: TrialSetting, set_name: AskedSet, looks: tuple[float, ...], network: CandidateNetwork
 ) -> SearchDocuments:
-    chosen, loaded = setting.sets[which], network.loaded
-    every = {task.name: task for task in chosen.tasks}
+    trial_set, loaded = setting.sets[set_name], network.loaded
+    tasks_by_name = {task.name: task for task in trial_set.tasks}
     tasks = {}
-    for name in dict.fromkeys(asked.task for asked in setting.asked if asked.task != TEXT):
-        if name not in every:
-            raise InvalidInput("sweep", found=f"task {name} without documents for the {which}", expected="some")
-        tokens = any(asked.task == name and asked.measure != "metric" for asked in setting.asked)
-        tasks[name] = tokenize_task(every[name], setting.scoring, loaded, tokens=tokens)
+    for name in dict.fromkeys(key.task for key in setting.asked if key.task != TEXT):
+        if name not in tasks_by_name:
+            raise InvalidInput("sweep", found=f"task {name} without documents for the {set_name}", expected="some")
+        tokens = any(key.task == name and key.measure != "metric" for key in setting.asked)
+        tasks[name] = tokenize_task(tasks_by_name[name], setting.scoring, loaded, tokens=tokens)
     text = None
-    if any(asked.task == TEXT for asked in setting.asked):
-        if chosen.text is None:
+    if any(key.task == TEXT for key in setting.asked):
+        if trial_set.text is None:
             raise InvalidInput(
-                "sweep", found=f"no held-out text for the {which}", expected="perplexity: {documents: ...}"
+                "sweep", found=f"no held-out text for the {set_name}", expected="perplexity: {documents: ...}"
             )
         model: Model = setting.parents[0]
-        text = read_held_out(loaded, model, chosen.text, setting.windows)
+        text = read_held_out(loaded, model, trial_set.text, setting.windows)
     return SearchDocuments(setting.asked, tasks, text, looks)
 
 
-_place: _Place | None = None
+_workspace: _Workspace | None = None
 
 
-def _place_for(setting: TrialSetting) -> _Place:
-    global _place
-    if _place is None or _place.setting != setting:
-        _place = None  # first: two networks need not fit side by side
-        _place = _Place(setting)
-    return _place
+def _workspace_for(setting: TrialSetting) -> _Workspace:
+    global _workspace
+    if _workspace is None or _workspace.setting != setting:
+        _workspace = None  # free the old network first, because two may not fit into memory
+        _workspace = _Workspace(setting)
+    return _workspace
 
 
-def _forget() -> None:
-    global _place
-    _place = None
+def _discard_workspace() -> None:
+    global _workspace
+    _workspace = None
 
 
-def _let_go() -> None:
-    """Somebody else needs the memory; what is asked stays."""
-    if _place is not None:
-        _place.network = None
+def _free_network() -> None:
+    """Free the memory of the network for another use. The tokenized documents stay."""
+    if _workspace is not None:
+        _workspace.network = None
 
 
-on_unload(_let_go)
+on_unload(_free_network)

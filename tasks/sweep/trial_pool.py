@@ -1,7 +1,6 @@
-"""Where candidates are scored: each once, by whoever is free, and kept.
+"""Run a search on workers: score each candidate once and record it in the ledger.
 
-What is pure (what to ask for next, what a score means, whether a gain is one) lies elsewhere; here it meets a runner
-and the ledger.
+This module connects the pure parts of the sweep (samplers, scores, confirmation) with a runner and the ledger.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet, Trial, TrialReq
 
 @dataclass(frozen=True)
 class PreparedSearch:
-    """A search that can begin: everything is here, pinned, and allowed.
+    """A search that can start: all inputs exist, are pinned, and are allowed.
 
     Args:
-        method: What is searched: 'ties of 2 over base'.
-        directory: What paths in recipes are relative to.
-        hand_written: The recipes that people wrote; the first is the one with the holes at their start values.
-        setting: What all trials have in common.
-        for_the_gate: Documents of each task that no trial and no confirmation sees, as far as the gate asks them.
+        method: Description of the searched merge, such as 'ties of 2 over base'.
+        directory: Directory that paths in recipes are relative to.
+        hand_written: Hand-written recipes. The first is the searched recipe with its start values.
+        setting: Settings that all trials share.
+        for_the_gate: Number of documents of each gate task that neither trials nor the confirmation use.
     """
 
     settings: SweepSettings
@@ -51,37 +50,39 @@ class PreparedSearch:
     for_the_gate: Mapping[str, int]
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Documents by set and task."""
-        found: dict[str, dict[str, int]] = {}
-        for name, chosen in self.setting.sets.items():
-            tasks = [task.name for task in chosen.tasks] + ([TEXT] if chosen.text else [])
-            found[name] = {task: chosen.size(task) for task in tasks}
-        tasks = list(found["search"])
-        return {**found, "gate": {task: self.for_the_gate[task] for task in tasks if task in self.for_the_gate}}
+        """Return the number of documents by set and task."""
+        counts: dict[str, dict[str, int]] = {}
+        for name, trial_set in self.setting.sets.items():
+            tasks = [task.name for task in trial_set.tasks] + ([TEXT] if trial_set.text else [])
+            counts[name] = {task: trial_set.size(task) for task in tasks}
+        tasks = list(counts["search"])
+        return {**counts, "gate": {task: self.for_the_gate[task] for task in tasks if task in self.for_the_gate}}
 
 
 class TrialPool:
-    """Who does the work of a search, and where it is kept.
+    """Run the stages of a search on workers.
 
     Args:
-        runner: Scores candidates.
-        ledger: Has those that were scored.
-        workers: Side by side; money is counted for each.
+        runner: Runner that scores candidates.
+        ledger: Store of scored trials.
+        workers: Number of parallel workers. Each one is paid for.
     """
 
     def __init__(self, search: PreparedSearch, runner: Runner, ledger: Ledger, workers: int) -> None:
         self._search, self._runner, self._ledger, self._workers = search, runner, ledger, workers
-        self._believed = ""  # state of the parents' files when their hashes were last seen to be the pinned ones
+        self._believed = ""  # fingerprint of the parents' files when their hashes last matched the pinned ones
 
     def power(self) -> ConfirmationPower:
-        """What the confirmation will be able to show; scores the hand-written recipes on the documents of the search.
+        """Forecast the gains that the confirmation can detect.
+
+        This scores the hand-written recipes on the documents of the search.
 
         Raises:
-            Refused: One of them cannot be scored.
+            Refused: A hand-written recipe cannot be scored.
         """
-        search, asked = self._search, self._search.setting.sets["confirmation"]
+        search, trial_set = self._search, self._search.setting.sets["confirmation"]
         scored = score_hand_written(search.hand_written, self._score_all, self._ledger, search.directory)
-        documents = {one: asked.size(one.task) for one in search.objective.asked}
+        documents = {key: trial_set.size(key.task) for key in search.objective.asked}
         sheets = [scores.sheet for scores in scored]
         return confirmation_power(search.objective, sheets, documents, search.settings.confidence)
 
@@ -90,13 +91,14 @@ class TrialPool:
         on_progress: Callable[[SearchProgress], None],
         on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None,
     ) -> Study:
-        """Search until the budget is used.
+        """Search until the budget is used up.
 
         Args:
-            on_generation: Called with all trials so far.
+            on_progress: Callback after each newly scored trial and after each generation.
+            on_generation: Callback after each generation, with all trials so far.
 
         Raises:
-            Refused: A hand-written recipe, or a parent that a constraint names, has no score.
+            Refused: A hand-written recipe has no score, or a parent that a constraint names has none.
         """
         return search(
             self._search.space,
@@ -112,10 +114,10 @@ class TrialPool:
         )
 
     def confirm(self, study: Study) -> Confirmation | NothingToConfirm:
-        """The one test on documents that no trial saw; that there is nothing to be tested.
+        """Test the winner on documents that no trial saw, or return why there is nothing to test.
 
         Raises:
-            Refused: The winner, or what it is held against, has no score there.
+            Refused: The winner or its reference has no score on these documents.
         """
         nothing = reason_not_to_confirm(study)
         if nothing is not None or study.best is None:
@@ -126,7 +128,7 @@ class TrialPool:
         return confirm(study, winner, reference, self._clusters())
 
     def _clusters(self) -> dict[MetricKey, Sequence[str]]:
-        """Of terms whose documents belong together, what each document of the confirmation belongs to."""
+        """Return the cluster of each confirmation document, for every term with ``cluster_by``."""
         setting = self._search.setting
         tasks = {task.name: task for task in setting.sets["confirmation"].tasks}
         return {
@@ -136,25 +138,24 @@ class TrialPool:
         }
 
     def _references(self) -> dict[str, Sheet]:
-        """What the parents that constraints compare with got on the documents of the search."""
+        """Return the scores of the parents that constraints compare with, on the documents of the search."""
         names = self._search.objective.guards
         requests = [self._search.setting.as_it_is(name) for name in names]
         return dict(zip(names, self._sheets(requests, "sweep.constraints"), strict=True))
 
-    def _sheets(self, requests: Sequence[TrialRequest], where: str) -> list[Sheet]:
+    def _sheets(self, requests: Sequence[TrialRequest], location: str) -> list[Sheet]:
         scored = score_once(requests, self._score_all, self._ledger, directory=self._search.directory)
         for scores in scored:
             if scores.problem:
-                raise Refused(f"sweep: {where}", found=f"no score: {scores.problem}", expected="a number a document")
+                raise Refused(f"sweep: {location}", found=f"no score: {scores.problem}", expected="a number a document")
         return [scores.sheet for scores in scored]
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        """Score candidates; nothing is believed unless the parents are still what was pinned when it comes."""
+        """Score candidates, and reject a result unless the parents still match their pinned hashes when it arrives."""
         parents = self._search.setting.parents
         for number, result in self._runner.each(partial(score_trial, self._search.setting), requests):
-            if (
-                state := files_fingerprint(parents)
-            ) != self._believed:  # hashes are asked for only then: a trial is short
+            # Compare hashes only if the fingerprint changed, because hashing can take longer than a trial.
+            if (state := files_fingerprint(parents)) != self._believed:
                 require_pinned(parents, store().hashes)
                 self._believed = state
             yield number, result

@@ -1,7 +1,7 @@
-"""What passes between the parts of a sweep: what is asked about a document, what came back, and a trial.
+"""Define the values that the parts of a sweep exchange: metric keys, trial requests, scores and trials.
 
-A *sheet* holds what a model got on the documents of one set: for each asked (task, measure) one number a document, in
-the fixed order of the set. Sheets of two models on one set are paired, number by number.
+A *sheet* holds the scores of a model on the documents of one set. For each (task, measure) it has one number per
+document, in the fixed order of the set. Sheets of two models on one set are therefore paired, number by number.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mergegate.tasks.sweep.settings import Measure, Value
 if TYPE_CHECKING:
     from mergegate.tasks.sweep.race import Race
 
-TEXT = ""  # in place of a task: the held-out text of ``perplexity``
+TEXT = ""  # task name that stands for the held-out text of ``perplexity``
 
 
 class MetricKey(NamedTuple):
-    """One number of a document: ``measure`` of its answer. More is better."""
+    """Identifies one number per document: the ``measure`` of an answer. More is better."""
 
-    task: str  # as lm-eval calls it; TEXT: the held-out text
+    task: str  # lm-eval's name, or TEXT for the held-out text
     measure: Measure
-    metric: str = ""  # of measure 'metric': lm-eval's label
+    metric: str = ""  # lm-eval's label, for measure 'metric'
 
 
-Sheet = Mapping[MetricKey, NDArray[np.float64]]  # [documents of that task that were asked], in the order of the set
-Point = Mapping[str, Value]  # value by name of parameter
+Sheet = Mapping[MetricKey, NDArray[np.float64]]  # [evaluated documents of the task], in the order of the set
+Point = Mapping[str, Value]  # value by name of coordinate
 
 
 AskedSet = Literal["search", "confirmation"]
@@ -39,13 +39,13 @@ AskedSet = Literal["search", "confirmation"]
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A candidate that is to be scored. Picklable.
+    """A candidate to score. Picklable.
 
     Args:
-        recipe: One document, as YAML says it, without holes.
-        set: Which documents it is asked.
-        race: What it is held against on the way; None: it is asked everything.
-        directory: What its relative paths are relative to; None: it has none.
+        recipe: Recipe as parsed YAML, without placeholders.
+        set: Set of documents to score it on.
+        race: Rule that may drop it early. None: it is scored on all documents.
+        directory: Directory that its relative paths are relative to. None: it has no relative paths.
     """
 
     recipe: Mapping[str, Any]
@@ -56,15 +56,15 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialScores:
-    """What came back of one candidate.
+    """Scores of one candidate.
 
     Args:
-        sheet: By (task, measure) one number a document; of a dropped candidate the first documents only.
-        dropped: Whether it was shown to be worse than the incumbent before all documents were asked.
-        change: Relative size of what the merge changed in its base, ``|merge - base| / |base|`` over all tensors; NaN
-            where it was not asked for.
-        seconds: Of its parts: ``merge``, ``load``, ``score``, in wall time.
-        problem: Why there is no score (the merge was refused, or computed NaN); empty where there is.
+        sheet: One number per document, by (task, measure). For a dropped candidate, only the first documents.
+        dropped: Whether the race dropped it before all documents were evaluated.
+        change: Relative size of the change from the base, ``|merge - base| / |base|`` over all tensors. NaN if it was
+            not measured.
+        seconds: Wall time by activity: ``merge``, ``load``, ``score``.
+        problem: Why there is no score (the merge was refused or computed NaN). Empty if there is one.
     """
 
     sheet: Sheet
@@ -76,19 +76,23 @@ class TrialScores:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate of a sweep: its parameters and what it scored.
+    """One candidate of a sweep, with its parameters and scores.
 
     Args:
-        number: From 0, in the order in which candidates were proposed.
-        generation: Of the sampler that proposed it; -1: hand-written.
+        number: Index from 0, in the order in which candidates were proposed.
+        generation: Generation of the sampler that proposed it. -1: hand-written.
         origin: ``hand-written``, ``sampler`` or ``baseline``.
-        label: Name of a hand-written recipe; else empty.
-        point: Values by name.
-        scores: One number an objective (one altogether, unless there are several); more is better. Of a dropped one
-            what it is ranked by: the incumbent's score and the mean paired difference seen. NaN: a problem.
-        violation: By how much constraints are missed together, in their unit; 0: feasible.
-        documents: Share of the search documents that were asked, in (0, 1].
-        dropped, change, seconds, problem: As in ``TrialScores``.
+        label: Name of a hand-written recipe. Empty for other trials.
+        point: Values by name of coordinate.
+        scores: One number per objective (a single one unless ``several`` is set). More is better. A dropped trial has
+            the value that ranks it: the incumbent's score plus the observed mean paired difference. NaN: see
+            ``problem``.
+        violation: Sum of all constraint violations, in the unit of the scores. 0: feasible.
+        documents: Share of the search documents that it was evaluated on, in (0, 1].
+        dropped: See ``TrialScores``.
+        change: See ``TrialScores``.
+        seconds: Total wall time.
+        problem: See ``TrialScores``.
     """
 
     number: int

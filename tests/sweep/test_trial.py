@@ -54,7 +54,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    trial._forget()
+    trial._discard_workspace()
     unload_models()
 
 
@@ -76,9 +76,9 @@ def same(one: TrialScores, other: TrialScores) -> bool:
 
 
 def network_now() -> Any:
-    assert trial._place is not None
-    assert trial._place.network is not None
-    return trial._place.network
+    assert trial._workspace is not None
+    assert trial._workspace.network is not None
+    return trial._workspace.network
 
 
 # What is in the network
@@ -247,7 +247,7 @@ def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: P
 
 
 def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
-    trial._forget()
+    trial._discard_workspace()
     first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
     score_trial(setting, TrialRequest(ties(0.3, 0.2, "dare_ties")))
     again = score_trial(setting, TrialRequest(ties(0.8)))  # copied in

@@ -1,4 +1,4 @@
-"""Where the next generation of candidates comes from: CMA-ES, random search, and samplers of Optuna; one contract."""
+"""Samplers that propose the next generation of candidates: CMA-ES, random search, and samplers of Optuna."""
 
 from mergegate.tasks.sweep.samplers.choice import generation_size, make_baseline, make_sampler
 from mergegate.tasks.sweep.samplers.contract import Sampler, TrialResult

@@ -1,4 +1,4 @@
-"""Which sampler a profile asks for, and how large its generations are."""
+"""Create the sampler that a profile selects, and compute the size of its generations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from mergegate.tasks.sweep.space import Space
 
 
 def generation_size(dimensions: int, settings: SweepSettings) -> int:
-    """Candidates of a generation: as asked for, else ``4 + 3 ln n`` (Hansen 2016), at least 6."""
+    """Return the number of candidates in a generation.
+
+    This is ``settings.population`` if set, else ``4 + 3 ln n`` for ``n`` dimensions (Hansen 2016), at least 6.
+    """
     return settings.population or max(6, 4 + int(3 * math.log(max(1, dimensions))))
 
 
 def make_sampler(space: Space, objective: Objective, settings: SweepSettings) -> Sampler:
-    """The sampler of a sweep.
+    """Create the sampler of a sweep.
 
     Raises:
-        InvalidInput: It is not installed, or cannot do what is asked of it.
+        InvalidInput: The package of the sampler is not installed, or the sampler does not support the objective.
     """
     size = generation_size(len(space.coordinates), settings)
     if settings.sampler == "random":
@@ -41,5 +44,5 @@ def make_sampler(space: Space, objective: Objective, settings: SweepSettings) ->
 
 
 def make_baseline(space: Space, settings: SweepSettings) -> RandomSearch:
-    """Random search beside the sampler, with a seed of its own."""
+    """Create the random search that runs alongside the sampler, with its own seed."""
     return RandomSearch(space, settings.seed + 1_000_003, 1)

@@ -1,7 +1,7 @@
-"""What a sampler is: asked for a generation of points, told what they scored.
+"""Define the sampler protocol: propose a generation of points, then receive their scores.
 
-A sampler is seeded, and decided by what it was told: the same told in the same order, it asks for the same points. So
-nothing of it is stored; a killed search is replayed from its scored trials.
+A sampler is seeded and deterministic. After the same scores in the same order it proposes the same points. Its state is
+therefore never stored, and a killed search is replayed from its scored trials.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mergegate.tasks.sweep.trials import Point
 
 
 class TrialResult(NamedTuple):
-    """What a point scored.
+    """A point and its scores.
 
     Args:
-        scores: One number an objective; more is better. NaN: there is none, and it counts as the worst.
-        violation: By how much constraints are missed; 0: feasible.
+        scores: One number per objective. More is better. NaN: the point has no score and counts as the worst.
+        violation: Sum of all constraint violations. 0: feasible.
     """
 
     point: Point
@@ -26,13 +26,13 @@ class TrialResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Where the next generation comes from."""
+    """Source of the next generation of candidates."""
 
     def begin(self, start: TrialResult) -> None:
-        """What the hand-written values scored; said once, before the first generation."""
+        """Receive the result of the hand-written values, once, before the first generation."""
 
     def ask(self) -> list[Point]:
-        """The next generation; all of it is told before the next is asked for."""
+        """Return the next generation. Call :meth:`tell` with all of its results before asking for another one."""
 
     def tell(self, scored: Sequence[TrialResult]) -> None:
-        """What the generation scored, in the order in which it was asked."""
+        """Receive the results of a generation, in the order of its points."""

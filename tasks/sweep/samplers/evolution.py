@@ -1,9 +1,11 @@
-"""CMA-ES, by the package ``cmaes``: a normal distribution that starts around the hand-written values and follows what
-is better (Hansen 2016, arXiv 1604.00772); where integers and categories are free too, CatCMA with margin (Hamano et
+"""Search with CMA-ES, from the package ``cmaes``.
+
+CMA-ES samples from a normal distribution that starts around the hand-written values and moves toward better ones
+(Hansen 2016, arXiv 1604.00772). If integers or categories are free too, the module uses CatCMA with margin (Hamano et
 al. 2025, arXiv 2504.07884).
 
-It is told ranks, not scores: so constraints come in by Deb's rule, and no unit matters. When it cannot move any more it
-begins anew elsewhere with twice the population (IPOP: Auger & Hansen 2005).
+The strategy receives ranks instead of scores, so constraints are handled by Deb's rule and the unit of the scores does
+not matter. When it has converged, it restarts at a random point with twice the population (IPOP: Auger & Hansen 2005).
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from mergegate.tasks.sweep.samplers.optional_packages import installed
 from mergegate.tasks.sweep.space import Space
 from mergegate.tasks.sweep.trials import Point
 
-_RESAMPLED = 10  # times the number of coordinates, before a draw outside the range is drawn to its border
-_AT_START = 0.5  # chance of a choice to be the hand-written one, in the first generation
+_RESAMPLED = 10  # redraws per coordinate before a point outside the range is clipped to it
+_AT_START = 0.5  # probability of the hand-written choice in the first generation
 
 
 class EvolutionStrategy:
-    """One distribution over the unit cube.
+    """CMA-ES over the unit cube.
 
     Args:
-        sigma: First step, as a share of each range.
-        size: Points of a generation.
+        sigma: Initial step size, as a share of each range.
+        size: Number of points in a generation.
 
     Raises:
-        InvalidInput: The package is not installed.
+        InvalidInput: The package ``cmaes`` is not installed.
     """
 
     def __init__(self, space: Space, objective: Objective, seed: int, sigma: float, size: int) -> None:
         self._cmaes = installed("cmaes")
         self._space, self._objective, self._sigma, self._size = space, objective, sigma, size
         self._rng = np.random.default_rng(seed)
-        choices = [one.choices for one in space.coordinates]
-        # An integer of two values is a choice: there is nothing between them to step over.
+        choices = [coordinate.choices for coordinate in space.coordinates]
+        # An integer with two values is treated as a category, because there is no value between them.
         self._floats = [i for i, count in enumerate(choices) if not count]
         self._integers = [i for i, n in enumerate(choices) if n > 2 and space.coordinates[i].free.type == "integer"]
         self._categories = [i for i, n in enumerate(choices) if n > 1 and i not in self._integers]
@@ -49,19 +51,19 @@ class EvolutionStrategy:
         self._strategy = self._new(space.encode(space.start))
 
     def begin(self, start: TrialResult) -> None:
-        """Nothing is made of it: it is the middle of the first generation, and no draw from it."""
+        """Ignore the result, because the start is the mean of the first generation and not a draw from it."""
 
     def ask(self) -> list[Point]:
-        """A generation."""
+        """Return the next generation of points."""
         self._asked = [self._strategy.ask() for _ in range(self._strategy.population_size)]
-        return [self._space.decode(self._unit(one)) for one in self._asked]
+        return [self._space.decode(self._unit(draw)) for draw in self._asked]
 
     def tell(self, scored: Sequence[TrialResult]) -> None:
-        """Move the distribution; where it cannot move any more, begin anew."""
-        places = rank([one.scores for one in scored], [one.violation for one in scored], self._objective)
-        self._strategy.tell([(asked, float(place)) for asked, place in zip(self._asked, places, strict=True)])
+        """Update the distribution, and restart it if it has converged."""
+        ranks = rank([result.scores for result in scored], [result.violation for result in scored], self._objective)
+        self._strategy.tell([(draw, float(position)) for draw, position in zip(self._asked, ranks, strict=True)])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of choices alone: that there is no rule when to stop.
+            warnings.simplefilter("ignore")  # With categories only, cmaes warns that it has no stopping rule.
             is_over = self._strategy.should_stop()
         if is_over:
             self._size *= 2
@@ -93,21 +95,21 @@ class EvolutionStrategy:
         )
 
     def _chances(self, mean: NDArray[np.float64], counts: dict[int, int]) -> NDArray[np.float64]:
-        """Of each choice, ``[categories, largest number of choices]``."""
+        """Return the probability of each choice, ``[categories, largest number of choices]``."""
         chances = np.zeros((len(self._categories), max(counts[i] for i in self._categories)))
         for row, i in enumerate(self._categories):
             chances[row, : counts[i]] = (1 - _AT_START) / (counts[i] - 1)
             chances[row, min(int(mean[i] * counts[i]), counts[i] - 1)] = _AT_START
         return chances
 
-    def _unit(self, asked: Any) -> NDArray[np.float64]:
-        if isinstance(asked, np.ndarray):
-            return asked
+    def _unit(self, draw: Any) -> NDArray[np.float64]:
+        if isinstance(draw, np.ndarray):
+            return draw
         unit = np.full(len(self._space.coordinates), 0.5)
         if self._floats:
-            unit[self._floats] = asked.x
-        for i, value in zip(self._integers, asked.z if self._integers else (), strict=True):
+            unit[self._floats] = draw.x
+        for i, value in zip(self._integers, draw.z if self._integers else (), strict=True):
             unit[i] = (value + 0.5) / self._space.coordinates[i].choices
-        for i, chosen in zip(self._categories, asked.c if self._categories else (), strict=True):
-            unit[i] = (int(np.argmax(chosen)) + 0.5) / self._space.coordinates[i].choices
+        for i, one_hot in zip(self._categories, draw.c if self._categories else (), strict=True):
+            unit[i] = (int(np.argmax(one_hot)) + 0.5) / self._space.coordinates[i].choices
         return unit

@@ -1,4 +1,4 @@
-"""Packages that are there only where they are wanted."""
+"""Import optional packages when they are needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mergegate.merge_core.errors import InvalidInput
 
 
 def installed(package: str, extra: str = "sweep") -> Any:
-    """The package, imported now.
+    """Import a package and return it.
 
     Raises:
-        InvalidInput: It is not installed.
+        InvalidInput: The package is not installed.
     """
     try:
         return import_module(package)
@@ -32,12 +32,12 @@ def installed(package: str, extra: str = "sweep") -> Any:
 
 @contextmanager
 def quiet_optuna(optuna: Any) -> Iterator[None]:
-    """Optuna tells every trial to standard error, and warns of what is experimental."""
-    before = optuna.logging.get_verbosity()
+    """Suppress Optuna's log line for each trial and its warnings about experimental features."""
+    verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        optuna.logging.set_verbosity(before)
+        optuna.logging.set_verbosity(verbosity)

@@ -1,7 +1,7 @@
-"""Samplers of Optuna, asked and told in memory: TPE, Gaussian processes, NSGA-II.
+"""Search with samplers of Optuna in memory: TPE, Gaussian processes and NSGA-II.
 
-Optuna's own way to resume draws a new seed. Here the study begins empty each time and is told everything again, so the
-same is asked again.
+Optuna draws a new seed when it resumes a study. Here, the study always starts empty and receives all results again, so
+it proposes the same points again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _CONSTRAINTS = "constraints"
 
 
 class OptunaSearch:
-    """A study of Optuna in memory. Coordinates are positions in [0, 1], or numbers of choices.
+    """In-memory Optuna study whose parameters are positions in [0, 1] or indices of choices.
 
     Args:
         kind: ``tpe``, ``gp`` or ``nsga2``.
-        size: Points of a generation.
+        size: Number of points in a generation.
 
     Raises:
         InvalidInput: Optuna is not installed.
@@ -50,40 +50,44 @@ class OptunaSearch:
                 sampler=sampler,
                 directions=["maximize"] * self._objectives,
             )
-        self._distributions = {one.name: self._distribution(one.choices, one.free.type) for one in space.coordinates}
+        self._distributions = {
+            coordinate.name: self._distribution(coordinate.choices, coordinate.free.type)
+            for coordinate in space.coordinates
+        }
 
     def begin(self, start: TrialResult) -> None:
-        """The hand-written values are a trial of the study; it is asked for by nobody."""
+        """Add the hand-written values to the study as a trial that the sampler did not propose."""
         if any(math.isnan(score) for score in start.scores):
             return
         unit = dict(zip(self._distributions, self._space.encode(start.point), strict=True))
-        self._study.enqueue_trial({name: self._as_asked(name, float(at)) for name, at in unit.items()})
+        self._study.enqueue_trial({name: self._optuna_value(name, float(position)) for name, position in unit.items()})
         with quiet_optuna(self._optuna):
-            self._told(self._study.ask(self._distributions), start)
+            self._record(self._study.ask(self._distributions), start)
 
     def ask(self) -> list[Point]:
-        """``size`` points."""
+        """Return the next ``size`` points."""
         with quiet_optuna(self._optuna):
             self._asked = [self._study.ask(self._distributions) for _ in range(self._size)]
         return [
-            self._space.decode([self._unit(name, one.params[name]) for name in self._distributions])
-            for one in self._asked
+            self._space.decode([self._unit(name, trial.params[name]) for name in self._distributions])
+            for trial in self._asked
         ]
 
     def tell(self, scored: Sequence[TrialResult]) -> None:
-        """In the order in which they were asked."""
+        """Add the results of a generation to the study, in the order of its points."""
         with quiet_optuna(self._optuna):
-            for trial, told in zip(self._asked, scored, strict=True):
-                self._told(trial, told)
+            for trial, result in zip(self._asked, scored, strict=True):
+                self._record(trial, result)
 
-    def _told(self, trial: Any, told: TrialResult) -> None:
-        scores = list(told.scores)
+    def _record(self, trial: Any, result: TrialResult) -> None:
+        scores = list(result.scores)
         if not scores or any(math.isnan(score) for score in scores):
-            # Were it told as failed, its generation would stay short of one, and nobody would learn to keep away.
+            # A trial reported as failed would leave its generation one short, and the sampler would not learn to avoid
+            # the point. It gets the worst score so far instead.
             scores = self._worst or [0.0] * self._objectives
         else:
             self._worst = [min(pair) for pair in zip(scores, self._worst or scores, strict=True)]
-        trial.set_constraint(_CONSTRAINTS, told.violation if not math.isnan(told.violation) else 1.0)
+        trial.set_constraint(_CONSTRAINTS, result.violation if not math.isnan(result.violation) else 1.0)
         self._study.tell(trial, scores)
 
     def _distribution(self, choices: int, kind: str) -> Any:
@@ -98,9 +102,9 @@ class OptunaSearch:
         choices = self._choices(name)
         return (value + 0.5) / choices if choices else value
 
-    def _as_asked(self, name: str, unit: float) -> float | int:
+    def _optuna_value(self, name: str, unit: float) -> float | int:
         choices = self._choices(name)
         return min(int(unit * choices), choices - 1) if choices else float(np.clip(unit, 0.0, 1.0))
 
     def _choices(self, name: str) -> int:
-        return next(one.choices for one in self._space.coordinates if one.name == name)
+        return next(coordinate.choices for coordinate in self._space.coordinates if coordinate.name == name)

@@ -1,4 +1,4 @@
-"""Random search: every point is drawn alike from the whole space. The baseline of every report."""
+"""Draw points uniformly from the whole space. Random search is the baseline of every report."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mergegate.tasks.sweep.trials import Point
 
 
 class RandomSearch:
-    """Draws that know nothing of what was found.
+    """Uniform draws that do not depend on earlier results.
 
     Args:
-        size: Points of a generation.
+        size: Number of points in a generation.
     """
 
     def __init__(self, space: Space, seed: int, size: int) -> None:
@@ -23,15 +23,15 @@ class RandomSearch:
         self._rng = np.random.default_rng(seed)
 
     def begin(self, start: TrialResult) -> None:
-        """Nothing is made of it."""
+        """Ignore the result, because draws do not depend on it."""
 
     def ask(self) -> list[Point]:
-        """``size`` points."""
+        """Return the next ``size`` points."""
         return self.draw(self._size)
 
     def draw(self, count: int) -> list[Point]:
-        """The next ``count`` points; those of two calls are those of one."""
+        """Return the next ``count`` points. Two calls draw the same points as one call for their sum."""
         return [self._space.decode(self._rng.random(len(self._space.coordinates))) for _ in range(count)]
 
     def tell(self, scored: Sequence[TrialResult]) -> None:
-        """Nothing is made of it."""
+        """Ignore the results, because draws do not depend on them."""
