@@ -1,4 +1,4 @@
-"""Two answers to one question, side by side: what one has and the other has not is marked."""
+"""Show two answers to the same question side by side and mark the differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def marked_answers(reference: str, merge: str) -> tuple[Markup, Markup]:
-    """Both answers, escaped, with ``<mark>`` around what differs: words, or where each is a single word, characters."""
+    """Return both answers, escaped, with ``<mark>`` around the differences.
+
+    Differences are marked by word, or by character if each answer is a single word.
+    """
     from markupsafe import Markup, escape
 
     left, right = (_PIECES.findall(text) for text in (reference, merge))
