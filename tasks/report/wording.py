@@ -158,7 +158,7 @@ def page_of_model(model: ReportedModel) -> str:
 def licence(content: ReportContent) -> str:
     """Return the words in front of the license's name.
 
-    A merge that is refused must not be published under any license.
+    A refused merge is not published, so it only *would* carry a license.
     """
     if content.verdict.publishable:
         return "The merge may be published under"

@@ -57,7 +57,7 @@ def keep_run(
         page: HTML of the page.
         latest: Name of the profile's latest page, without its suffix. Default: the profile's name.
         search: HTML of a second page: for a sweep that continued with a release, the page about its search.
-        latest_page: HTML of the latest page, if it holds details that must not be archived for every run.
+        latest_page: HTML of the latest page, if that page holds details that the archived pages leave out.
 
     Raises:
         OSError: If a page or the history cannot be written.

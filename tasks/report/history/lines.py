@@ -2,8 +2,8 @@
 
 The end of every run draws them, so drawing must take only milliseconds.
 
-The page's style sheet defines the colors. Dashes and names distinguish the series as well. The horizontal axis counts
-runs, not hours, so the distance between runs does not depend on clocks.
+The page's style sheet defines the colors. Each series also has its own dashes and its own name. The horizontal axis
+counts runs, not hours, so the distance between runs does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def draw_lines(
 def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, unit: str) -> str:
     """Return one bar per run, stacked from the values of all series, the first at the bottom.
 
-    Values must not be negative. The arguments are those of :func:`draw_lines`.
+    The arguments are those of :func:`draw_lines`. Negative values are not supported.
     """
     series = series[:MOST_SERIES]
     totals = [sum(item.values[index] or 0.0 for item in series) for index in range(len(labels))]

@@ -1,4 +1,6 @@
-"""Record the numbers of a run in MLflow, whatever its outcome, as a run of an experiment through MLflow's REST API.
+"""Record the numbers of a run in MLflow as a run of an experiment, through MLflow's REST API.
+
+Every run is recorded, independent of its outcome.
 
 ::
 

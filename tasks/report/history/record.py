@@ -128,7 +128,7 @@ def parse_record(line: bytes) -> RunRecord:
     """Return the record in ``line``.
 
     Raises:
-        ValueError: If the line differs from what was written.
+        ValueError: If the line was altered after it was written.
     """
     body, _, ending = line.rpartition(_CHECKSUM)
     if ending != _digits(body) + b'"}':

@@ -1,7 +1,7 @@
-"""Best so far over trials: the sampler's search beside random search and the levels of the hand-written recipes.
+"""Plot the best score so far over trials: the sampler's search against random search and the hand-written recipes.
 
-Each search is counted by its own candidates: after as many as the other one. What a sampler is worth is the distance of
-the two stairs.
+Each search counts its own candidates, so both are compared after the same number of candidates. The distance between
+the two steps is the benefit of the sampler.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from mergegate.tasks.sweep import Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_CHARACTERS = 24  # of a recipe's name beside its level
-_APART = 15  # pixels between names
+_CHARACTERS = 24  # longest recipe name next to its level, in characters
+_NAME_DISTANCE = 15  # smallest distance between names, in pixels
 
 
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Wide and narrow; empty with less than two candidates: a stair has steps."""
+    """Return the plots, wide and narrow. The result is empty with fewer than two candidates."""
     factor = content.objectives[objective].factor
     runs = {origin: course_of(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
@@ -88,17 +88,17 @@ def _draw(
     left, right = (58, 4) if drawn.narrow else (66, 190)
     columns = 2 if drawn.narrow else max(1, len(keys))
     head = 20 + 19 * math.ceil(len(keys) / columns)
-    tall, foot = (230, 46) if drawn.narrow else (320, 46)
-    height = head + tall + foot
+    panel_height, foot = (230, 46) if drawn.narrow else (320, 46)
+    height = head + panel_height + foot
     longest = max(len(run.trials) for run in runs.values())
     with drawing(plot):
         figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, tall))
+        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, panel_height))
         axes.set_xlim(0.3, longest + 0.7)
         axes.set_ylim(axis.low, axis.high)
         ticks(axes, "x", 5 if drawn.narrow else 8, integer=True)
         ticks(axes, "y", 5 if drawn.narrow else 6)
-        _levels(axes, content, objective, axis, drawn, tall)
+        _levels(axes, content, objective, axis, drawn, panel_height)
         for origin, run in runs.items():
             _trials(axes, run, factor, objective, axis)
             _stair(axes, origin, run, factor)
@@ -115,7 +115,7 @@ def _draw(
             ink=Ink.MUTED,
         )
         legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
-        return inline(figure, plot, _spoken(content, objective, runs))
+        return inline(figure, plot, _alt_text(content, objective, runs))
 
 
 def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
@@ -133,7 +133,7 @@ def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis:
 
 
 def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
-    """The best so far, from the first that has a score to the last candidate."""
+    """Draw the best score so far, from the first trial with a score to the last candidate."""
     points = [(at, factor * best) for at, best in enumerate(run.best, start=1) if math.isfinite(best)]
     if not points:
         return
@@ -143,32 +143,35 @@ def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
     axes.plot([*xs, len(run.best) + 0.4], [*ys, ys[-1]], color=ink, drawstyle="steps-post", zorder=3, **style)
 
 
-def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn: Drawing, tall: float) -> None:
-    """A line for each hand-written recipe, with its name on the right; on a narrow page the legend has it."""
+def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn: Drawing, panel_height: float) -> None:
+    """Draw a line for each hand-written recipe, with its name on the right.
+
+    On a narrow page, the legend holds the name of the reference.
+    """
     factor = content.objectives[objective].factor
-    known = [one for one in by_origin(content.trials, HAND_WRITTEN) if state_of(one) != "failed"]
+    recipes = [recipe for recipe in by_origin(content.trials, HAND_WRITTEN) if state_of(recipe) != "failed"]
     ink = INK[HAND_WRITTEN]
-    last = math.inf  # pixels from above, of the name written last
-    for trial in sorted(known, key=lambda one: score_in(one, objective)):
+    previous = math.inf  # distance of the previous name from the top, in pixels
+    for trial in sorted(recipes, key=lambda recipe: score_in(recipe, objective)):
         score = factor * score_in(trial, objective)
         is_below = axis.is_below(score)
         if not is_below:
             axes.axhline(score, color=ink.value, zorder=2, alpha=1 if _is_reference(content, trial) else 0.6, **DASHED)
         if drawn.narrow:
             continue
-        down = tall if is_below else tall * (axis.high - score) / (axis.high - axis.low)
-        place = min(down, last - _APART)
+        distance = panel_height if is_below else panel_height * (axis.high - score) / (axis.high - axis.low)
+        position = min(distance, previous - _NAME_DISTANCE)
         text = _level_name(content, objective, trial) + (" ↓" if is_below else "")
         write(
             axes,
             (1, 1),
             text,
-            shift=(8, place),
+            shift=(8, position),
             coordinates="axes fraction",
             bold=_is_reference(content, trial),
             ink=ink,
         )
-        last = place
+        previous = position
 
 
 def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
@@ -180,15 +183,17 @@ def _is_reference(content: SweepContent, trial: Trial) -> bool:
     return trial.number == content.reference
 
 
-def _spoken(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
-    """What the picture shows, for who cannot see it."""
-    said = [f"Best {content.objectives[objective].title} so far over candidates."]
+def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
+    """Return the text alternative for screen readers."""
+    sentences = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}
     for origin, run in runs.items():
-        found = [best for best in run.best if math.isfinite(best)]
-        if found:
-            first, last = (score_text(content, objective, best) for best in (found[0], found[-1]))
-            said.append(f"{names[origin]}: from {first} to {last} in {len(run.trials)} candidates.")
+        bests = [best for best in run.best if math.isfinite(best)]
+        if bests:
+            first, last = (score_text(content, objective, best) for best in (bests[0], bests[-1]))
+            sentences.append(f"{names[origin]}: from {first} to {last} in {len(run.trials)} candidates.")
     for trial in by_origin(content.trials, HAND_WRITTEN):
-        said.append(f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_in(trial, objective))}.")
-    return " ".join(said)
+        sentences.append(
+            f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_in(trial, objective))}."
+        )
+    return " ".join(sentences)
