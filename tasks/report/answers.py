@@ -22,9 +22,9 @@ def marked_answers(reference: str, merge: str) -> tuple[Markup, Markup]:
     left, right = (_PIECES.findall(text) for text in (reference, merge))
     if len(left) <= 1 and len(right) <= 1:
         left, right = list(reference), list(merge)
-    drawn = [Markup(), Markup()]
+    marked = [Markup(), Markup()]
     for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         for side, text in enumerate(("".join(left[a:b]), "".join(right[c:d]))):
             if text:
-                drawn[side] += escape(text) if kind == "equal" else Markup("<mark>") + escape(text) + Markup("</mark>")
-    return drawn[0], drawn[1]
+                marked[side] += escape(text) if kind == "equal" else Markup("<mark>") + escape(text) + Markup("</mark>")
+    return marked[0], marked[1]

@@ -115,8 +115,8 @@ def draw_dots(plot: str, dots: Sequence[Dot], form: Format, unit: str, label: st
         return inline(figure, plot, label)
 
 
-def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float]) -> None:
-    y = at + sum(form.band) / 2
+def _dot(axes: Axes, form: Format, row: int, dot: Dot, ends: tuple[float, float]) -> None:
+    y = row + sum(form.band) / 2
     axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
     if dot.value is None:
         axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
@@ -126,15 +126,15 @@ def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float])
     axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
 
 
-def _dot_names(axes: Axes, form: Format, at: int, dot: Dot) -> None:
+def _dot_names(axes: Axes, form: Format, row: int, dot: Dot) -> None:
     weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
     label = shortened(dot.name, form.label_length)
     if form.stacked:
-        _write(axes, 0, at, (0, -8), label, weight=weight)
-        _write(axes, 1, at, (0, -8), dot.text, align="right", weight=weight)
+        _write(axes, 0, row, (0, -8), label, weight=weight)
+        _write(axes, 1, row, (0, -8), dot.text, align="right", weight=weight)
     else:
-        _write(axes, 0, at, (-form.left, 0), label, weight=weight)
-        _write(axes, 1, at, (form.right - 132, 0), dot.text, align="right", weight=weight)
+        _write(axes, 0, row, (-form.left, 0), label, weight=weight)
+        _write(axes, 1, row, (form.right - 132, 0), dot.text, align="right", weight=weight)
 
 
 def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
@@ -233,28 +233,28 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
     axes.plot([line.estimate], [y], marker, markersize=size, color=ink, zorder=5, **edge)
 
 
-def _names(axes: Axes, form: Format, at: int, line: Line) -> None:
+def _names(axes: Axes, form: Format, row: int, line: Line) -> None:
     """Write the name, numbers and outcome of a row, next to its interval or (stacked) above it."""
     label = shortened(line.label, form.label_length)
     detail = shortened(line.detail, form.label_length + 5)
     verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
     ink = OUTCOME_INK[line.outcome]
     if form.stacked:
-        _write(axes, 0, at, (0, -28), label, weight="bold")
-        _write(axes, 0, at, (0, -11), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, at, (0, -28), verdict, align="right", weight="bold", ink=ink)
-        _write(axes, 1, at, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
+        _write(axes, 0, row, (0, -28), label, weight="bold")
+        _write(axes, 0, row, (0, -11), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, row, (0, -28), verdict, align="right", weight="bold", ink=ink)
+        _write(axes, 1, row, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
     else:
-        _write(axes, 0, at, (-form.left, -8), label, weight="bold")
-        _write(axes, 0, at, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, at, (form.right - 132, 0), line.numbers, align="right")
-        _write(axes, 1, at, (form.right - 118, 0), verdict, weight="bold", ink=ink)
+        _write(axes, 0, row, (-form.left, -8), label, weight="bold")
+        _write(axes, 0, row, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, row, (form.right - 132, 0), line.numbers, align="right")
+        _write(axes, 1, row, (form.right - 118, 0), verdict, weight="bold", ink=ink)
 
 
 def _write(
     axes: Axes,
     x: float,
-    at: float,
+    row: float,
     shift: tuple[float, float],
     text: str,
     *,
@@ -263,14 +263,14 @@ def _write(
     weight: Literal["normal", "bold"] = "normal",
     ink: Ink = Ink.TEXT,
 ) -> None:
-    """Write ``text`` in row ``at``.
+    """Write ``text`` in a row.
 
     ``shift`` is the offset in pixels, to the right and down, from the left (``x`` 0) or right (``x`` 1) end of the
     axis.
     """
     axes.annotate(
         text,
-        (x, at),
+        (x, row),
         xycoords=axes.get_yaxis_transform(),
         xytext=(shift[0], -shift[1]),
         textcoords="offset points",

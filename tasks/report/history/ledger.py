@@ -69,20 +69,20 @@ def read_history(reports: Path) -> History:
     return history or History()
 
 
-def append_record(reports: Path, known: History, record: RunRecord) -> History:
+def append_record(reports: Path, history: History, record: RunRecord) -> History:
     """Append a line to the history.
 
-    The caller must hold the lock and must have read ``known`` under it.
+    The caller must hold the lock and must have read ``history`` under it.
 
     Raises:
         OSError: If the history cannot be written.
     """
     path = reports / HISTORY
-    after = History((*known.records, record))
+    after = History((*history.records, record))
     newest = _newest(after.records)
-    if known.damaged:
-        _set_aside(path, known)
-    if known.damaged or len(newest) + _SLACK < len(after.records):
+    if history.damaged:
+        _set_aside(path, history)
+    if history.damaged or len(newest) + _SLACK < len(after.records):
         _rewrite(path, newest)
         return History(newest)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

@@ -168,9 +168,9 @@ def _line(series: Series, canvas: _Canvas, number: int) -> str:
         else:
             pieces[-1].append((canvas.x(index), canvas.y(value)))
     path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1)
-    drawn = f'<path d="{path}" style="{_stroke(number)}"/>' if path else ""
+    line = f'<path d="{path}" style="{_stroke(number)}"/>' if path else ""
     dots = (piece[0] for piece in pieces if len(piece) == 1)
-    return drawn + "".join(
+    return line + "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" style="fill:{_css_color(number)}"/>' for x, y in dots
     )
 

@@ -39,32 +39,32 @@ class Neighbours:
 
 
 def tied(
-    page: str, at: str, neighbours: Neighbours, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
+    page: str, location: str, neighbours: Neighbours, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
 ) -> str:
     """Return a finished page with its links, its facts and the changes since the last run.
 
     Args:
         page: HTML that contains ``</style>``, ``<main>`` and ``</header>``, as all reports do.
-        at: Future path of the page, relative to the directory of reports.
+        location: Future path of the page, relative to the directory of reports.
         neighbours: Related pages of the profile.
         changes: Sentences as plain text.
         facts: Name and value of each fact about the run, as plain text. An address becomes a link.
     """
     if _LINKS.search(page):  # a page that was released or archived before
-        page = _CHANGES.sub(lambda _: _section_html(changes, facts), relinked(page, at, neighbours), count=1)
+        page = _CHANGES.sub(lambda _: _section_html(changes, facts), relinked(page, location, neighbours), count=1)
         return page
     page = page.replace("</style>", f"{_STYLE}</style>", 1)
-    page = page.replace("<main>", f"<main>\n{_nav(at, neighbours)}", 1)
+    page = page.replace("<main>", f"<main>\n{_nav(location, neighbours)}", 1)
     return page.replace("</header>", f"</header>\n{_section_html(changes, facts)}", 1)
 
 
-def relinked(page: str, at: str, neighbours: Neighbours) -> str:
+def relinked(page: str, location: str, neighbours: Neighbours) -> str:
     """Return a page that already has links, with links to different neighbors."""
-    return _LINKS.sub(lambda _: _nav(at, neighbours), page, count=1)
+    return _LINKS.sub(lambda _: _nav(location, neighbours), page, count=1)
 
 
-def _nav(at: str, neighbours: Neighbours) -> str:
-    up = "../" * at.count("/")
+def _nav(location: str, neighbours: Neighbours) -> str:
+    up = "../" * location.count("/")
     items = [
         f'<a href="{up}{INDEX}">All runs</a>',
         *([_link(up, neighbours.before, "prev", "← the run before")] if neighbours.before else []),

@@ -122,8 +122,8 @@ def _template() -> Template:
 def _profile_runs(
     number: int, history: History, profile: str, flow: str, records: list[RunRecord], *, at_length: bool
 ) -> ProfileRuns:
-    drawn = records[:DRAWN][::-1]
-    curves = _curves(drawn) if at_length and len(drawn) > 1 else ()
+    recent = records[:DRAWN][::-1]
+    curves = _curves(recent) if at_length and len(recent) > 1 else ()
     changes = changes_since(history.of(profile, flow)[:-1], records[0]) if at_length else ()
     return ProfileRuns(f"profile-{number}", profile, flow, tuple(records), changes, curves)
 

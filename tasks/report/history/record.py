@@ -56,7 +56,7 @@ class RunScore(_RecordPart):
     task: Short
     reference: Short
     merge: Finite | None = None  # score in points; None for a suite, which only has a drop
-    drop: Finite  # points below the reference; negative where the merge is better
+    drop: Finite  # points below the reference; negative if the merge is better
     low: Finite
     high: Finite
     max_drop: Finite  # largest drop that the profile allows, in points

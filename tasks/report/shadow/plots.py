@@ -23,16 +23,16 @@ _ROOM = 4.0  # margin above and below, in points
 
 def win_rate_plot(content: ShadowContent) -> tuple[str, ...]:
     """Return the plots, wide and narrow. The result is empty with fewer than two points."""
-    return tuple(_win_rate(content, drawn) for drawn in (WIDE, NARROW)) if len(content.points) > 1 else ()
+    return tuple(_win_rate(content, layout) for layout in (WIDE, NARROW)) if len(content.points) > 1 else ()
 
 
 def evidence_plot(content: ShadowContent) -> tuple[str, ...]:
     """Return the plots, wide and narrow. The result is empty with fewer than two points."""
-    return tuple(_evidence(content, drawn) for drawn in (WIDE, NARROW)) if len(content.points) > 1 else ()
+    return tuple(_evidence(content, layout) for layout in (WIDE, NARROW)) if len(content.points) > 1 else ()
 
 
-def _win_rate(content: ShadowContent, drawn: Drawing) -> str:
-    plot, points = f"win-rate-{drawn.name}", content.points
+def _win_rate(content: ShadowContent, layout: Drawing) -> str:
+    plot, points = f"win-rate-{layout.name}", content.points
     hours, unit = _times(points)
     bound = 50 - content.margin
     # Leave out the first pairs. Their interval covers the full range and would hide the later ones.
@@ -47,10 +47,10 @@ def _win_rate(content: ShadowContent, drawn: Drawing) -> str:
         Key.of(f"to be shown: above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
-        axes, finish = _panel(drawn, plot, keys)
+        axes, finish = _panel(layout, plot, keys)
         axes.set_xlim(0, max(hours[-1], 1e-6) * 1.01)
         axes.set_ylim(max(0.0, low), min(100.0, high))
-        ticks(axes, "x", 5 if drawn.narrow else 8)
+        ticks(axes, "x", 5 if layout.narrow else 8)
         ticks(axes, "y", 5)
         band: dict[str, Any] = {"color": Ink.ACCENT.value, "alpha": 0.22, "linewidth": 0, "step": "post"}
         axes.fill_between(hours, [100 * point.low for point in points], [100 * point.high for point in points], **band)
@@ -70,8 +70,8 @@ def _win_rate(content: ShadowContent, drawn: Drawing) -> str:
         return finish(f"Win rate of the candidate over time: after {last.pairs} pairs {result}.")
 
 
-def _evidence(content: ShadowContent, drawn: Drawing) -> str:
-    plot, points = f"evidence-{drawn.name}", content.points
+def _evidence(content: ShadowContent, layout: Drawing) -> str:
+    plot, points = f"evidence-{layout.name}", content.points
     threshold = -math.log1p(-content.confidence)
     pairs = [point.pairs for point in points]
     keys = [
@@ -80,11 +80,11 @@ def _evidence(content: ShadowContent, drawn: Drawing) -> str:
         Key.of(f"{e_value(threshold)}: decided", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
-        axes, finish = _panel(drawn, plot, keys)
+        axes, finish = _panel(layout, plot, keys)
         top = max(threshold, *(max(point.log_e_promote, point.log_e_rollback) for point in points))
         axes.set_xlim(0, pairs[-1] * 1.01)
         axes.set_ylim(_LOWEST_E - 0.3, top + 0.08 * (top - _LOWEST_E))
-        ticks(axes, "x", 5 if drawn.narrow else 8, integer=True)
+        ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
         powers = [power for power in _powers(top) if power * math.log(10) >= _LOWEST_E]
         axes.set_yticks([power * math.log(10) for power in powers], [_power(power) for power in powers])
         axes.axhline(threshold, color=Ink.INCONCLUSIVE.value, **DASHED)
@@ -102,14 +102,14 @@ def _evidence(content: ShadowContent, drawn: Drawing) -> str:
         )
 
 
-def _panel(drawn: Drawing, plot: str, keys: Sequence[Key]) -> tuple[Axes, Callable[[str], str]]:
-    left, right = (48, 6) if drawn.narrow else (58, 12)
-    columns = 1 if drawn.narrow else len(keys)
-    head, panel_height, foot = 18 + 19 * math.ceil(len(keys) / columns), 210 if drawn.narrow else 260, 48
+def _panel(layout: Drawing, plot: str, keys: Sequence[Key]) -> tuple[Axes, Callable[[str], str]]:
+    left, right = (48, 6) if layout.narrow else (58, 12)
+    columns = 1 if layout.narrow else len(keys)
+    head, panel_height, foot = 18 + 19 * math.ceil(len(keys) / columns), 210 if layout.narrow else 260, 48
     height = head + panel_height + foot
-    figure = blank(drawn, height)
-    axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, panel_height))
-    legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+    figure = blank(layout, height)
+    axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
+    legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
     return axes, lambda alt_text: inline(figure, plot, alt_text)
 
 

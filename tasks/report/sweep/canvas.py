@@ -59,19 +59,19 @@ class Axis:
         return value < self.low
 
 
-def blank(drawn: Drawing, height: float) -> Figure:
+def blank(layout: Drawing, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawn.width / 72, height / 72), dpi=72)
+    figure = Figure(figsize=(layout.width / 72, height / 72), dpi=72)
     figure.patch.set_visible(False)
     return figure
 
 
-def panel(figure: Figure, drawn: Drawing, height: float, box: tuple[float, float, float, float]) -> Axes:
+def panel(figure: Figure, layout: Drawing, height: float, box: tuple[float, float, float, float]) -> Axes:
     """Return axes at ``box``: left, top, width and height in pixels from the upper left corner."""
     left, top, width, box_height = box
     axes = figure.add_axes(
-        (left / drawn.width, (height - top - box_height) / height, width / drawn.width, box_height / height)
+        (left / layout.width, (height - top - box_height) / height, width / layout.width, box_height / height)
     )
     axes.patch.set_visible(False)
     for side in ("left", "right", "top"):
@@ -158,7 +158,7 @@ def mark_winner(axes: Axes, x: float, y: float) -> None:
 
 def write(
     axes: Axes,
-    at: tuple[float, float],
+    point: tuple[float, float],
     text: str,
     *,
     shift: tuple[float, float] = (0, 0),
@@ -168,10 +168,10 @@ def write(
     bold: bool = False,
     ink: Ink = Ink.TEXT,
 ) -> None:
-    """Write ``text`` at a point, ``shift`` pixels to the right of and below it."""
+    """Write ``text`` at ``point``, ``shift`` pixels to the right of and below it."""
     axes.annotate(
         text,
-        at,
+        point,
         xycoords=coordinates,
         xytext=(shift[0], -shift[1]),
         textcoords="offset points",
@@ -221,7 +221,7 @@ def key_of_winner(content: SweepContent) -> Key:
     return Key.of(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
-def legend(figure: Figure, drawn: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:
+def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:
     """Draw the legend above the plot, starting ``left`` pixels from the left."""
     from matplotlib.lines import Line2D
 
@@ -234,7 +234,7 @@ def legend(figure: Figure, drawn: Drawing, keys: Sequence[Key], left: float, col
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(left / drawn.width, 1),
+        bbox_to_anchor=(left / layout.width, 1),
         ncols=columns,
         frameon=False,
         fontsize=12,

@@ -35,10 +35,10 @@ def front_plot(content: SweepContent) -> tuple[str, ...]:
     """
     if len(content.objectives) < 2 or not content.front:
         return ()
-    return tuple(_front(content, drawn, f"front-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(_front(content, layout, f"front-{layout.name}") for layout in (WIDE, NARROW))
 
 
-def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
+def _front(content: SweepContent, layout: Drawing, plot: str) -> str:
     across, up = score_axis(content, 0), score_axis(content, 1)
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     factors = [objective.factor for objective in content.objectives[:2]]
@@ -49,18 +49,18 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         Key.of("front", color=Ink.PASS.value, linewidth=1.8),
         *([key_of_winner(content)] if content.winner is not None else []),
     ]
-    columns = 2 if drawn.narrow else len(keys)
+    columns = 2 if layout.narrow else len(keys)
     head = 36 + 19 * math.ceil(len(keys) / columns)
-    left, right, panel_height, foot = (58, 8, 270, 46) if drawn.narrow else (66, 60, 380, 46)
+    left, right, panel_height, foot = (58, 8, 270, 46) if layout.narrow else (66, 60, 380, 46)
     height = head + panel_height + foot
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, panel_height))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
         axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
         axes.set_xlim(across.low, across.high)
         axes.set_ylim(up.low, up.high)
-        ticks(axes, "x", 4 if drawn.narrow else 8)
-        ticks(axes, "y", 5 if drawn.narrow else 7)
+        ticks(axes, "x", 4 if layout.narrow else 8)
+        ticks(axes, "y", 5 if layout.narrow else 7)
         marks = []
         for trial in scored:
             x, y = (factor * score_in(trial, index) for index, factor in enumerate(factors))
@@ -93,6 +93,6 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
             ink=Ink.MUTED,
         )
         write(axes, (0, 1), shortened(names[1], 60), shift=(-left + 2, -14), coordinates="axes fraction", ink=Ink.MUTED)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
         numbers = " ".join(f"Trial {number}." for number in content.front)
         return inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {numbers}")

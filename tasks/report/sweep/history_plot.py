@@ -60,12 +60,13 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
     return tuple(
-        _draw(content, objective, runs, factor, drawn, f"history-{objective}-{drawn.name}") for drawn in (WIDE, NARROW)
+        _draw(content, objective, runs, factor, layout, f"history-{objective}-{layout.name}")
+        for layout in (WIDE, NARROW)
     )
 
 
 def _draw(
-    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, drawn: Drawing, plot: str
+    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, layout: Drawing, plot: str
 ) -> str:
     axis = score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
@@ -83,28 +84,28 @@ def _draw(
     if failed:
         keys.append(Key.of("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
     reference = trial_numbered(content, content.reference)
-    if drawn.narrow and reference is not None:
+    if layout.narrow and reference is not None:
         keys.append(Key.of(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
-    left, right = (58, 4) if drawn.narrow else (66, 190)
-    columns = 2 if drawn.narrow else max(1, len(keys))
+    left, right = (58, 4) if layout.narrow else (66, 190)
+    columns = 2 if layout.narrow else max(1, len(keys))
     head = 20 + 19 * math.ceil(len(keys) / columns)
-    panel_height, foot = (230, 46) if drawn.narrow else (320, 46)
+    panel_height, foot = (230, 46) if layout.narrow else (320, 46)
     height = head + panel_height + foot
     longest = max(len(run.trials) for run in runs.values())
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, panel_height))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
         axes.set_xlim(0.3, longest + 0.7)
         axes.set_ylim(axis.low, axis.high)
-        ticks(axes, "x", 5 if drawn.narrow else 8, integer=True)
-        ticks(axes, "y", 5 if drawn.narrow else 6)
-        _levels(axes, content, objective, axis, drawn, panel_height)
+        ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
+        ticks(axes, "y", 5 if layout.narrow else 6)
+        _levels(axes, content, objective, axis, layout, panel_height)
         for origin, run in runs.items():
             _trials(axes, run, factor, objective, axis)
             _stair(axes, origin, run, factor)
             if winner is not None and winner in run.trials:
-                at = run.trials.index(winner) + 1
-                mark_winner(axes, at, axis.held(factor * score_in(winner, objective)))
+                position = run.trials.index(winner) + 1
+                mark_winner(axes, position, axis.held(factor * score_in(winner, objective)))
         write(
             axes,
             (1, 0),
@@ -114,19 +115,19 @@ def _draw(
             align="right",
             ink=Ink.MUTED,
         )
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
         return inline(figure, plot, _alt_text(content, objective, runs))
 
 
 def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
     step = 0.02 * (axis.high - axis.low)
     failed, marks = [], []
-    for at, trial in enumerate(run.trials, start=1):
+    for position, trial in enumerate(run.trials, start=1):
         score = factor * score_in(trial, objective)
         if state_of(trial) == "failed":
-            failed.append(at)
+            failed.append(position)
         else:
-            marks.append(Mark(at, max(score, axis.low + step), trial, "v" if axis.is_below(score) else ""))
+            marks.append(Mark(position, max(score, axis.low + step), trial, "v" if axis.is_below(score) else ""))
     mark_trials(axes, marks)
     style: dict[str, Any] = {"markersize": 6, "markeredgewidth": 1.5, "clip_on": False, "zorder": 5}
     axes.plot(failed, [0.05] * len(failed), "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
@@ -134,7 +135,7 @@ def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis:
 
 def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
     """Draw the best score so far, from the first trial with a score to the last candidate."""
-    points = [(at, factor * best) for at, best in enumerate(run.best, start=1) if math.isfinite(best)]
+    points = [(position, factor * best) for position, best in enumerate(run.best, start=1) if math.isfinite(best)]
     if not points:
         return
     style: dict[str, Any] = {"linewidth": 2.4} if origin == SAMPLER else {"linewidth": 2.0, "linestyle": (0, (5, 2))}
@@ -143,7 +144,9 @@ def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
     axes.plot([*xs, len(run.best) + 0.4], [*ys, ys[-1]], color=ink, drawstyle="steps-post", zorder=3, **style)
 
 
-def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn: Drawing, panel_height: float) -> None:
+def _levels(
+    axes: Axes, content: SweepContent, objective: int, axis: Axis, layout: Drawing, panel_height: float
+) -> None:
     """Draw a line for each hand-written recipe, with its name on the right.
 
     On a narrow page, the legend holds the name of the reference.
@@ -157,7 +160,7 @@ def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn
         is_below = axis.is_below(score)
         if not is_below:
             axes.axhline(score, color=ink.value, zorder=2, alpha=1 if _is_reference(content, trial) else 0.6, **DASHED)
-        if drawn.narrow:
+        if layout.narrow:
             continue
         distance = panel_height if is_below else panel_height * (axis.high - score) / (axis.high - axis.low)
         position = min(distance, previous - _NAME_DISTANCE)

@@ -36,48 +36,50 @@ def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     """Return the plots, wide and narrow. The result is empty if fewer than two trials have a score."""
     if sum(state_of(trial) != "failed" for trial in content.trials) < 2:
         return ()
-    return tuple(_parallel(content, objective, drawn, f"parallel-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(
+        _parallel(content, objective, layout, f"parallel-{objective}-{layout.name}") for layout in (WIDE, NARROW)
+    )
 
 
-def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+def _parallel(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
     """Return one plot with a row per parameter, from its low to its high end, and a line per candidate."""
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
     better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
     start = {parameter.name: parameter.start for parameter in content.parameters}
-    better_style = _BETTER if drawn.narrow else _LINES
+    better_style = _BETTER if layout.narrow else _LINES
     keys = [Key.of("the best quarter", **better_style), Key.of("all others", **_OTHERS)]
     if any(value is not None for value in start.values()):
-        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if drawn.narrow else DASHED)))
+        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
     if content.winner is not None:
-        keys.append(Key.of(winner_word(content), **(_WINNER if drawn.narrow else _WINNERS_LINE)))
-    columns = 2 if drawn.narrow else len(keys)
-    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
-    left, right = (2, 2) if drawn.narrow else (236, 132)
+        keys.append(Key.of(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
+    columns = 2 if layout.narrow else len(keys)
+    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if layout.narrow else 30, 8
+    left, right = (2, 2) if layout.narrow else (236, 132)
     count = len(content.parameters)
     height = head + count * row + foot
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, count * row))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, count * row))
         axes.spines["bottom"].set_visible(False)
         axes.grid(visible=False)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_xlim(-0.01, 1.01)
         axes.set_ylim(count - 0.5, -0.5)
-        below = 0.22 if drawn.narrow else 0.0  # names are above their line
+        below = 0.22 if layout.narrow else 0.0  # names are above their line
         for trial in ranked:
             style = better_style if trial.number in better else _OTHERS
             _path(axes, content, trial.point, below, **style)
-        starts_style = _START if drawn.narrow else DASHED
+        starts_style = _START if layout.narrow else DASHED
         _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
         winner = trial_numbered(content, content.winner)
         if winner is not None:
-            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if drawn.narrow else _WINNERS_LINE))
+            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if layout.narrow else _WINNERS_LINE))
         for index, parameter in enumerate(content.parameters):
             axes.plot([0, 1], [index + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
-            _row_names(axes, parameter, index, winner, drawn, left, right)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+            _row_names(axes, parameter, index, winner, layout, left, right)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
         return inline(figure, plot, spoken_values(content))
 
 
@@ -92,9 +94,9 @@ def _path(
 def _row_names(
     axes: Axes,
     parameter: ReportedParameter,
-    at: int,
+    row: int,
     winner: Trial | None,
-    drawn: Drawing,
+    layout: Drawing,
     left: float,
     right: float,
 ) -> None:
@@ -104,20 +106,20 @@ def _row_names(
         ends = (f"{len(parameter.among)} choices", "")
     else:
         ends = (value_text(parameter.low), value_text(parameter.high))
-    if drawn.narrow:
+    if layout.narrow:
         span = f"{ends[0]} to {ends[1]}" if ends[1] else ends[0]
-        write(axes, (0, at), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
-        write(axes, (1, at), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
+        write(axes, (0, row), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
+        write(axes, (1, row), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
         write(
-            axes, (1, at), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
+            axes, (1, row), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
         )
         return
-    write(axes, (0, at), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
-    write(axes, (0, at), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
-    write(axes, (1, at), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
+    write(axes, (0, row), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
+    write(axes, (0, row), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
+    write(axes, (1, row), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
     write(
         axes,
-        (1, at),
+        (1, row),
         shortened(value, 11),
         shift=(right, 0),
         coordinates=across,

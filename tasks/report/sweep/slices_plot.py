@@ -67,24 +67,24 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     scored = sum(state_of(trial) != "failed" for trial in content.trials)
     if scored < 2 or not 0 < len(content.parameters) <= MOST_SLICES:
         return ()
-    return tuple(_slices(content, objective, drawn, f"slices-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(_slices(content, objective, layout, f"slices-{objective}-{layout.name}") for layout in (WIDE, NARROW))
 
 
-def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+def _slices(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
     factor, axis = content.objectives[objective].factor, score_axis(content, objective)
     scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
     keys = _keys(content, scored, objective, axis)
-    columns = min(len(content.parameters), 2 if drawn.narrow else 3)
+    columns = min(len(content.parameters), 2 if layout.narrow else 3)
     rows = math.ceil(len(content.parameters) / columns)
-    legend_columns = 2 if drawn.narrow else len(keys)
+    legend_columns = 2 if layout.narrow else len(keys)
     head = 14 + 19 * math.ceil(len(keys) / legend_columns)
-    left, gap, panel_height, title, foot = (44, 16, 120, 28, 26) if drawn.narrow else (66, 34, 170, 32, 30)
-    panel_width = (drawn.width - left - gap * (columns - 1) - 4) / columns
-    if len(content.parameters) < columns + 1 and not drawn.narrow:
+    left, gap, panel_height, title, foot = (44, 16, 120, 28, 26) if layout.narrow else (66, 34, 170, 32, 30)
+    panel_width = (layout.width - left - gap * (columns - 1) - 4) / columns
+    if len(content.parameters) < columns + 1 and not layout.narrow:
         panel_width = min(panel_width, 400)
     height = head + rows * (title + panel_height + foot)
     with drawing(plot):
-        figure = blank(drawn, height)
+        figure = blank(layout, height)
         for index, parameter in enumerate(content.parameters):
             row, column = divmod(index, columns)
             box = (
@@ -93,12 +93,12 @@ def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) ->
                 panel_width,
                 panel_height,
             )
-            axes = panel(figure, drawn, height, box)
+            axes = panel(figure, layout, height, box)
             axes.set_ylim(axis.low, axis.high)
             ticks(axes, "y", 4)
             if column:
                 axes.set_yticklabels([])
-            characters = 17 if drawn.narrow else 34
+            characters = 17 if layout.narrow else 34
             write(
                 axes,
                 (0, 1),
@@ -106,10 +106,10 @@ def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) ->
                 shift=(0, -13),
                 coordinates="axes fraction",
                 bold=True,
-                size=12 if drawn.narrow else 13,
+                size=12 if layout.narrow else 13,
             )
             _slice(axes, content, parameter, scored, objective, factor, axis, panel_width)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, legend_columns)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
         return inline(figure, plot, spoken_values(content))
 
 
