@@ -1,14 +1,14 @@
-"""The report of a run: ``report.html``, one self-contained page for a person, and ``report.json`` for machines.
+"""Build the report of a run: ``report.html``, one self-contained page for readers, and ``report.json`` for programs.
 
 ::
 
     artifact = write_report(ReportContent(...))     # the cached stage
-    html = render(content)                          # the page alone
+    html = render(content)                          # only the page
     as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
-    render_sweep(sweep), sweep_table(sweep)         # of a sweep: its page and its table
-    render_ending(EndedRun(...))                    # of a run that ended without a verdict
-    render_shadow(shadow)                           # of a release that is watched on users' traffic
-    keep_run(reports, record, html)                 # each page under its own name, in the history of all runs
+    render_sweep(sweep), sweep_table(sweep)         # page and table of a sweep
+    render_ending(EndedRun(...))                    # page of a run that ended without a verdict
+    render_shadow(shadow)                           # page of a release that is tested on user traffic
+    keep_run(reports, record, html)                 # archive the page of a run and add the run to the history
 """
 
 from mergegate.tasks.report import wording

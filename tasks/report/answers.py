@@ -1,4 +1,4 @@
-"""Two answers to one question, side by side: what one has and the other has not is marked."""
+"""Show two answers to the same question side by side and mark the differences."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def marked_answers(reference: str, merge: str) -> tuple[Markup, Markup]:
-    """Both answers, escaped, with ``<mark>`` around what differs: words, or where each is a single word, characters."""
+    """Return both answers, escaped, with ``<mark>`` around the differences.
+
+    Differences are marked by word, or by character if each answer is a single word.
+    """
     from markupsafe import Markup, escape
 
     left, right = (_PIECES.findall(text) for text in (reference, merge))
     if len(left) <= 1 and len(right) <= 1:
         left, right = list(reference), list(merge)
-    drawn = [Markup(), Markup()]
+    marked = [Markup(), Markup()]
     for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         for side, text in enumerate(("".join(left[a:b]), "".join(right[c:d]))):
             if text:
-                drawn[side] += escape(text) if kind == "equal" else Markup("<mark>") + escape(text) + Markup("</mark>")
-    return drawn[0], drawn[1]
+                marked[side] += escape(text) if kind == "equal" else Markup("<mark>") + escape(text) + Markup("</mark>")
+    return marked[0], marked[1]

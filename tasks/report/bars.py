@@ -1,4 +1,7 @@
-"""Scores as bars, a task at a time: of many tasks, groups by the first part of their names, each with its mean."""
+"""Draw scores as bars, task by task.
+
+Many tasks are grouped by the first part of their names, and each group shows its mean.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportedModel
 from mergegate.tasks.report.table import TaskRow
 
-_MOST_APART = 10  # tasks that are drawn without groups
+_MAX_UNGROUPED = 10  # largest number of tasks that are drawn without groups
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A model's score, in points."""
+    """Score of one model, in points."""
 
     model: str
     points: float
@@ -24,7 +27,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of one task, or of a group's means; and of a group the tasks in it."""
+    """Bars of one task, or the mean bars of a group together with its tasks."""
 
     name: str
     bars: tuple[Bar, ...]
@@ -32,32 +35,36 @@ class Bars:
 
 
 def score_bars(rows: Sequence[TaskRow], models: Sequence[ReportedModel]) -> tuple[Bars, ...]:
-    """What is drawn above the table: of every task whose scores are in [0, 1], once each."""
+    """Return the bars above the table: one set for each task whose scores are in [0, 1]."""
     single: dict[str, Bars] = {}
     for row in rows:
-        name = row.task if sum(one.task == row.task and one.metric != row.metric for one in rows) == 0 else row.label
-        found = tuple(
+        name = (
+            row.task
+            if sum(candidate.task == row.task and candidate.metric != row.metric for candidate in rows) == 0
+            else row.label
+        )
+        task_bars = tuple(
             _bar(model, 100 * cell.share)
             for model, cell in zip(models, row.cells, strict=True)
             if cell.share is not None
         )
-        if found:
-            single.setdefault(name, Bars(name, found))
-    if len(single) <= _MOST_APART:
+        if task_bars:
+            single.setdefault(name, Bars(name, task_bars))
+    if len(single) <= _MAX_UNGROUPED:
         return tuple(single.values())
     groups: dict[str, list[Bars]] = {}
     for name, bars in single.items():
         groups.setdefault(name.partition("_")[0], []).append(bars)
-    return tuple(inside[0] if len(inside) == 1 else _group(name, inside, models) for name, inside in groups.items())
+    return tuple(members[0] if len(members) == 1 else _group(name, members, models) for name, members in groups.items())
 
 
-def _group(name: str, inside: list[Bars], models: Sequence[ReportedModel]) -> Bars:
+def _group(name: str, members: list[Bars], models: Sequence[ReportedModel]) -> Bars:
     means = []
     for model in models:
-        points = [bar.points for task in inside for bar in task.bars if bar.model == model.name]
-        if len(points) == len(inside):  # a mean over other tasks would not compare
+        points = [bar.points for task in members for bar in task.bars if bar.model == model.name]
+        if len(points) == len(members):  # a mean over fewer tasks would not be comparable
             means.append(_bar(model, sum(points) / len(points)))
-    return Bars(f"{name}: mean of {len(inside)} tasks", tuple(means), tuple(inside))
+    return Bars(f"{name}: mean of {len(members)} tasks", tuple(means), tuple(members))
 
 
 def _bar(model: ReportedModel, points: float) -> Bar:

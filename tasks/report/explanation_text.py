@@ -1,4 +1,7 @@
-"""How the report explains a merge that did not pass: sentences and rows about weights. Pure functions of values."""
+"""Explain in sentences and table rows why a merge did not pass, based on its weights.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -10,92 +13,101 @@ from mergegate.tasks.perplexity import ensemble_gain_share
 from mergegate.tasks.report.content import ReportContent, ReportedJudge
 from mergegate.tasks.report.wording import NONE, interval, number, plain
 
-# Layers whose sign conflict differs by less are alike.
-_ALIKE = 0.03
-# A movement that would be told as 0.00 is none.
+# Layers whose sign conflicts differ by less count as equal.
+_EQUAL_CONFLICT = 0.03
+# A movement that would be displayed as 0.00 counts as none.
 _UNMOVED = 0.005
 
 
 @dataclass(frozen=True)
 class VectorRow:
-    """One model in the table of task vectors, as it is shown. Lengths are over the origin's norm."""
+    """One model in the table of task vectors, as displayed.
+
+    Lengths are relative to the norm of the origin.
+    """
 
     name: str
     length: str
-    cosines: tuple[str, ...]  # with each of the models; '1' with itself
-    distance: str  # of the merge from it
+    cosines: tuple[str, ...]  # cosine with each model; '1' with itself
+    distance: str  # distance from the merge
 
 
 def why(explanation: Explanation) -> tuple[str, ...]:
-    """What the weights say, a sentence each; the most telling first."""
-    found = explanation.interference
-    if found is None:
+    """Return the explanation that the weights give, one sentence each, the most important first."""
+    interference = explanation.interference
+    if interference is None:
         return ("The weights of these models could not be compared.",)
-    whole = found.whole
+    total = interference.whole
     sentences = [
-        *_movement(explanation, whole),
-        *_conflict(explanation, whole),
-        *_layers({layer: tally.conflict for (_, layer), tally in found.layers().items()}),
+        *_movement(explanation, total),
+        *_conflict(explanation, total),
+        *_layers({layer: tally.conflict for (_, layer), tally in interference.layers().items()}),
         *_origin(explanation),
         *(
             f"{skipped.tensors} tensor{'s were' if skipped.tensors > 1 else ' was'} left out: "
             f"{skipped.reason} ({skipped.example})."
-            for skipped in found.skipped
+            for skipped in interference.skipped
         ),
     ]
     return tuple(sentences)
 
 
 def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
-    """A row for each task vector; empty where weights could not be compared."""
+    """Return one row per task vector. The result is empty if the weights could not be compared."""
     if explanation.interference is None:
         return ()
-    whole = explanation.interference.whole
+    total = explanation.interference.whole
     return tuple(
         VectorRow(
             name=name,
-            length=_relative(whole.length(at)),
-            cosines=tuple("1" if other == at else _cosine(whole, at, other) for other in range(whole.vectors)),
-            distance=_relative(whole.merge_distance(at)),
+            length=_relative(total.length(index)),
+            cosines=tuple("1" if column == index else _cosine(total, index, column) for column in range(total.vectors)),
+            distance=_relative(total.merge_distance(index)),
         )
-        for at, name in enumerate(explanation.vectors)
+        for index, name in enumerate(explanation.vectors)
     )
 
 
 def merge_length(explanation: Explanation) -> str:
-    """How far the merge moved from the origin, over the origin's norm; empty where that is not known."""
-    found = explanation.interference
-    return _relative(found.whole.merge_length) if found and found.has_merge else ""
+    """Return the distance of the merge from the origin, relative to the origin's norm.
+
+    The result is empty if the distance is unknown.
+    """
+    interference = explanation.interference
+    return _relative(interference.whole.merge_length) if interference and interference.has_merge else ""
 
 
 def ensemble_sentence(content: ReportContent) -> str:
-    """What the parents together would have gained, and how much of it the merge keeps; empty where not measured."""
+    """Return the gain of an ensemble of the parents and the share of that gain that the merge keeps.
+
+    The result is empty if the ensemble was not measured.
+    """
     merge = next((model.likelihoods for model in content.models if model.role == "merge"), None)
     members = [model.likelihoods for model in content.models if model.role == "parent" and model.likelihoods]
-    together = content.ensemble
-    if together is None or together.perplexity is None or merge is None or not members:
+    ensemble = content.ensemble
+    if ensemble is None or ensemble.perplexity is None or merge is None or not members:
         return ""
-    said = f"The mean of the parents' probabilities, token by token, has perplexity {together.perplexity:.3f}"
-    kept = ensemble_gain_share(members, together, merge)
-    if kept is None:
-        return f"{said}, no better than the better parent: on this text they have nothing to give each other."
-    if kept <= 0:
-        return f"{said}; the merge keeps nothing of that gain over the better parent."
-    return f"{said}; the merge keeps {100 * kept:.0f} % of that gain over the better parent."
+    start = f"The mean of the parents' probabilities, token by token, has perplexity {ensemble.perplexity:.3f}"
+    share = ensemble_gain_share(members, ensemble, merge)
+    if share is None:
+        return f"{start}, no better than the better parent: on this text they have nothing to give each other."
+    if share <= 0:
+        return f"{start}; the merge keeps nothing of that gain over the better parent."
+    return f"{start}; the merge keeps {100 * share:.0f} % of that gain over the better parent."
 
 
 def expert_sentences(content: ReportContent) -> tuple[str, ...]:
-    """How the experts of each parent correspond to those of the donor, and how far their routers are apart."""
+    """Compare the experts and routers of each parent with those of the donor, one sentence per parent."""
     return tuple(
-        f"{one.model}: expert by expert its weights have a mean cosine of {one.diagonal:.3f} with those of the model "
-        f"that gives the layout ({one.best:.3f} in the best order, which is another in {one.moved} of {one.layers} "
-        f"layers); its routers, as they were merged, {one.routers:.3f}, and are up to {100 * one.distance:.0f} % apart."
-        for one in content.experts
+        f"{row.model}: expert by expert its weights have a mean cosine of {row.diagonal:.3f} with those of the model "
+        f"that gives the layout ({row.best:.3f} in the best order, which is another in {row.moved} of {row.layers} "
+        f"layers); its routers, as they were merged, {row.routers:.3f}, and are up to {100 * row.distance:.0f} % apart."
+        for row in content.experts
     )
 
 
 def judge_numbers(judge: ReportedJudge) -> str:
-    """'win rate 52.0 % [47.1, 56.9]'."""
+    """Return the win rate with its interval: 'win rate 52.0 % [47.1, 56.9]'."""
     return f"win rate {number(100 * judge.win_rate, 1)} % {interval(100 * judge.low, 100 * judge.high, 1)}"
 
 
@@ -105,61 +117,64 @@ def _origin(explanation: Explanation) -> list[str]:
     return [f"The recipe names no base: differences are measured from its first model, {explanation.origin}."]
 
 
-def _conflict(explanation: Explanation, whole: Tally) -> list[str]:
-    if whole.conflict is None or whole.vectors < 2:
+def _conflict(explanation: Explanation, total: Tally) -> list[str]:
+    if total.conflict is None or total.vectors < 2:
         return []
-    share = f"{100 * whole.conflict:.0f} % are moved in opposite directions"
+    share = f"{100 * total.conflict:.0f} % are moved in opposite directions"
     chance = f"{100 * CHANCE:.0f} %"
     names = explanation.vectors
-    if whole.vectors == 2:
+    if total.vectors == 2:
         return [
             f"Of the weights that both {names[0]} and {names[1]} move noticeably, {share}; for parents that have "
             f"nothing to do with each other it would be {chance}."
         ]
-    pairs = {pair: whole.pair_conflict(*pair) or 0.0 for pair in whole.pairs}
-    one, other = max(pairs, key=lambda pair: pairs[pair])
+    pairs = {pair: total.pair_conflict(*pair) or 0.0 for pair in total.pairs}
+    first, second = max(pairs, key=lambda pair: pairs[pair])
     return [
         f"Of the weights that two or more parents move noticeably, {share}. The pair that conflicts most is "
-        f"{names[one]} and {names[other]}, with {100 * pairs[one, other]:.0f} %, where {chance} would be chance."
+        f"{names[first]} and {names[second]}, with {100 * pairs[first, second]:.0f} %, where {chance} would be chance."
     ]
 
 
 def _layers(conflicts: dict[int, float | None]) -> list[str]:
-    known = {layer: conflict for layer, conflict in conflicts.items() if conflict is not None}
-    if len(known) < 2:
+    measured = {layer: conflict for layer, conflict in conflicts.items() if conflict is not None}
+    if len(measured) < 2:
         return []
-    ranked = sorted(known, key=lambda layer: (-known[layer], layer))
-    if known[ranked[0]] - known[ranked[-1]] < _ALIKE:
-        return [f"The conflict is much the same in all {len(known)} layers."]
-    worst = [f"{layer} ({100 * known[layer]:.0f} %)" for layer in ranked[: min(3, len(known) - 1)]]
+    ranked = sorted(measured, key=lambda layer: (-measured[layer], layer))
+    if measured[ranked[0]] - measured[ranked[-1]] < _EQUAL_CONFLICT:
+        return [f"The conflict is much the same in all {len(measured)} layers."]
+    worst = [f"{layer} ({100 * measured[layer]:.0f} %)" for layer in ranked[: min(3, len(measured) - 1)]]
     listed = worst[0] if len(worst) == 1 else f"{', '.join(worst[:-1])} and {worst[-1]}"
     least = ranked[-1]
     plural = "s" if len(worst) > 1 else ""
-    lowest = f"layer {least} ({100 * known[least]:.0f} %)"
+    lowest = f"layer {least} ({100 * measured[least]:.0f} %)"
     return [f"The conflict is strongest in layer{plural} {listed}, and weakest in {lowest}."]
 
 
-def _movement(explanation: Explanation, whole: Tally) -> list[str]:
-    ratio = relative_movement(whole)
+def _movement(explanation: Explanation, total: Tally) -> list[str]:
+    ratio = relative_movement(total)
     if ratio is None:
         return []
     names = explanation.vectors
-    farthest = max(range(whole.vectors), key=whole.norm)
+    farthest = max(range(total.vectors), key=total.norm)
     if ratio < _UNMOVED:
         return [f"In the weights that could be compared the merge is {explanation.origin}: it moved nowhere."]
     far = f"The merge moved {number(ratio, 2)} times as far from {explanation.origin} as {names[farthest]}"
     far += ", the parent that moved farthest" if len(names) > 1 else ""
-    distances = [whole.merge_distance(at) or 0.0 for at in range(whole.vectors)]
-    nearest, away = min(range(len(names)), key=distances.__getitem__), max(range(len(names)), key=distances.__getitem__)
-    if distances[away] <= 1.05 * distances[nearest]:
+    distances = [total.merge_distance(index) or 0.0 for index in range(total.vectors)]
+    nearest, remotest = (
+        min(range(len(names)), key=distances.__getitem__),
+        max(range(len(names)), key=distances.__getitem__),
+    )
+    if distances[remotest] <= 1.05 * distances[nearest]:
         return [f"{far}."]
-    return [f"{far}; it is nearest to {names[nearest]} and farthest from {names[away]}."]
+    return [f"{far}; it is nearest to {names[nearest]} and farthest from {names[remotest]}."]
 
 
 def _relative(value: float | None) -> str:
     return NONE if value is None else f"{plain(float(f'{100 * value:.2g}'))} %"
 
 
-def _cosine(whole: Tally, one: int, other: int) -> str:
-    cosine = whole.cosine(one, other)
+def _cosine(total: Tally, first: int, second: int) -> str:
+    cosine = total.cosine(first, second)
     return NONE if cosine is None else number(cosine, 2)

@@ -1,4 +1,4 @@
-"""The page: content into ``template.html`` by Jinja2. Everything that comes from outside is escaped there."""
+"""Render the report page from ``template.html`` with Jinja2, which escapes all external text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ HERE = Path(__file__).parent
 
 
 def render(content: ReportContent) -> str:
-    """``report.html`` as text: one page without scripts or anything to load. Equal content gives equal text."""
+    """Return ``report.html`` as text: one page without scripts or external resources.
+
+    Equal content gives equal text.
+    """
     from markupsafe import Markup
 
     verdict = content.verdict
@@ -35,7 +38,7 @@ def render(content: ReportContent) -> str:
         costs=serving_costs.costs(content),
         sentence=wording.sentence(content),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
-        # Drawn by matplotlib, which escapes the names in them.
+        # Matplotlib draws these plots and escapes the names in them.
         guards_plot=[Markup(plot) for plot in plots.guards_plot(content)],
         drift_plot=[Markup(plot) for plot in plots.drift_plot(content)],
         perplexity_plot=[Markup(plot) for plot in plots.perplexity_plot(content)],
@@ -49,9 +52,9 @@ def render(content: ReportContent) -> str:
         bars=bars.score_bars(rows, models),
         per_byte=table.compares_per_byte(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
-        scored_how=_scored_how(content.scoring, content.asked) if content.scoring else "",
+        scored_how=_scoring_text(content.scoring, content.asked) if content.scoring else "",
         asked=wording.what_was_asked(verdict),
-        read_how=_read_how(content.windows) if content.windows else "",
+        read_how=_windows_text(content.windows) if content.windows else "",
     )
 
 
@@ -61,8 +64,10 @@ def _template() -> Template:
 
 
 def page_environment(folder: Path) -> Environment:
-    """How templates of this package are read, beside what all pages share (``head.html``): all that comes from outside
-    is escaped, what is missing is an error."""
+    """Return a Jinja2 environment for the templates in ``folder`` and the shared ``head.html``.
+
+    All external text is escaped, and a missing variable is an error.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -78,37 +83,40 @@ def page_environment(folder: Path) -> Environment:
 
 
 def _minus_signs(text: str) -> str:
-    """A sentence from elsewhere, its negative numbers as all others of the page."""
+    """Replace the hyphen of negative numbers in ``text`` with the minus sign that the page uses elsewhere."""
     return re.sub(r"(?<![\w-])-(?=[.\d])", wording.MINUS, text)
 
 
 def _breakable(text: str, every: int = 20) -> Markup:
-    """``text``, escaped, with places where a narrow column may break it: after punctuation and ``every`` characters."""
+    """Return ``text``, escaped, with break opportunities for narrow columns.
+
+    A line may break after punctuation and after ``every`` characters.
+    """
     from markupsafe import Markup
 
     pieces = re.findall(rf"[^_/,:@-]{{1,{every}}}[_/,:@-]*|[_/,:@-]+", text)
     return Markup("<wbr>").join(pieces)
 
 
-def _scored_how(scoring: Scoring, asked: Mapping[str, str]) -> str:
-    few = (
+def _scoring_text(scoring: Scoring, prompts: Mapping[str, str]) -> str:
+    examples = (
         "the tasks' own few-shot examples"
         if scoring.num_fewshot is None
         else f"{scoring.num_fewshot} few-shot examples"
     )
-    few_at_first = f"a fixed sample of documents, {scoring.first_look} a task at first"
-    which = few_at_first if scoring.first_look is not None else "all documents"
+    sample = f"a fixed sample of documents, {scoring.first_look} a task at first"
+    documents = sample if scoring.first_look is not None else "all documents"
     parts = [
         f"lm-eval, {scoring.backend} backend",
-        which,
-        few,
+        documents,
+        examples,
         "chat template" if scoring.chat_template else "no chat template",
         f"dtype {scoring.dtype}",
         f"batches of {scoring.batch_size}",
         *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
     ]
-    return "; ".join([", ".join(parts), *(f"{task} with {how}" for task, how in asked.items())])
+    return "; ".join([", ".join(parts), *(f"{task} with {setup}" for task, setup in prompts.items())])
 
 
-def _read_how(windows: WindowSettings) -> str:
+def _windows_text(windows: WindowSettings) -> str:
     return f"windows of {windows.max_length} tokens, dtype {windows.dtype}, batches of {windows.batch_size}"

@@ -1,7 +1,7 @@
-"""Plots of what was judged: guards, perplexity and the judge's word, each against its limit.
+"""Plot guards, perplexity and the judge's win rate against their limits.
 
-Each is drawn twice, for a wide page and for a phone, since letters must not shrink with a picture; the style sheet
-shows the one that fits.
+Each plot is drawn twice, for a wide page and for a phone, because text must not shrink with the picture. The style
+sheet shows the version that fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
-    """All guards: drop and interval in points against ``max_drop`` and ``margin``. Empty without guards."""
+    """Return the plots of all guards: drop and interval in points against ``max_drop`` and ``margin``.
+
+    The result is empty without guards.
+    """
     guards = content.verdict.guards
     if not guards:
         return ()
@@ -23,8 +26,8 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.word}."
         for guard in guards
     )
-    two = any(line.soft_limit != line.fail_limit for line in lines)
-    names = ("zero", "limit", "margin") if two else ("zero", "limit and margin")
+    has_margin = any(line.soft_limit != line.fail_limit for line in lines)
+    names = ("zero", "limit", "margin") if has_margin else ("zero", "limit and margin")
     unit = "points lost"
     return tuple(draw_intervals(f"guards-{form.name}", lines, form, 0.0, names, unit, label) for form in (WIDE, NARROW))
 
@@ -61,7 +64,10 @@ def _guard_line(guard: GuardVerdict) -> Line:
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
-    """Perplexity of the merge over the better parent's, against warning and limit. Empty without a drift verdict."""
+    """Return the plots of the drift check: the merge's perplexity over the better parent's, against warning and limit.
+
+    The result is empty without a drift verdict.
+    """
     drift = content.verdict.drift
     if drift is None:
         return ()
@@ -87,7 +93,10 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def judge_plot(content: ReportContent) -> tuple[str, ...]:
-    """How far the merge's win rate is below an even one, against what is allowed. Empty without a judge."""
+    """Return the plots of the judge: the distance of the merge's win rate below 50 %, against the allowed distance.
+
+    The result is empty without a judge.
+    """
     judge = content.judge
     if judge is None:
         return ()
@@ -116,14 +125,17 @@ def judge_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
-    """A dot for each model's perplexity (bits per byte where tokenizers differ). Empty when nothing was measured."""
+    """Return the plots of all models' perplexities, or of their bits per byte if tokenizers differ.
+
+    The result is empty if no perplexity was measured.
+    """
     per_byte = compares_per_byte(content.models, content.verdict.drift)
     measured = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
     if content.ensemble is not None:
         measured.insert(-1, ("parents' ensemble", content.ensemble, False))
     dots = [
-        Dot(name, value.bits_per_byte if per_byte else value.perplexity, likelihood(value, per_byte), merged)
-        for name, value, merged in measured
+        Dot(name, value.bits_per_byte if per_byte else value.perplexity, likelihood(value, per_byte), is_merge)
+        for name, value, is_merge in measured
         if value is not None
     ]
     if not dots:

@@ -1,6 +1,6 @@
-"""Plots in rows, a name and a value each: intervals against their limits, or dots on a line. Drawn by matplotlib.
+"""Draw plots with one row per value: intervals against their limits, or dots on lines.
 
-One unit of the drawing is one pixel of the page at its natural width.
+Matplotlib draws them. One unit of a drawing is one pixel of the page at its natural width.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OUTCOME_MARKER: dict[Outcome, tuple[str, float]] = {"pass": ("o", 10), "fail": (
 
 @dataclass(frozen=True)
 class Format:
-    """How a plot is laid out, in pixels.
+    """Layout of a plot, in pixels.
 
-    Wide: name on the left, interval in the middle, numbers on the right, all on one line. Narrow: name and numbers
-    above the interval.
+    A wide plot has the name on the left, the interval in the middle and the numbers on the right, all on one line. A
+    narrow plot has the name and the numbers above the interval.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Format:
     row: int
     left: int
     right: int
-    label_length: int  # characters that fit
-    band: tuple[float, float]  # where in its row an interval stands; row i spans i - 0.5 to i + 0.5, downwards
+    label_length: int  # number of characters that fit
+    band: tuple[float, float]  # vertical extent of the interval; row i spans i - 0.5 to i + 0.5, downward
     stacked: bool
 
 
@@ -46,7 +46,7 @@ NARROW = Format("narrow", width=350, row=82, left=2, right=2, label_length=26, b
 
 @dataclass(frozen=True)
 class Line:
-    """One row of an interval plot: an estimate with its interval, and the two limits that judge it."""
+    """One row of an interval plot: an estimate with its interval, and the two limits it is compared with."""
 
     label: str
     detail: str
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """One model's perplexity: the value to draw, and its text."""
+    """One model's perplexity as a value to draw and as text."""
 
     name: str
     value: float | None  # None: not finite
@@ -73,45 +73,50 @@ class Dot:
 def draw_intervals(
     plot: str, lines: Sequence[Line], form: Format, neutral: float, names: tuple[str, ...], unit: str, label: str
 ) -> str:
-    """``lines`` against ``neutral`` and their limits, as an ``<svg>`` element.
+    """Return a plot of ``lines`` against ``neutral`` and their limits, as an ``<svg>`` element.
 
     Args:
-        plot: Its name, unique in the page.
-        neutral: Where there is no difference: 0 of a drop, 1 of a ratio.
-        names: What the strokes at neutral, limit and soft limit are called.
-        unit: Of the axis.
-        label: What it shows, for who cannot see it.
+        plot: Name of the plot, unique in the page.
+        lines: Rows of the plot.
+        form: Layout of the plot.
+        neutral: Value that means no difference: 0 for a drop, 1 for a ratio.
+        names: Legend entries for the strokes at the neutral value, the limit and the soft limit.
+        unit: Unit of the axis.
+        label: Text alternative for screen readers.
     """
     with drawing(plot):
         figure, axes = _canvas(form, len(lines), head=36)
         low, high, logarithmic = _range(lines, neutral)
         _ruler(axes, form, (low, high), logarithmic, unit, times=neutral == 1)
         top, bottom = form.band
-        for at, line in enumerate(lines):
-            _limits(axes, at + top, at + bottom, line, high)
-            axes.plot([neutral] * 2, [at + top, at + bottom], color=Ink.TEXT.value, linewidth=1, zorder=2)
-            _interval(axes, at + (top + bottom) / 2, line, high)
-            _names(axes, form, at, line)
+        for row, line in enumerate(lines):
+            _limits(axes, row + top, row + bottom, line, high)
+            axes.plot([neutral] * 2, [row + top, row + bottom], color=Ink.TEXT.value, linewidth=1, zorder=2)
+            _interval(axes, row + (top + bottom) / 2, line, high)
+            _names(axes, form, row, line)
         _legend(figure, form, names)
         return inline(figure, plot, label)
 
 
 def draw_dots(plot: str, dots: Sequence[Dot], form: Format, unit: str, label: str) -> str:
-    """``dots`` on a line each, as an ``<svg>`` element; arguments as of ``draw_intervals``."""
+    """Return a plot of ``dots``, one line each, as an ``<svg>`` element.
+
+    The arguments are those of ``draw_intervals``.
+    """
     finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
     low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
     compact = replace(form, row=form.row * 2 // 3, band=(0.1, 0.5) if form.stacked else form.band)
     with drawing(plot):
         figure, axes = _canvas(compact, len(dots), head=6)
         _ruler(axes, compact, (low, high), logarithmic, unit)
-        for at, dot in enumerate(dots):
-            _dot(axes, compact, at, dot, (low, high))
-            _dot_names(axes, compact, at, dot)
+        for row, dot in enumerate(dots):
+            _dot(axes, compact, row, dot, (low, high))
+            _dot_names(axes, compact, row, dot)
         return inline(figure, plot, label)
 
 
-def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float]) -> None:
-    y = at + sum(form.band) / 2
+def _dot(axes: Axes, form: Format, row: int, dot: Dot, ends: tuple[float, float]) -> None:
+    y = row + sum(form.band) / 2
     axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
     if dot.value is None:
         axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
@@ -121,19 +126,19 @@ def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float])
     axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
 
 
-def _dot_names(axes: Axes, form: Format, at: int, dot: Dot) -> None:
+def _dot_names(axes: Axes, form: Format, row: int, dot: Dot) -> None:
     weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
     label = shortened(dot.name, form.label_length)
     if form.stacked:
-        _write(axes, 0, at, (0, -8), label, weight=weight)
-        _write(axes, 1, at, (0, -8), dot.text, align="right", weight=weight)
+        _write(axes, 0, row, (0, -8), label, weight=weight)
+        _write(axes, 1, row, (0, -8), dot.text, align="right", weight=weight)
     else:
-        _write(axes, 0, at, (-form.left, 0), label, weight=weight)
-        _write(axes, 1, at, (form.right - 132, 0), dot.text, align="right", weight=weight)
+        _write(axes, 0, row, (-form.left, 0), label, weight=weight)
+        _write(axes, 1, row, (form.right - 132, 0), dot.text, align="right", weight=weight)
 
 
 def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; row ``i`` is centred on ``y = i``."""
+    """Return a figure with one pair of axes, on which row ``i`` is centered at ``y = i``."""
     from matplotlib.figure import Figure
 
     foot = 32
@@ -152,7 +157,7 @@ def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
 
 
 def _range(lines: Sequence[Line], neutral: float) -> tuple[float, float, bool]:
-    """Ends of the axis, and whether it has to be logarithmic (a ratio far from one)."""
+    """Return the ends of the axis, and whether it must be logarithmic because a ratio is far from 1."""
     limits = [limit for line in lines for limit in (line.fail_limit, line.soft_limit)]
     shown = [x for line in lines for x in (line.estimate, line.low, line.high) if x is not None and math.isfinite(x)]
     return _padded([neutral, *shown, *limits], logarithmic=neutral > 0 and max([neutral, *shown]) > 2 * neutral)
@@ -174,7 +179,7 @@ def _ruler(
 
     if logarithmic:
         axes.set_xscale("log")
-        # Within one decade the powers of ten alone would leave a bare ruler.
+        # Within one decade, powers of ten alone would leave the axis nearly without labels.
         steps = (1.0,) if ends[1] / ends[0] > 100 else (1.0, 2.0, 5.0)
         axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=5 if form.stacked else 8))
     else:
@@ -203,7 +208,7 @@ def _tick(x: float) -> str:
 
 
 def _limits(axes: Axes, top: float, bottom: float, line: Line, end: float) -> None:
-    """Limits are per row; where neighbours agree their strokes join into one line."""
+    """Draw the limits of one row. Equal limits of neighboring rows join into one line."""
     axes.fill_betweenx([top, bottom], line.fail_limit, end, color=Ink.FAIL.value, alpha=0.08, linewidth=0, zorder=1)
     axes.plot([line.fail_limit] * 2, [top, bottom], color=Ink.FAIL.value, linewidth=1.6, zorder=2)
     if line.soft_limit != line.fail_limit:
@@ -216,7 +221,7 @@ _DASHED: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (4, 3))}
 def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
     ink = OUTCOME_INK[line.outcome].value
     if line.estimate is None:
-        # No finite value: an arrow that leaves the picture.
+        # A value that is not finite is drawn as an arrow that leaves the picture.
         axes.plot([line.fail_limit, end], [y, y], color=ink, linewidth=2.2, zorder=4)
         axes.plot([end], [y], marker=">", markersize=11, color=ink, clip_on=False, zorder=5)
         return
@@ -228,28 +233,28 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
     axes.plot([line.estimate], [y], marker, markersize=size, color=ink, zorder=5, **edge)
 
 
-def _names(axes: Axes, form: Format, at: int, line: Line) -> None:
-    """Names, numbers and outcome of a row: beside its interval or, stacked, above it."""
+def _names(axes: Axes, form: Format, row: int, line: Line) -> None:
+    """Write the name, numbers and outcome of a row, next to its interval or (stacked) above it."""
     label = shortened(line.label, form.label_length)
     detail = shortened(line.detail, form.label_length + 5)
     verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
     ink = OUTCOME_INK[line.outcome]
     if form.stacked:
-        _write(axes, 0, at, (0, -28), label, weight="bold")
-        _write(axes, 0, at, (0, -11), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, at, (0, -28), verdict, align="right", weight="bold", ink=ink)
-        _write(axes, 1, at, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
+        _write(axes, 0, row, (0, -28), label, weight="bold")
+        _write(axes, 0, row, (0, -11), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, row, (0, -28), verdict, align="right", weight="bold", ink=ink)
+        _write(axes, 1, row, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
     else:
-        _write(axes, 0, at, (-form.left, -8), label, weight="bold")
-        _write(axes, 0, at, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, at, (form.right - 132, 0), line.numbers, align="right")
-        _write(axes, 1, at, (form.right - 118, 0), verdict, weight="bold", ink=ink)
+        _write(axes, 0, row, (-form.left, -8), label, weight="bold")
+        _write(axes, 0, row, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, row, (form.right - 132, 0), line.numbers, align="right")
+        _write(axes, 1, row, (form.right - 118, 0), verdict, weight="bold", ink=ink)
 
 
 def _write(
     axes: Axes,
     x: float,
-    at: float,
+    row: float,
     shift: tuple[float, float],
     text: str,
     *,
@@ -258,10 +263,14 @@ def _write(
     weight: Literal["normal", "bold"] = "normal",
     ink: Ink = Ink.TEXT,
 ) -> None:
-    """``text`` in row ``at``, ``shift`` pixels right of and below the left (``x`` 0) or right (1) end of the axis."""
+    """Write ``text`` in a row.
+
+    ``shift`` is the offset in pixels, to the right and down, from the left (``x`` 0) or right (``x`` 1) end of the
+    axis.
+    """
     axes.annotate(
         text,
-        (x, at),
+        (x, row),
         xycoords=axes.get_yaxis_transform(),
         xytext=(shift[0], -shift[1]),
         textcoords="offset points",
@@ -275,7 +284,10 @@ def _write(
 
 
 def shortened(text: str, length: int) -> str:
-    """One printable line of at most ``length`` characters: names are told apart by both their ends."""
+    """Return ``text`` as one printable line of at most ``length`` characters.
+
+    The middle is cut out, because both ends of a name help to distinguish it.
+    """
     text = "".join(
         character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())
     )

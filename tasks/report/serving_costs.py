@@ -1,4 +1,7 @@
-"""What serving took, as a table: the merge below its parents, each with the day and the machine that measured it."""
+"""Build the table of serving costs.
+
+The merge is listed below its parents. Each row names the day and the machine of its measurement.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ _COLUMNS: tuple[tuple[str, Callable[[ServingCost], str]], ...] = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What serving one model took."""
+    """Serving cost of one model."""
 
     name: str
-    cells: tuple[str, ...]  # one a column; empty where it was not measured
-    occasion: str  # '2026-11-20, 2 cores', where it differs from the merge's
+    cells: tuple[str, ...]  # one per column; empty if not measured
+    occasion: str  # '2026-11-20, 2 cores'; empty if it equals the merge's
     problem: str
     is_merge: bool
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """The table, ready for whatever draws it. No rows where nothing was measured."""
+    """Table of serving costs, ready to be drawn. It has no rows if nothing was measured."""
 
     columns: tuple[str, ...]
     rows: tuple[Cost, ...]
-    occasion: str  # of the merge
+    occasion: str  # day and machine of the merge's measurement
     how: str
 
 
 def costs(content: ReportContent) -> CostTable:
-    """A row for each model that was served; without columns that say nothing of any of them."""
+    """Return one row per served model, without columns that are empty for all models."""
     served = content.serving
     if not any(model.measured.quantities() for model in served):
         return CostTable((), (), "", "")
@@ -56,10 +59,10 @@ def costs(content: ReportContent) -> CostTable:
         for model in served
     )
     names = tuple(name for name, _ in columns)
-    return CostTable(names, rows, occasion, _how(names))
+    return CostTable(names, rows, occasion, _measurement_note(names))
 
 
-def _how(columns: tuple[str, ...]) -> str:
+def _measurement_note(columns: tuple[str, ...]) -> str:
     parts = []
     if "Tokens/s" in columns:
         parts.append("One request at a time, after warming up; the quickest of three.")

@@ -1,4 +1,4 @@
-"""The report as a cached stage: the page, and the same content as JSON."""
+"""Write the report as a cached stage: the page, and the same content as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ PAGE, DATA = "report.html", "report.json"
 
 
 class Report(StageValue):
-    """What a report says in a line. The artifact holds ``report.html`` and ``report.json``."""
+    """One-line summary of a report.
+
+    The artifact holds ``report.html`` and ``report.json``.
+    """
 
     headline: str
 
@@ -27,10 +30,10 @@ class Report(StageValue):
 
 @stage("report", version=4)
 def write_report(out: Path, content: ReportContent) -> Report:
-    """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
+    """Write the report to ``out``. The bytes depend only on the stage's key.
 
-    ``report.json`` is the canonical form of ``content``, with sorted keys: what does not count for a key (paths, names
-    from the run that measured, what serving took) is not in it either.
+    ``report.json`` is the canonical form of ``content`` with sorted keys. It leaves out everything that is not part of
+    the key: paths, the model names of the run that measured, and the cost of serving.
     """
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())

@@ -1,7 +1,7 @@
-"""From a matplotlib figure to inline SVG: the same bytes everywhere, colours and fonts left to the page.
+"""Convert a matplotlib figure to inline SVG that is identical on every machine.
 
-Figures are drawn in the colours of ``Ink``; here each becomes the CSS variable of its name, so that the page decides
-what it is in the light, in the dark and on paper. Text stays text and inherits the page's font.
+Figures are drawn in the colors of ``Ink``. Each color then becomes a CSS variable, so that the page chooses its value
+for light mode, dark mode and print. Text stays text and inherits the page's font.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Ink(Enum):
-    """What a colour means. The values only have to differ; ``style.css`` says how each looks."""
+    """Meaning of a color.
+
+    The values only need to differ from each other. ``style.css`` defines the displayed colors.
+    """
 
     TEXT = "#1b1f24"
     MUTED = "#5b6570"
@@ -29,16 +32,17 @@ class Ink(Enum):
     PASS = "#00705a"
     FAIL = "#b5380a"
     INCONCLUSIVE = "#7a5c01"
-    ACCENT = "#1d5fa6"  # a second series, beside TEXT; told apart by its shape too
+    ACCENT = "#1d5fa6"  # a second series next to TEXT, which also has its own marker shape
 
     @property
     def variable(self) -> str:
+        """CSS variable that holds the color."""
         return f"var(--{self.name.lower()})"
 
 
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a '$' in a task's name is a dollar
+    "text.parse_math": False,  # a '$' in a task name is a dollar sign
     "font.size": 13,
     "text.color": Ink.TEXT.value,
     "axes.unicode_minus": True,
@@ -48,7 +52,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def drawing(plot: str) -> Iterator[None]:
-    """Settings under which a plot of this name is drawn and written, whatever a user's matplotlibrc says."""
+    """Apply the settings for drawing the plot named ``plot``, independent of the user's matplotlibrc."""
     import matplotlib
     import matplotlib.style
 
@@ -57,18 +61,19 @@ def drawing(plot: str) -> Iterator[None]:
 
 
 def inline(figure: Figure, plot: str, label: str) -> str:
-    """``figure`` as an ``<svg>`` element to stand in HTML.
+    """Return ``figure`` as an ``<svg>`` element for an HTML page.
 
     Args:
-        plot: Name of the plot, unique in the page; prefix of its ids and, with ``plot``, its CSS class.
-        label: What the plot shows, for who cannot see it.
+        figure: Figure to convert.
+        plot: Name of the plot, unique in the page. It prefixes all ids and is, next to ``plot``, a CSS class.
+        label: Text alternative for screen readers.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     raw = io.BytesIO()
     canvas: Any = FigureCanvasSVG(figure)  # matplotlib leaves its writers untyped
     with warnings.catch_warnings():
-        # Glyphs that matplotlib's own font lacks are no concern: the browser draws the text, with fonts of its own.
+        # Matplotlib's font may lack some glyphs. That is harmless: the browser renders the text with its own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         canvas.print_svg(raw, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ElementTree.fromstring(raw.getvalue())
@@ -84,7 +89,10 @@ def inline(figure: Figure, plot: str, label: str) -> str:
 
 
 def _strip(root: ElementTree.Element) -> None:
-    """Without namespaces (HTML knows svg), metadata, comments and the style sheet that would leak into the page."""
+    """Remove namespaces, metadata, comments and the style sheet.
+
+    HTML knows SVG without a namespace, and the style sheet would affect the rest of the page.
+    """
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
@@ -94,7 +102,7 @@ def _strip(root: ElementTree.Element) -> None:
 
 
 def _rename_ids(root: ElementTree.Element, plot: str) -> None:
-    """Ids are unique in the page, and only those that something refers to are kept."""
+    """Make ids unique in the page, and remove ids that no element refers to."""
     names: dict[str, str] = {}
     references = re.compile(r"url\(#([^)]+)\)|^#(.+)$")
     for element in root.iter():
@@ -121,7 +129,7 @@ def _styled(style: str) -> str:
 
 
 def _font(match: re.Match[str]) -> str:
-    """Size and weight of a ``font`` declaration; the family is the page's."""
+    """Return the size and weight of a ``font`` declaration. The page sets the family."""
     if match[1]:
         return ""
     size = re.search(r"[\d.]+px", match[0])

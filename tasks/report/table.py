@@ -1,4 +1,7 @@
-"""The table of parents, merge and tasks, from the same content as the page: for the terminal and for Markdown."""
+"""Build the table of parents, merge and tasks for the terminal and for Markdown.
+
+It has the same content as the page.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,25 @@ from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
-_MERGE = object()  # apart from every name of a model
+_MERGE = object()  # a key that differs from every model name
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Score of one model on one task, as it is shown. Empty texts where nothing was measured."""
+    """Score of one model on one task, as displayed.
+
+    The texts are empty if nothing was measured.
+    """
 
     text: str = ""  # '71.4', in points for scores in [0, 1]
     stderr: str = ""  # '1.2', in the same unit
-    best: bool = False  # the best of the parents
-    share: float | None = None  # the score itself, where it is one in [0, 1]
+    best: bool = False  # whether it is the best score of the parents
+    share: float | None = None  # the score itself if it is in [0, 1]
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One task under one metric: a cell for each evaluated model, and the guard that judges it, if one does."""
+    """One task under one metric: a cell per evaluated model, and the guard on it, if any."""
 
     task: str
     metric: str
@@ -38,13 +44,13 @@ class TaskRow:
 
     @property
     def label(self) -> str:
-        """Of a task that has several metrics."""
+        """Name of the row if the task has several metrics."""
         return f"{self.task} {self.metric}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the final table: as many texts as there are columns; the outcome colours it."""
+    """One line of the final table, with one text per column. The outcome determines its color."""
 
     cells: tuple[str, ...]
     outcome: Outcome | None = None
@@ -52,7 +58,10 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """The final table, ready for whatever draws it. The first column is text, all others align right."""
+    """Final table, ready to be drawn.
+
+    The first column is text. All others are aligned to the right.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -60,13 +69,15 @@ class ScoreTable:
 
 
 def evaluated_models(content: ReportContent) -> tuple[ReportedModel, ...]:
-    """The models with scores, in the report's order: the columns of ``task_rows``."""
+    """Return the models with scores in the report's order: the columns of ``task_rows``."""
     return tuple(model for model in content.models if model.scores is not None and model.scores.tasks)
 
 
 def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
-    """A row for every task and metric that was scored, in the order of evaluation; several where several guards are on
-    it."""
+    """Return one row per scored task and metric, in the order of evaluation.
+
+    A task with several guards has one row per guard.
+    """
     models = evaluated_models(content)
     scores: dict[tuple[str, str], dict[str, TaskScore]] = {}
     for model in models:
@@ -90,16 +101,18 @@ def _task_row(
     guard: GuardVerdict | None,
 ) -> TaskRow:
     higher = all(score.higher_is_better for score in scores.values())
-    # Accuracies read as points; a perplexity or a word count stays what it is.
+    # Accuracies are displayed as points. A perplexity or a word count is not scaled.
     in_points = higher and all(0 <= score.score <= 1 for score in scores.values())
     ranked = [scores[model.name].score for model in models if model.role != "merge" and model.name in scores]
     best = (max if higher else min)(ranked) if len(ranked) > 1 else None
     cells = []
     for model in models:
         if (score := scores.get(model.name)) is None:
-            # A guard with metrics of its own by task has scores that no table of a model has.
-            known = {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
-            value = known.get(_MERGE if model.role == "merge" else model.name)
+            # A guard whose metric is set per task has scores that are not in the score tables of the models.
+            guard_scores = (
+                {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
+            )
+            value = guard_scores.get(_MERGE if model.role == "merge" else model.name)
             cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
@@ -114,13 +127,13 @@ def _share(value: float, in_points: bool) -> float | None:
 
 
 def _measure(value: float, in_points: bool) -> str:
-    if value != value:  # lm-eval gives NaN for a standard error that has none
+    if value != value:  # lm-eval returns NaN if there is no standard error
         return ""
     return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
 
 
 def final_table(content: ReportContent) -> ScoreTable:
-    """What a run ends with: a line a task, one for all tasks together, one for perplexity."""
+    """Return the table that ends a run: one line per task, one for all tasks together and one for perplexity."""
     models = evaluated_models(content)
     rows = task_rows(content)
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
@@ -128,16 +141,16 @@ def final_table(content: ReportContent) -> ScoreTable:
     verdict = content.verdict
     for left_out in verdict.not_run:
         lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))
-    together = "tasks run" if verdict.not_run else "all tasks"
+    total_label = "tasks run" if verdict.not_run else "all tasks"
     for suite in verdict.suites:
-        label = together if suite is verdict.suites[0] else f"against {suite.reference}"
+        label = total_label if suite is verdict.suites[0] else f"against {suite.reference}"
         change, limit = wording.suite_change(suite), wording.plain(suite.max_drop)
         lines.append(Row((label, *("" for _ in shown), change, limit, suite.word), suite.outcome))
     if not verdict.suites and verdict.overall_drop is not None and len(verdict.guards) > 1:
         change = wording.number(verdict.overall_drop, 1)
         if verdict.overall_low is not None and verdict.overall_high is not None:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
-        lines.append(Row((together, *("" for _ in shown), change, "", "")))
+        lines.append(Row((total_label, *("" for _ in shown), change, "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         lines.append(_perplexity_line(verdict.drift, shown))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
@@ -146,14 +159,14 @@ def final_table(content: ReportContent) -> ScoreTable:
 
 def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
     cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
-    label = row.task if sum(other.task == row.task for other in rows) == 1 else row.label
+    label = row.task if sum(candidate.task == row.task for candidate in rows) == 1 else row.label
     if row.guard is None:
         return Row((label, *cells, "", "", ""))
     guard = row.guard
     change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
-    # What a task of a suite shows by itself is told, and not shouted about.
-    quiet = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
-    return Row((label, *cells, change, limit, guard.word), None if quiet else guard.outcome)
+    # Within its own limit, a single task of a suite does not decide anything, so it is listed without a color.
+    uncolored = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
+    return Row((label, *cells, change, limit, guard.word), None if uncolored else guard.outcome)
 
 
 def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
@@ -168,26 +181,32 @@ def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ..
 
 
 def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
-    """Whether likelihoods compare a byte, not a token: the gate says so, or the tokenizers differ."""
+    """Return whether likelihoods are compared per byte instead of per token.
+
+    That is the case if the gate did so, or if the tokenizers differ.
+    """
     if drift is not None:
         return drift.unit == "byte"
     return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
 
 
 def likelihood(measured: Likelihoods | None, per_byte: bool) -> str:
-    """A perplexity (or bits per byte) as text, empty when it was not measured."""
+    """Return a perplexity (or bits per byte) as text. The result is empty if it was not measured."""
     if measured is None:
         return ""
     return wording.format_magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:
-    """Verdict, reasons and the final table as GitHub-flavoured Markdown, for Prefect's artifacts and model cards."""
+    """Return the verdict, the reasons and the final table as Markdown.
+
+    Prefect artifacts and model cards use it, in GitHub's dialect.
+    """
     table = final_table(content)
     glyph = wording.GLYPHS[content.verdict.outcome]
     lines = [f"## {glyph} {literally(table.title)}", "", literally(wording.sentence(content)), ""]
-    if others := content.verdict.reasons[1:]:
-        lines += [*(f"- {literally(reason)}" for reason in others), ""]
+    if more_reasons := content.verdict.reasons[1:]:
+        lines += [*(f"- {literally(reason)}" for reason in more_reasons), ""]
     if table.rows:
         lines.append("| " + " | ".join(literally(column) for column in table.columns) + " |")
         lines.append("| :-- |" + " --: |" * (len(table.columns) - 2) + " :-- |")
@@ -214,5 +233,5 @@ def as_markdown(content: ReportContent) -> str:
 
 
 def literally(text: str) -> str:
-    """``text`` as Markdown that shows it literally, in one line."""
+    """Escape ``text`` so that Markdown displays it literally, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))

@@ -1,4 +1,7 @@
-"""How the report says things: numbers, sizes and the sentence under the verdict. Pure functions of values."""
+"""Format the numbers, sizes and sentences of the report.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ GLYPHS: dict[Outcome, str] = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 
 
 def number(value: float, decimals: int) -> str:
-    """Fixed decimals with a real minus sign, and never a negative zero."""
+    """Format ``value`` with fixed decimals and a real minus sign, never as negative zero."""
     text = f"{value:.{decimals}f}"
     if float(text) == 0:
         text = text.lstrip("-")
@@ -22,7 +25,10 @@ def number(value: float, decimals: int) -> str:
 
 
 def plain(value: float) -> str:
-    """A threshold as a person would write it: 3, 2.5; of the mean of several, which nobody wrote, two decimals."""
+    """Format a threshold the way a user would write it: 3, 2.5.
+
+    Computed thresholds, such as the mean of several, get two decimals.
+    """
     text = f"{value:g}"
     if len(text.partition(".")[2]) > 4 and abs(value) >= 0.1 and "e" not in text:
         text = f"{value:.2f}"
@@ -34,28 +40,32 @@ def interval(low: float, high: float, decimals: int) -> str:
 
 
 def what_was_asked(verdict: GateVerdict) -> str:
-    """Each guarded task with the digest of its data, and the datasets behind it at the commits that are known:
-    ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty where nobody looked."""
-    named = {}
+    """Return each guarded task with the digest of its data and the datasets behind it, at their known commits.
+
+    Example: ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. The result is empty if no data was inspected.
+    """
+    tasks = {}
     for guard in verdict.guards:
         if guard.data is not None:
-            known = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
-            behind = f" ({', '.join(sorted(known))})" if known else ""
-            named[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
-    return "; ".join(named.values())
+            sources = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
+            behind = f" ({', '.join(sorted(sources))})" if sources else ""
+            tasks[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
+    return "; ".join(tasks.values())
 
 
 def guard_decimals(guard: GuardVerdict) -> int:
-    """The fewest decimals (1 to 3) that leave every bound on its own side of its limit: 3.04 is not within 3. A loss
-    that is shown to be one is not shown as zero."""
+    """Return the fewest decimals (1 to 3) that display every bound on the correct side of its limit.
+
+    A bound of 3.04 is not displayed as 3.0 if the limit is 3. A proven loss is not displayed as zero.
+    """
     pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in (guard.max_drop, guard.margin)]
     shown_worse = [(guard.low, 0.0)] * (guard.low > 0)
     return _decimals_that_keep_order([*pairs, *shown_worse], fewest=1, most=3)
 
 
 def drift_decimals(drift: DriftVerdict) -> int:
-    """The fewest decimals (3 to 5) that leave the ratio and its bounds on their own side of the limits."""
-    # Far from the limits, digits say nothing.
+    """Return the fewest decimals (3 to 5) that display the ratio and its bounds on the correct side of the limits."""
+    # Far from the limits, more digits add no information.
     if drift.ratio is not None and drift.ratio >= 10:
         return 1
     bounds = [bound for bound in (drift.ratio, drift.low, drift.high) if bound is not None]
@@ -71,13 +81,13 @@ def _decimals_that_keep_order(pairs: list[tuple[float, float]], *, fewest: int, 
 
 
 def drop(guard: GuardVerdict) -> str:
-    """'4.1 [2.3, 5.9]', in points; negative where the merge is better."""
+    """Return the drop of a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
     decimals = guard_decimals(guard)
     return f"{number(guard.drop, decimals)} {interval(guard.low, guard.high, decimals)}"
 
 
 def limit(guard: GuardVerdict) -> str:
-    """'3', or '3, margin 4' where the two differ; '11 alone' for a task of a suite."""
+    """Return the limit of a guard: '3', '3, margin 4' if the two differ, or '11 alone' for a task of a suite."""
     if guard.limit is not None:
         return f"{plain(guard.limit)} alone"
     if guard.margin == guard.max_drop:
@@ -86,11 +96,11 @@ def limit(guard: GuardVerdict) -> str:
 
 
 def format_ratio(drift: DriftVerdict) -> str:
-    """'1.003 [0.998, 1.008]', or that there is none."""
+    """Return the perplexity ratio: '1.003 [0.998, 1.008]', or that it is not finite."""
     if drift.ratio is None:
         return NOT_FINITE
     if drift.ratio >= 10_000:
-        return _scientific(drift.ratio)  # how much worse than broken it is interests nobody
+        return _scientific(drift.ratio)  # the model is broken; more precision does not matter
     decimals = drift_decimals(drift)
     if drift.low is None or drift.high is None:
         return number(drift.ratio, decimals)
@@ -98,7 +108,7 @@ def format_ratio(drift: DriftVerdict) -> str:
 
 
 def format_magnitude(value: float | None) -> str:
-    """A perplexity or bits per byte, whatever its size."""
+    """Format a perplexity or bits per byte of any size."""
     if value is None:
         return NOT_FINITE
     if value >= 1e6:
@@ -107,18 +117,21 @@ def format_magnitude(value: float | None) -> str:
 
 
 def _scientific(value: float) -> str:
-    """'2.8e10', '1e6'."""
+    """Format ``value`` with an exponent: '2.8e10', '1e6'."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def title(verdict: GateVerdict) -> str:
-    """The one big word."""
+    """Return the headline of a verdict: one word."""
     return {"pass": "Passed", "fail": "Refused", "inconclusive": "Undecided"}[verdict.outcome]
 
 
 def consequence(content: ReportContent) -> str:
-    """What follows from the verdict, for whoever would publish; empty where nothing was merged and all is said."""
+    """Return what the verdict means for publication.
+
+    The result is empty if nothing was merged and the verdict is clear.
+    """
     verdict = content.verdict
     if not content.recipe and verdict.outcome != "inconclusive":
         return ""
@@ -135,7 +148,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 
 
 def page_of_model(model: ReportedModel) -> str:
-    """Where a model of the Hub can be looked at, at its commit; empty for any other."""
+    """Return the address of a Hub model at its commit. The result is empty for any other model."""
     name = model.ref.partition("@")[0].partition("+")[0]
     if not model.revision or not _HUB_NAME.fullmatch(name) or not re.fullmatch(r"[0-9a-f]{40}", model.revision):
         return ""
@@ -143,14 +156,17 @@ def page_of_model(model: ReportedModel) -> str:
 
 
 def licence(content: ReportContent) -> str:
-    """What comes before the licence's name. Of a merge that is refused nothing may be published, under no licence."""
+    """Return the words in front of the license's name.
+
+    A refused merge is not published, so it only *would* carry a license.
+    """
     if content.verdict.publishable:
         return "The merge may be published under"
     return "By the licences of its parents the merge would carry"
 
 
 def sentence(content: ReportContent) -> str:
-    """Why: the worst reason of a refusal, or the narrowest of the passed guards."""
+    """Return the reason for the verdict: the most severe reason of a refusal, or the closest of the passed guards."""
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
@@ -195,23 +211,29 @@ def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
 
 
 def documents_saved(verdict: GateVerdict) -> str:
-    """What looking a part at a time, and not running what could change nothing, has saved; empty where all documents
-    were asked, or nothing was decided early."""
-    seen = {guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look}
-    seen |= {left_out.task: (0, left_out.documents) for left_out in verdict.not_run}
-    asked, left = (sum(counts) for counts in zip(*seen.values(), strict=True)) if seen else (0, 0)
-    if not left:
+    """Return the share of documents that sequential evaluation and skipped tasks saved.
+
+    The result is empty if all documents were evaluated, or if nothing was decided early.
+    """
+    counts_by_task = {
+        guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look
+    }
+    counts_by_task |= {left_out.task: (0, left_out.documents) for left_out in verdict.not_run}
+    evaluated, remaining = (
+        (sum(counts) for counts in zip(*counts_by_task.values(), strict=True)) if counts_by_task else (0, 0)
+    )
+    if not remaining:
         return ""
-    share = 100 * left / (asked + left)
+    share = 100 * remaining / (evaluated + remaining)
     tasks = len({left_out.task for left_out in verdict.not_run})
-    what = "looking at a part of them first"
+    method = "looking at a part of them first"
     if tasks:
-        what += f" and leaving out {tasks} task{'' if tasks == 1 else 's'} that could change nothing"
-    return f"{asked:,} of {asked + left:,} documents were asked; {what} saved {share:.0f} %."
+        method += f" and leaving out {tasks} task{'' if tasks == 1 else 's'} that could change nothing"
+    return f"{evaluated:,} of {evaluated + remaining:,} documents were asked; {method} saved {share:.0f} %."
 
 
 def suite_change(suite: SuiteVerdict) -> str:
-    """'0.4 [-0.3, 1.1]', in points, with real minus signs."""
+    """Return the mean drop of a suite in points, with real minus signs: '0.4 [-0.3, 1.1]'."""
     return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"
 
 

@@ -1,4 +1,4 @@
-"""The page of a run that ended before there was a verdict: refused by a check, invalid, failed, or nothing to do.
+"""Build the page of a run that ended without a verdict: refused by a check, invalid, failed, or without new work.
 
 ::
 

@@ -1,4 +1,7 @@
-"""What is said of a run that has no verdict: how it ended, why, what was found, what to do, which stages were done."""
+"""Define the content of the page of a run without a verdict.
+
+It holds how the run ended and why, the finding, the remedy and the completed stages.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from mergegate.tasks.stage import StageStatus
 
 
 class EndedStage(BaseModel):
-    """A stage that ran before the end."""
+    """One stage that ran before the run ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,18 +23,21 @@ class EndedStage(BaseModel):
 
 
 class EndedRun(BaseModel):
-    """A run without a verdict. All text may be a stranger's."""
+    """One run without a verdict.
+
+    All of its text is untrusted.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # of the profile
+    name: str  # name of the profile
     flow: str  # release, compare, sweep
-    status: str  # the word that stands everywhere: refused, invalid, failed, nothing new
-    message: str  # what a person reads first
+    status: str  # status as used everywhere: refused, invalid, failed, nothing new
+    message: str  # first text on the page
     where: str = ""  # file, field or model
     found: str = ""
     expected: str = ""
     remedy: str = ""
-    exception: str = ""  # type and message of one that nobody foresaw
-    log: str = ""  # where its traceback stands
-    stages: tuple[EndedStage, ...] = ()  # in the order in which they ended
+    exception: str = ""  # type and message of an unexpected exception
+    log: str = ""  # file with the traceback
+    stages: tuple[EndedStage, ...] = ()  # in the order of completion

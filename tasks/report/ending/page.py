@@ -1,4 +1,4 @@
-"""The page: content into ``ending.html``, in the look of a release's report."""
+"""Render the page of a run without a verdict from ``ending.html``, in the design of a release's report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _REFUSED_LATE = "Nothing was published by this run. What was finished is kept: t
 
 
 def render_ending(content: EndedRun) -> str:
-    """The page as text, without scripts or anything to load. Equal content gives equal text."""
+    """Return the page as text, without scripts or external resources.
+
+    Equal content gives equal text.
+    """
     from markupsafe import Markup
 
     styles = (HERE.parent / "style.css", HERE / "ending.css")

@@ -1,10 +1,10 @@
-"""All runs of a project: a line for each in ``history.jsonl``, a page for each, and one page about all of them.
+"""Keep the history of all runs of a project: a line per run in ``history.jsonl``, a page per run, and an index page.
 
 ::
 
-    kept = keep_run(reports, record, html)     # at the end of every run, however it ended
-    read_history(reports).records              # in the order in which they ended
-    changes_since(records, record)             # what a person wants to know first
+    archived = keep_run(reports, record, html)     # at the end of every run, however it ended
+    read_history(reports).records                  # in the order in which the runs ended
+    changes_since(records, record)                 # the first sentences of a report
 """
 
 from mergegate.tasks.report.history.archive import ArchivedPage, file_name, keep_run, run_facts

@@ -1,13 +1,14 @@
-"""What becomes of a run's page at its end: kept under its own name, tied to its neighbours, listed in the index.
+"""Archive the page of a run at its end: store it under its own name, link it to its neighbors and list it in the index.
 
 ::
 
-    reports/<profile>/2026-11-21T030412Z-refused.html    of each run, the last 60 of a profile
-    reports/<profile>.html                               the latest, to be found by name
-    reports/history.jsonl, reports/index.html            what is known of all runs
+    reports/<profile>/2026-11-21T030412Z-refused.html    one per run, the last 60 of a profile
+    reports/<profile>.html                               the latest, at a fixed name
+    reports/history.jsonl, reports/index.html            the history of all runs
 
-One at a time does so, under a lock that dies with its holder: of eight runs that end at once each has its page, its
-line and its neighbours. What is half done when a run is killed is a page without a line, which the pruning removes.
+A lock that is released when its holder dies lets one run at a time do this. If eight runs end at the same time, each of
+them gets its page, its line and its links. A run that is killed halfway leaves a page without a line, which the next
+pruning removes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from mergegate.tasks.report.history.links import INDEX, Neighbours, relinked, ti
 from mergegate.tasks.report.history.overview import render_history
 from mergegate.tasks.report.history.record import RunRecord
 
-MOST_PAGES = 60  # of a profile
-SEARCH = ".sweep.html"  # how a page about a search ends
-# Of our own pages, in bytes: what is larger was not made here.
-_LARGEST = 64 << 20
+MOST_PAGES = 60  # per profile
+SEARCH = ".sweep.html"  # suffix of a page about a search
+# Largest size of our own pages in bytes. A larger file is not one of them.
+_MAX_PAGE_BYTES = 64 << 20
 
 
 class ArchivedPage(NamedTuple):
-    """Where the page of a run is, and where the latest of its profile."""
+    """Path of a run's page, and path of the latest page of its profile."""
 
     page: Path
     latest: Path
@@ -48,49 +49,53 @@ def keep_run(
     search: str | None = None,
     latest_page: str | None = None,
 ) -> ArchivedPage:
-    """Keep the page of a run that has ended, and note it in the history.
+    """Archive the page of a run that has ended, and add the run to the history.
 
     Args:
-        reports: Directory; made if it is absent, and closed to other users.
-        record: Of the run; its ``report`` is found here.
-        page: HTML.
-        latest: Name of the profile's latest page, without its ending; absent: the profile's name.
-        latest_page: HTML, where the latest says what is not to be kept of every run.
-        search: HTML of a further page: of a sweep that went on to a release, the one about its search.
+        reports: Directory of reports. It is created if absent and is not accessible to other users.
+        record: Record of the run. This function sets its ``report``.
+        page: HTML of the page.
+        latest: Name of the profile's latest page, without its suffix. Default: the profile's name.
+        search: HTML of a second page: for a sweep that continued with a release, the page about its search.
+        latest_page: HTML of the latest page, if that page holds details that the archived pages leave out.
 
     Raises:
-        OSError: when a disk does not let it be kept.
+        OSError: If a page or the history cannot be written.
     """
     state_directory(reports, private=True)
     with locked(reports / LOCK, required=False):
-        known = read_history(reports)
+        history_before = read_history(reports)
         profile = file_name(record.profile)
-        place = state_directory(reports / profile, private=True)
-        at = f"{profile}/{_free_name(place, record)}"
-        record = record.model_copy(update={"report": at})
-        before = previous_of(known.records, record)
-        changes = changes_since(known.records, record)
+        directory = state_directory(reports / profile, private=True)
+        report = f"{profile}/{_free_name(directory, record)}"
+        record = record.model_copy(update={"report": report})
+        previous = previous_of(history_before.records, record)
+        changes = changes_since(history_before.records, record)
         neighbours = Neighbours(
-            before=_if_there(reports, before.report if before else ""), search=_beside(at) if search else ""
+            before=_existing_page(reports, previous.report if previous else ""),
+            search=_search_page(report) if search else "",
         )
-        pages = {at: page, f"{latest or profile}.html": latest_page or page}
+        pages = {report: page, f"{latest or profile}.html": latest_page or page}
         if search:
-            pages |= {_beside(at): search, f"{profile}{SEARCH}": search}
-        for place_of, content in pages.items():
-            write_state(reports / place_of, tied(content, place_of, neighbours, changes, run_facts(record)).encode())
-        history = append_record(reports, known, record)
-        oldest = _prune(place, history, record.profile)
-        for page in {neighbours.before, oldest} - {"", at}:
+            pages |= {_search_page(report): search, f"{profile}{SEARCH}": search}
+        for location, content in pages.items():
+            write_state(reports / location, tied(content, location, neighbours, changes, run_facts(record)).encode())
+        history = append_record(reports, history_before, record)
+        oldest = _prune(directory, history, record.profile)
+        for page in {neighbours.before, oldest} - {"", report}:
             _relink(reports, history, page)
-        write_state(reports / INDEX, render_history(history, _pages(reports, history)).encode())
-    return ArchivedPage(reports / at, reports / f"{latest or profile}.html")
+        write_state(reports / INDEX, render_history(history, _existing_pages(reports, history)).encode())
+    return ArchivedPage(reports / report, reports / f"{latest or profile}.html")
 
 
 def run_facts(record: RunRecord) -> list[tuple[str, str]]:
-    """What a page says of its run: when, where, how long, and of a release which and how it is made again."""
+    """Return facts about a run for its page: the end, the duration and the machine.
+
+    For a release, they include its version, its location and the command that reproduces it.
+    """
     moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(max(0.0, min(record.ended, 4e9))))
-    where = f" on {record.machine}" if record.machine else ""
-    facts = [("ended", f"{moment}, after {format_duration(record.seconds)}{where}")]
+    machine = f" on {record.machine}" if record.machine else ""
+    facts = [("ended", f"{moment}, after {format_duration(record.seconds)}{machine}")]
     if record.version:
         facts.append(("release", record.version))
     if record.location and record.flow == "sweep" and record.status == "passed":  # A recipe: nothing was released.
@@ -106,65 +111,69 @@ def run_facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def file_name(profile: str) -> str:
-    """The profile's name as that of a file: a stranger may have chosen it, and the index has its own."""
+    """Return the profile's name as a safe file name.
+
+    Profile names are untrusted. A name that would collide with the index page gets a suffix.
+    """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:120].strip(".") or "unnamed"
     return f"{name}-" if name.lower() == INDEX.removesuffix(".html") else name
 
 
-def _beside(page: str) -> str:
+def _search_page(page: str) -> str:
     return f"{page.removesuffix('.html')}{SEARCH}"
 
 
-def _free_name(place: Path, record: RunRecord) -> str:
+def _free_name(directory: Path, record: RunRecord) -> str:
     moment = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime(max(0.0, min(record.ended, 4e9))))
     stem = f"{moment}-{file_name(record.status)}"
     number, name = 1, f"{stem}.html"
-    while (place / name).exists():  # the same second, or a clock that was put back
+    while (directory / name).exists():  # two runs in the same second, or a clock that was set back
         number += 1
         name = f"{stem}-{number}.html"
     return name
 
 
-def _if_there(reports: Path, page: str) -> str:
-    """A link leads nowhere out of the directory of reports, and to a page that is still kept."""
-    inside = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*\.html", page)
-    return page if inside and (reports / page).is_file() else ""
+def _existing_page(reports: Path, page: str) -> str:
+    """Return ``page`` if it exists and is inside the directory of reports, else an empty string."""
+    match = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*\.html", page)
+    return page if match and (reports / page).is_file() else ""
 
 
-def _pages(reports: Path, history: History) -> frozenset[str]:
-    """The pages of the history that are still kept."""
-    return frozenset(page for one in history.records if (page := _if_there(reports, one.report)))
+def _existing_pages(reports: Path, history: History) -> frozenset[str]:
+    """Return the pages of the history that still exist."""
+    return frozenset(page for record in history.records if (page := _existing_page(reports, record.report)))
 
 
 def _relink(reports: Path, history: History, page: str) -> None:
-    """Give a page that is kept, and that of its search, the neighbours that it has now."""
-    itself = next((one for one in reversed(history.records) if one.report == page), None)
-    if itself is None:
+    """Update the links of an archived page, and of the page about its search, to its current neighbors."""
+    record = next((candidate for candidate in reversed(history.records) if candidate.report == page), None)
+    if record is None:
         return
-    nights = history.of(itself.profile, itself.flow)
-    at = nights.index(itself)
-    before, after = (
-        _if_there(reports, one[0].report) if one else "" for one in (nights[at - 1 : at], nights[at + 1 : at + 2])
+    runs = history.of(record.profile, record.flow)
+    index = runs.index(record)
+    before_page, after_page = (
+        _existing_page(reports, candidate[0].report) if candidate else ""
+        for candidate in (runs[index - 1 : index], runs[index + 1 : index + 2])
     )
-    around = Neighbours(before, after, _if_there(reports, _beside(page)))
-    for place in filter(None, (page, around.search)):
-        found = read_state(reports / place, bytes.decode, most=_LARGEST)
-        if isinstance(found, str):
-            write_state(reports / place, relinked(found, place, around).encode())
+    neighbours = Neighbours(before_page, after_page, _existing_page(reports, _search_page(page)))
+    for location in filter(None, (page, neighbours.search)):
+        content = read_state(reports / location, bytes.decode, most=_MAX_PAGE_BYTES)
+        if isinstance(content, str):
+            write_state(reports / location, relinked(content, location, neighbours).encode())
 
 
-def _prune(place: Path, history: History, profile: str) -> str:
-    """The newest pages stay, by the order of the history; those that it does not know go first.
+def _prune(directory: Path, history: History, profile: str) -> str:
+    """Remove the oldest pages of a profile. Pages that the history does not list go first.
 
     Returns:
-        The oldest that stays, whose predecessor may have gone.
+        The oldest remaining page, whose predecessor may be gone.
     """
-    order = {one.report: number for number, one in enumerate(history.records) if one.profile == profile}
-    pages = [page for page in place.glob("*.html") if page.is_file() or page.is_symlink()]
+    order = {record.report: number for number, record in enumerate(history.records) if record.profile == profile}
+    pages = [page for page in directory.glob("*.html") if page.is_file() or page.is_symlink()]
     pages = [page for page in pages if not page.name.endswith(SEARCH)]
-    pages.sort(key=lambda page: (order.get(f"{place.name}/{page.name}", -1), page.name))
+    pages.sort(key=lambda page: (order.get(f"{directory.name}/{page.name}", -1), page.name))
     for page in pages[:-MOST_PAGES]:
-        with suppress(OSError):  # somebody else's, in a directory that is shared
-            page.with_name(_beside(page.name)).unlink(missing_ok=True)
+        with suppress(OSError):  # another user's file in a shared directory
+            page.with_name(_search_page(page.name)).unlink(missing_ok=True)
             page.unlink()
-    return f"{place.name}/{pages[-MOST_PAGES:][0].name}"
+    return f"{directory.name}/{pages[-MOST_PAGES:][0].name}"

@@ -1,9 +1,10 @@
-"""``history.jsonl``: a line for each run of this project, appended at its end; bounded, and believed line by line.
+"""Read and append ``history.jsonl``, which has one line per run of the project.
 
-Unlike a journal of unfinished work, a line stands for itself: one that is torn, altered or foreign is left out, those
-around it are believed. Whoever appends next mends the file: what it was is set aside, what is whole stays.
+The number of lines is bounded. Each line is validated on its own: a line that is torn, altered or foreign is skipped,
+and the lines around it stay valid. The next run that appends repairs the file: it sets the damaged file aside and keeps
+the valid lines.
 
-The order of runs is the order of lines. A clock that is put back, or two machines that disagree, change nothing.
+The order of runs is the order of lines. A clock that is set back, or two machines that disagree, do not affect it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from mergegate.merge_core.files import Damaged, locked, move_aside, read_state, 
 from mergegate.tasks.report.history.record import RunRecord, parse_record
 
 HISTORY, LOCK = "history.jsonl", "history.lock"
-# Of each profile and flow: more than a year of nights. And of all: a directory that hundreds of profiles share.
+# Runs per profile and flow: more than a year of nightly runs. Runs in total: enough for a directory that hundreds of
+# profiles share.
 MOST_OF_ONE, MOST_OF_ALL = 400, 2000
-# How many more lines there may be before the file is written anew.
+# Number of surplus lines that are tolerated before the file is rewritten.
 _SLACK = 100
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class History:
-    """What is known of past runs.
+    """Past runs.
 
     Args:
-        records: In the order in which they ended.
-        damaged: Lines that cannot be believed; all of them where the file itself cannot be read.
-        why: Of a file that cannot be read at all.
+        records: Runs in the order in which they ended.
+        damaged: Number of lines that failed validation; 1 if the file itself cannot be read.
+        why: Reason why the file cannot be read; empty if it can.
     """
 
     records: tuple[RunRecord, ...] = ()
@@ -41,11 +43,11 @@ class History:
     why: str = ""
 
     def of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
-        """The runs of one profile by one flow."""
-        return tuple(one for one in self.records if (one.profile, one.flow) == (profile, flow))
+        """Return the runs of one profile by one flow."""
+        return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
     def said_of_damage(self) -> str:
-        """A sentence for a person; empty where all is whole."""
+        """Return a sentence about the damage for users. It is empty if the history is intact."""
         if self.why:
             return f"The history cannot be read: {self.why}."
         if not self.damaged:
@@ -54,33 +56,38 @@ class History:
 
 
 def read_history(reports: Path) -> History:
-    """What stands in the history below the directory of reports. Never an error: what cannot be read is said."""
+    """Return the history in the directory of reports.
+
+    This never raises an error. The result states what cannot be read.
+    """
     try:
-        found = read_state(reports / HISTORY, _parsed)
+        history = read_state(reports / HISTORY, _parse)
     except OSError as error:
         return History(damaged=1, why=error.strerror or str(error))
-    if isinstance(found, Damaged):
-        return History(damaged=1, why=found.why)
-    return found or History()
+    if isinstance(history, Damaged):
+        return History(damaged=1, why=history.why)
+    return history or History()
 
 
-def append_record(reports: Path, known: History, record: RunRecord) -> History:
-    """Add a line. To be called by one at a time, with what was read under the same lock.
+def append_record(reports: Path, history: History, record: RunRecord) -> History:
+    """Append a line to the history.
+
+    The caller must hold the lock and must have read ``history`` under it.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: If the history cannot be written.
     """
-    file = reports / HISTORY
-    after = History((*known.records, record))
-    kept = _newest(after.records)
-    if known.damaged:
-        _set_aside(file, known)
-    if known.damaged or len(kept) + _SLACK < len(after.records):
-        _write_anew(file, kept)
-        return History(kept)
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    path = reports / HISTORY
+    after = History((*history.records, record))
+    newest = _newest(after.records)
+    if history.damaged:
+        _set_aside(path, history)
+    if history.damaged or len(newest) + _SLACK < len(after.records):
+        _rewrite(path, newest)
+        return History(newest)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        # A line that a power cut has torn must not swallow this one; an empty line is none.
+        # A line that was torn by a power failure must not swallow this one. Readers skip empty lines.
         os.write(descriptor, b"\n" * (os.fstat(descriptor).st_size > 0) + record.line() + b"\n")
         os.fsync(descriptor)
     finally:
@@ -89,38 +96,38 @@ def append_record(reports: Path, known: History, record: RunRecord) -> History:
 
 
 def mend_history(reports: Path) -> None:
-    """Set the history aside where it is damaged, and keep the lines of it that are whole.
+    """Set a damaged history aside, and keep its valid lines.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: If the history cannot be written.
     """
     with locked(reports / LOCK, required=False):
-        known = read_history(reports)
-        if known.damaged:
-            _set_aside(reports / HISTORY, known)
-            _write_anew(reports / HISTORY, known.records)
+        history = read_history(reports)
+        if history.damaged:
+            _set_aside(reports / HISTORY, history)
+            _rewrite(reports / HISTORY, history.records)
 
 
-def _set_aside(file: Path, known: History) -> None:
-    place = move_aside(file)
-    _log.warning("%s %s", known.said_of_damage(), f"It is kept as {place.name}" if place else "")
+def _set_aside(path: Path, history: History) -> None:
+    backup = move_aside(path)
+    _log.warning("%s %s", history.said_of_damage(), f"It is kept as {backup.name}" if backup else "")
 
 
-def _write_anew(file: Path, records: Sequence[RunRecord]) -> None:
-    write_state(file, b"".join(one.line() + b"\n" for one in records))
+def _rewrite(path: Path, records: Sequence[RunRecord]) -> None:
+    write_state(path, b"".join(record.line() + b"\n" for record in records))
 
 
 def _newest(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
-    seen: dict[tuple[str, str], int] = defaultdict(int)
-    kept: list[RunRecord] = []
-    for one in reversed(records):
-        seen[one.profile, one.flow] += 1
-        if seen[one.profile, one.flow] <= MOST_OF_ONE and len(kept) < MOST_OF_ALL:
-            kept.append(one)
-    return tuple(reversed(kept))
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    newest: list[RunRecord] = []
+    for record in reversed(records):
+        counts[record.profile, record.flow] += 1
+        if counts[record.profile, record.flow] <= MOST_OF_ONE and len(newest) < MOST_OF_ALL:
+            newest.append(record)
+    return tuple(reversed(newest))
 
 
-def _parsed(content: bytes) -> History:
+def _parse(content: bytes) -> History:
     records, damaged = [], 0
     for line in content.split(b"\n"):
         if not line:

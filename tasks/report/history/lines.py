@@ -1,7 +1,9 @@
-"""Lines and bars over runs, as inline SVG made of plain text: drawn at the end of every run, so it costs milliseconds.
+"""Draw lines and bars over runs as inline SVG that is built from plain text.
 
-The page's own style says what the colours are; a series is told apart by its dashes and its name, too. The horizontal
-axis counts runs, not hours: nights are as far apart as runs are, whatever clocks said.
+The end of every run draws them, so drawing must take only milliseconds.
+
+The page's style sheet defines the colors. Each series also has its own dashes and its own name. The horizontal axis
+counts runs, not hours, so the distance between runs does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ MOST_SERIES = 12
 
 @dataclass(frozen=True)
 class Series:
-    """One line: a value for each run, None where that has none."""
+    """One line of a chart, with one value per run. None means that the run has no value."""
 
     name: str
     values: tuple[float | None, ...]
@@ -29,7 +31,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing in pixels: its letters keep their size, so there is one for a wide page and one for a phone."""
+    """Size of a drawing in pixels.
+
+    Text keeps its size, so there is one drawing for wide pages and one for phones.
+    """
 
     name: str
     width: int
@@ -37,12 +42,12 @@ class Chart:
 
 
 WIDE, NARROW = Chart("wide", 920, 210), Chart("narrow", 350, 190)
-_LEFT, _RIGHT, _HEAD, _FOOT = 44, 6, 12, 24  # pixels around the values
+_LEFT, _RIGHT, _HEAD, _FOOT = 44, 6, 12, 24  # margins around the values, in pixels
 
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where values are on a chart."""
+    """Mapping from values to positions on a chart."""
 
     chart: Chart
     count: int
@@ -70,55 +75,60 @@ def draw_lines(
     from_zero: bool = False,
     limit: float | None = None,
 ) -> str:
-    """The lines with their axes; empty where no series has a value.
+    """Return the lines with their axes. The result is empty if no series has a value.
 
     Args:
-        series: With as many values each as there are labels; the first ``MOST_SERIES`` are drawn.
-        labels: When each run was, short: the first, the last and some between are written.
-        unit: Of the values.
-        from_zero: Whether zero is on the axis.
-        limit: What is allowed, as a line of its own.
+        series: Series with one value per label. Only the first ``MOST_SERIES`` are drawn.
+        labels: Short time of each run. The first, the last and some in between are displayed.
+        chart: Size of the drawing.
+        unit: Unit of the values.
+        from_zero: Whether the axis includes zero.
+        limit: Allowed value, drawn as a separate line.
     """
-    series = [one for one in series[:MOST_SERIES] if any(value is not None for value in one.values)]
+    series = [line for line in series[:MOST_SERIES] if any(value is not None for value in line.values)]
     if not series:
         return ""
-    known = [value for one in series for value in one.values if value is not None]
-    known += [0.0] * from_zero + ([limit] if limit is not None else [])
-    canvas = _Canvas(chart, len(labels), *_axis(min(known), max(known)))
+    values = [value for line in series for value in line.values if value is not None]
+    values += [0.0] * from_zero + ([limit] if limit is not None else [])
+    canvas = _Canvas(chart, len(labels), *_axis(min(values), max(values)))
     parts = _frame(canvas, labels)
     if limit is not None:
         style = f"stroke:{Ink.FAIL.variable};stroke-width:1.4;stroke-dasharray:4 3"
         parts.append(f'<path d="M{_LEFT} {canvas.y(limit):.1f}h{canvas.wide:.0f}" style="{style}"/>')
-    parts += [_line(one, canvas, number) for number, one in enumerate(series)]
-    return _svg(parts, "lines", chart, _spoken(series, unit))
+    parts += [_line(line, canvas, number) for number, line in enumerate(series)]
+    return _svg(parts, "lines", chart, _alt_text(series, unit))
 
 
 def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, unit: str) -> str:
-    """A bar for each run, made of the values of all series, the first at the bottom; none is below zero.
+    """Return one bar per run, stacked from the values of all series, the first at the bottom.
 
-    Args: as of :func:`draw_lines`.
+    The arguments are those of :func:`draw_lines`. Negative values are not supported.
     """
     series = series[:MOST_SERIES]
-    totals = [sum(one.values[at] or 0.0 for one in series) for at in range(len(labels))]
+    totals = [sum(item.values[index] or 0.0 for item in series) for index in range(len(labels))]
     if not any(totals):
         return ""
     canvas = _Canvas(chart, len(labels), *_axis(0.0, max(totals)))
     parts, width = _frame(canvas, labels), min(24.0, 0.78 * canvas.wide / len(labels))
     foot = [0.0] * len(labels)
-    for number, one in enumerate(series):
+    for number, item in enumerate(series):
         pieces = []
-        for at, value in enumerate(one.values):
+        for index, value in enumerate(item.values):
             if value:
-                top, bottom = canvas.y(foot[at] + value), canvas.y(foot[at])
-                foot[at] += value
+                top, bottom = canvas.y(foot[index] + value), canvas.y(foot[index])
+                foot[index] += value
                 if bottom - top >= 0.05:
-                    pieces.append(f"M{canvas.x(at) - width / 2:.1f} {bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z")
-        parts.append(f'<path d="{"".join(pieces)}" style="fill:{_ink(number)};fill-opacity:{_weight(number)}"/>')
-    return _svg(parts, "bars", chart, _spoken(series, unit))
+                    pieces.append(
+                        f"M{canvas.x(index) - width / 2:.1f} {bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
+                    )
+        parts.append(
+            f'<path d="{"".join(pieces)}" style="fill:{_css_color(number)};fill-opacity:{_fill_opacity(number)}"/>'
+        )
+    return _svg(parts, "bars", chart, _alt_text(series, unit))
 
 
 def _frame(canvas: _Canvas, labels: Sequence[str]) -> list[str]:
-    """Rules with their values, and when the runs were."""
+    """Return the horizontal rules with their values, and the labels of the runs."""
     parts = []
     for number in range(round((canvas.high - canvas.low) / canvas.step) + 1):
         value = canvas.low + number * canvas.step
@@ -126,53 +136,58 @@ def _frame(canvas: _Canvas, labels: Sequence[str]) -> list[str]:
         parts.append(f'<path d="{rule}" style="stroke:{Ink.RULE.variable}"/>')
         parts.append(_text(_LEFT - 8, canvas.y(value) + 4, wording.plain(round(value, 9) + 0.0), "end"))
     last = len(labels) - 1
-    for at in _labelled(len(labels), 4 if canvas.chart is NARROW else 8):
-        anchor = "start" if at == 0 and last else "end" if at == last and at else "middle"
-        parts.append(_text(canvas.x(at), canvas.chart.height - 6, labels[at], anchor))
+    for index in _labeled_runs(len(labels), 4 if canvas.chart is NARROW else 8):
+        anchor = "start" if index == 0 and last else "end" if index == last and index else "middle"
+        parts.append(_text(canvas.x(index), canvas.chart.height - 6, labels[index], anchor))
     return parts
 
 
-def _svg(parts: Sequence[str], kind: str, chart: Chart, spoken: str) -> str:
+def _svg(parts: Sequence[str], kind: str, chart: Chart, alt_text: str) -> str:
     return (
         f'<svg class="plot {kind}-{chart.name}" viewBox="0 0 {chart.width} {chart.height}" role="img" '
-        f'aria-label="{escape(spoken)}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(alt_text)}">{"".join(parts)}</svg>'
     )
 
 
 def draw_key(number: int, *, bar: bool = False) -> str:
-    """A piece of the line or the bar with that number, for a legend."""
+    """Return a sample of line or bar ``number`` for a legend."""
     line = f'<path d="M0 4H26" style="{_stroke(number)}"/>'
-    box = f'<rect width="12" height="8" x="7" style="fill:{_ink(number)};fill-opacity:{_weight(number)}"/>'
+    box = f'<rect width="12" height="8" x="7" style="fill:{_css_color(number)};fill-opacity:{_fill_opacity(number)}"/>'
     return f'<svg class="key" viewBox="0 0 26 8" aria-hidden="true">{box if bar else line}</svg>'
 
 
-def _line(one: Series, canvas: _Canvas, number: int) -> str:
-    """Points that follow each other are joined; a run without a value is a gap, a value between two gaps a dot."""
+def _line(series: Series, canvas: _Canvas, number: int) -> str:
+    """Return a series as SVG.
+
+    Consecutive points are joined. A run without a value is a gap, and a value between two gaps is a dot.
+    """
     pieces: list[list[tuple[float, float]]] = [[]]
-    for at, value in enumerate(one.values):
+    for index, value in enumerate(series.values):
         if value is None:
             pieces.append([])
         else:
-            pieces[-1].append((canvas.x(at), canvas.y(value)))
+            pieces[-1].append((canvas.x(index), canvas.y(value)))
     path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1)
-    drawn = f'<path d="{path}" style="{_stroke(number)}"/>' if path else ""
+    line = f'<path d="{path}" style="{_stroke(number)}"/>' if path else ""
     dots = (piece[0] for piece in pieces if len(piece) == 1)
-    return drawn + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" style="fill:{_ink(number)}"/>' for x, y in dots)
+    return line + "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" style="fill:{_css_color(number)}"/>' for x, y in dots
+    )
 
 
-def _ink(number: int) -> str:
+def _css_color(number: int) -> str:
     return _INKS[number % len(_INKS)].variable
 
 
-def _weight(number: int) -> float:
-    """Of the fill: the second round of colours is paler."""
+def _fill_opacity(number: int) -> float:
+    """Return the opacity of a fill. When colors repeat, the second round is paler."""
     return 1.0 if number < len(_INKS) else 0.45
 
 
 def _stroke(number: int) -> str:
     dashes = _DASHES[number // len(_INKS) % len(_DASHES)]
     dashed = f";stroke-dasharray:{dashes}" if dashes else ""
-    return f"stroke:{_ink(number)};stroke-width:1.8;fill:none{dashed}"
+    return f"stroke:{_css_color(number)};stroke-width:1.8;fill:none{dashed}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
@@ -183,27 +198,27 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _axis(low: float, high: float) -> tuple[float, float, float]:
-    """Round ends and a round step, with three to six rules from end to end."""
+    """Return round ends and a round step that give three to six rules."""
     span = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-9)
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))
-    step = power * next(one for one in (1, 2, 5, 10) if one * power >= raw * 0.999)
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     bottom = math.floor(low / step + 1e-9) * step
     top = math.ceil(high / step - 1e-9) * step
     return bottom, top if top > bottom else bottom + step, step
 
 
-def _labelled(count: int, most: int) -> list[int]:
-    """Which runs have their date written: the first, the last, and evenly between."""
+def _labeled_runs(count: int, most: int) -> list[int]:
+    """Return the indexes of the runs with a label: the first, the last, and evenly spaced ones between them."""
     if count <= most:
         return list(range(count))
     return [round(number * (count - 1) / (most - 1)) for number in range(most)]
 
 
-def _spoken(series: Sequence[Series], unit: str) -> str:
-    said = [f"Over runs, in {unit}."]
-    for one in series:
-        values = [value for value in one.values if value is not None]
+def _alt_text(series: Sequence[Series], unit: str) -> str:
+    sentences = [f"Over runs, in {unit}."]
+    for item in series:
+        values = [value for value in item.values if value is not None]
         first, last = (wording.plain(round(value, 2)) for value in (values[0], values[-1]))
-        said.append(f"{one.name}: from {first} to {last}.")
-    return " ".join(said)
+        sentences.append(f"{item.name}: from {first} to {last}.")
+    return " ".join(sentences)

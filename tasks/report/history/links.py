@@ -1,9 +1,11 @@
-"""What ties a report to its run and to others of its profile: links above it, and below its headline what changed since
-last time, when and where the run was, and where its release is.
+"""Link a report to other reports of its profile, and add facts about its run.
 
-A page is finished before anybody knows its neighbours, and the next one comes a night later. So both parts are put into
-the finished page, between comments that no text of a stranger can contain, since that is escaped; and the links of a
-page are put in anew when its successor is there.
+Links go above the report. Below its headline follow the changes since the last run, when and where the run took place,
+and the location of its release.
+
+A page is finished before its neighbors are known, and the next one follows a run later. Both parts are therefore
+inserted into the finished page, between comments that no external text can contain, because external text is escaped.
+The links of a page are replaced once its successor exists.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ INDEX = "index.html"
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where other pages lie, relative to the directory of reports; empty where there is none.
+    """Paths of related pages, relative to the directory of reports. A path is empty if there is no such page.
 
     Args:
-        before: Of the run before.
-        after: Of the run after.
-        search: Of a sweep that went on to a release: the page about its search, beside that about the release.
+        before: Page of the previous run.
+        after: Page of the next run.
+        search: For a sweep that continued with a release, the page about its search next to the page about the release.
     """
 
     before: str = ""
@@ -37,32 +39,32 @@ class Neighbours:
 
 
 def tied(
-    page: str, at: str, neighbours: Neighbours, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
+    page: str, location: str, neighbours: Neighbours, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """A finished page with its links and what changed.
+    """Return a finished page with its links, its facts and the changes since the last run.
 
     Args:
-        page: HTML with ``</style>``, ``<main>`` and ``</header>`` in it, as all reports have.
-        at: Where it will lie, relative to the directory of reports.
-        neighbours: Of its profile.
-        changes: Sentences, as plain text.
-        facts: About the run, each with its name, as plain text; an address becomes a link.
+        page: HTML that contains ``</style>``, ``<main>`` and ``</header>``, as all reports do.
+        location: Future path of the page, relative to the directory of reports.
+        neighbours: Related pages of the profile.
+        changes: Sentences as plain text.
+        facts: Name and value of each fact about the run, as plain text. An address becomes a link.
     """
-    if _LINKS.search(page):  # a page that has been released, or kept before
-        page = _CHANGES.sub(lambda _: _said(changes, facts), relinked(page, at, neighbours), count=1)
+    if _LINKS.search(page):  # a page that was released or archived before
+        page = _CHANGES.sub(lambda _: _section_html(changes, facts), relinked(page, location, neighbours), count=1)
         return page
     page = page.replace("</style>", f"{_STYLE}</style>", 1)
-    page = page.replace("<main>", f"<main>\n{_nav(at, neighbours)}", 1)
-    return page.replace("</header>", f"</header>\n{_said(changes, facts)}", 1)
+    page = page.replace("<main>", f"<main>\n{_nav(location, neighbours)}", 1)
+    return page.replace("</header>", f"</header>\n{_section_html(changes, facts)}", 1)
 
 
-def relinked(page: str, at: str, neighbours: Neighbours) -> str:
-    """A page that was linked already, with other neighbours."""
-    return _LINKS.sub(lambda _: _nav(at, neighbours), page, count=1)
+def relinked(page: str, location: str, neighbours: Neighbours) -> str:
+    """Return a page that already has links, with links to different neighbors."""
+    return _LINKS.sub(lambda _: _nav(location, neighbours), page, count=1)
 
 
-def _nav(at: str, neighbours: Neighbours) -> str:
-    up = "../" * at.count("/")
+def _nav(location: str, neighbours: Neighbours) -> str:
+    up = "../" * location.count("/")
     items = [
         f'<a href="{up}{INDEX}">All runs</a>',
         *([_link(up, neighbours.before, "prev", "← the run before")] if neighbours.before else []),
@@ -72,19 +74,19 @@ def _nav(at: str, neighbours: Neighbours) -> str:
     return f'<!--nights--><nav class="nights" aria-label="Other reports">{" ".join(items)}</nav><!--/nights-->'
 
 
-def _link(up: str, to: str, relation: str, text: str) -> str:
-    return f'<a rel="{relation}" href="{up}{escape(quote(to))}">{text}</a>'
+def _link(up: str, target: str, relation: str, text: str) -> str:
+    return f'<a rel="{relation}" href="{up}{escape(quote(target))}">{text}</a>'
 
 
-def _said(changes: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<li>{escape(one)}</li>" for one in changes)
-    listed = f'<section class="since"><h2>Since the last run</h2><ul>{items}</ul></section>' if changes else ""
-    named = "".join(f"<div><dt>{escape(name)}</dt><dd>{_shown(value)}</dd></div>" for name, value in facts)
-    told = f'<section class="since"><h2>This run</h2><dl class="run">{named}</dl></section>' if facts else ""
-    return f"<!--since-->{listed}{told}<!--/since-->"
+def _section_html(changes: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<li>{escape(change)}</li>" for change in changes)
+    changes_html = f'<section class="since"><h2>Since the last run</h2><ul>{items}</ul></section>' if changes else ""
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{_value_html(value)}</dd></div>" for name, value in facts)
+    facts_html = f'<section class="since"><h2>This run</h2><dl class="run">{rows}</dl></section>' if facts else ""
+    return f"<!--since-->{changes_html}{facts_html}<!--/since-->"
 
 
-def _shown(value: str) -> str:
+def _value_html(value: str) -> str:
     text = escape(value)
     if re.fullmatch(r"https?://[^\s\"'<>]+", value):
         return f'<a href="{text}">{text}</a>'

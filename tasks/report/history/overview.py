@@ -1,7 +1,7 @@
-"""``index.html``: all runs of all profiles on one page, in the look of the reports, without scripts, nothing to load.
+"""Render ``index.html``, one page with all runs of all profiles, without scripts or external resources.
 
-Of each profile: how it stands, scores and drops over runs as lines, what its stages took, and its last runs with a link
-to each report that is still kept.
+It has the design of the reports. For each profile, it shows the status, scores and drops over runs as lines, the
+durations of the stages, and the last runs with links to the reports that still exist.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 HERE = Path(__file__).parent
-# Of each profile: runs that are drawn, and runs that are listed. And profiles that are told at length.
+# Runs per profile that are drawn and that are listed, and number of profiles with details.
 DRAWN, LISTED, AT_LENGTH = 120, 30, 40
-_STAGES = 6  # whose durations are drawn: those that took longest
-_WELL = ("released", "nothing new", "passed", "promoted")
-_BADLY = ("refused", "invalid", "failed", "rolled back", "killed")
+_STAGES = 6  # number of stages with drawn durations, the slowest first
+_GOOD_STATUSES = ("released", "nothing new", "passed", "promoted")
+_BAD_STATUSES = ("refused", "invalid", "failed", "rolled back", "killed")
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture: wide and narrow, and what its lines are."""
+    """A picture in a wide and a narrow version, with the legend of its lines."""
 
     title: str
     plots: tuple[Markup, ...]
@@ -47,7 +47,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class ProfileRuns:
-    """What the page says of one profile by one flow."""
+    """Content of the page for one profile and one flow."""
 
     anchor: str
     profile: str
@@ -58,22 +58,24 @@ class ProfileRuns:
 
     @property
     def last(self) -> RunRecord:
+        """The latest run."""
         return self.records[0]
 
 
 def render_history(history: History, pages: Collection[str] = ()) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
-        pages: Reports that are still kept, relative to the directory of the page.
+        history: All runs.
+        pages: Reports that still exist, relative to the directory of the page.
     """
     from markupsafe import Markup
 
     groups: dict[tuple[str, str], list[RunRecord]] = {}
-    for one in reversed(history.records):
-        groups.setdefault((one.profile, one.flow), []).append(one)
+    for record in reversed(history.records):
+        groups.setdefault((record.profile, record.flow), []).append(record)
     shown = [
-        _told(number, history, profile, flow, records, at_length=number < AT_LENGTH)
+        _profile_runs(number, history, profile, flow, records, at_length=number < AT_LENGTH)
         for number, ((profile, flow), records) in enumerate(groups.items())
     ]
     return _template().render(
@@ -84,8 +86,8 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         glyphs=wording.GLYPHS,
         listed=LISTED,
         kind=outcome_of_status,
-        worst_of_all=worst_verdict(outcome_of_status(one.last.status) for one in shown),
-        well=sum(outcome_of_status(one.last.status) == "pass" for one in shown),
+        worst_of_all=worst_verdict(outcome_of_status(runs.last.status) for runs in shown),
+        well=sum(outcome_of_status(runs.last.status) == "pass" for runs in shown),
         when=format_run_time,
         day=_day,
         address=quote,
@@ -100,12 +102,15 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
 
 
 def outcome_of_status(status: str) -> Outcome:
-    """Whether a run ended well; of a word that only a newer program knows nobody can say."""
-    return "pass" if status in _WELL else "fail" if status in _BADLY else "inconclusive"
+    """Return whether a run ended well.
+
+    The status of a newer mergegate version may be unknown. It counts as inconclusive.
+    """
+    return "pass" if status in _GOOD_STATUSES else "fail" if status in _BAD_STATUSES else "inconclusive"
 
 
 def worst_drop(record: RunRecord) -> RunScore | None:
-    """The guard whose task has lost most."""
+    """Return the guard with the largest drop."""
     return max(record.scores, key=lambda score: score.drop, default=None)
 
 
@@ -114,66 +119,72 @@ def _template() -> Template:
     return page_environment(HERE).get_template("history.html")
 
 
-def _told(
+def _profile_runs(
     number: int, history: History, profile: str, flow: str, records: list[RunRecord], *, at_length: bool
 ) -> ProfileRuns:
-    drawn = records[:DRAWN][::-1]
-    curves = _curves(drawn) if at_length and len(drawn) > 1 else ()
+    recent = records[:DRAWN][::-1]
+    curves = _curves(recent) if at_length and len(recent) > 1 else ()
     changes = changes_since(history.of(profile, flow)[:-1], records[0]) if at_length else ()
     return ProfileRuns(f"profile-{number}", profile, flow, tuple(records), changes, curves)
 
 
 def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
-    """Scores, drops and durations of runs, in the order in which they ended."""
-    # A run that a check refused has no scores: no gap in a line, since nothing was measured that night.
+    """Return the scores, drops and durations of runs in the order in which they ended."""
+    # A run that a check refused measured nothing. It has no scores and leaves no gap in the lines.
     scored = [run for run in runs if run.scores]
-    tasks = dict.fromkeys(one.task for run in reversed(scored) for one in run.scores if one.merge is not None)
-    guards = dict.fromkeys((one.task, one.reference) for run in reversed(scored) for one in run.scores)
-    by_task = [{one.task: one.merge for one in run.scores} for run in scored]
-    by_guard = [{(one.task, one.reference): one.drop for one in run.scores} for run in scored]
+    tasks = dict.fromkeys(item.task for run in reversed(scored) for item in run.scores if item.merge is not None)
+    guards = dict.fromkeys((item.task, item.reference) for run in reversed(scored) for item in run.scores)
+    by_task = [{item.task: item.merge for item in run.scores} for run in scored]
+    by_guard = [{(item.task, item.reference): item.drop for item in run.scores} for run in scored]
     scores = [Series(task, tuple(run.get(task) for run in by_task)) for task in tasks]
     drops = [
-        Series(f"{task} against {whom}", tuple(run.get((task, whom)) for run in by_guard)) for task, whom in guards
+        Series(f"{task} against {reference}", tuple(run.get((task, reference)) for run in by_guard))
+        for task, reference in guards
     ]
-    limits = {one.max_drop for run in scored[-1:] for one in run.scores}
+    limits = {item.max_drop for run in scored[-1:] for item in run.scores}
     limit = limits.pop() if len(limits) == 1 else None
     days = [_day(run) for run in scored]
     allowed = f"; {wording.plain(limit)} are allowed" if limit else ""
     charts = (WIDE, NARROW)
-    found = (
-        _drawn("Scores of the merge, points", scores, [draw_lines(scores, days, one, "points") for one in charts]),
-        _drawn(
+    pictures = (
+        _picture(
+            "Scores of the merge, points", scores, [draw_lines(scores, days, chart, "points") for chart in charts]
+        ),
+        _picture(
             f"Drops against the reference, points lost{allowed}",
             drops,
-            [draw_lines(drops, days, one, "points lost", from_zero=True, limit=limit) for one in charts],
+            [draw_lines(drops, days, chart, "points lost", from_zero=True, limit=limit) for chart in charts],
         ),
         _durations(runs),
     )
-    return tuple(one for one in found if one is not None)
+    return tuple(picture for picture in pictures if picture is not None)
 
 
 def _durations(runs: Sequence[RunRecord]) -> Curves | None:
-    took = [{stage.name: stage.seconds for stage in run.stages} for run in runs]
-    names = dict.fromkeys(name for run in took for name in run)
-    total = {name: sum(run.get(name, 0.0) for run in took) for name in names}
+    seconds_by_run = [{stage.name: stage.seconds for stage in run.stages} for run in runs]
+    names = dict.fromkeys(name for run in seconds_by_run for name in run)
+    total = {name: sum(run.get(name, 0.0) for run in seconds_by_run) for name in names}
     longest = sorted(total, key=lambda name: -total[name])[:_STAGES]
-    unit, factor = _unit_of(max((sum(run.values()) for run in took), default=0.0))
-    series = [Series(name, tuple(run.get(name, 0.0) / factor for run in took)) for name in longest]
+    unit, factor = _unit_of(max((sum(run.values()) for run in seconds_by_run), default=0.0))
+    series = [Series(name, tuple(run.get(name, 0.0) / factor for run in seconds_by_run)) for name in longest]
     if len(total) > len(longest):
-        others = (sum(seconds for name, seconds in run.items() if name not in longest) for run in took)
-        series.append(Series("all others", tuple(seconds / factor for seconds in others)))
+        rest = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
+        series.append(Series("all others", tuple(seconds / factor for seconds in rest)))
     days = [_day(run) for run in runs]
     plots = [draw_bars(series, days, chart, unit) for chart in (WIDE, NARROW)]
-    return _drawn(f"What its stages took, {unit}", series, plots, bars=True)
+    return _picture(f"What its stages took, {unit}", series, plots, bars=True)
 
 
-def _drawn(title: str, series: Sequence[Series], plots: Sequence[str], *, bars: bool = False) -> Curves | None:
-    """A picture of more than one run, which ``lines`` has drawn; it escapes the names in it."""
+def _picture(title: str, series: Sequence[Series], plots: Sequence[str], *, bars: bool = False) -> Curves | None:
+    """Return a picture of several runs that ``lines`` has drawn.
+
+    ``lines`` escapes the names in it. The result is None for fewer than two runs.
+    """
     from markupsafe import Markup
 
     if not all(plots) or len(series[0].values) < 2:
         return None
-    keys = tuple((Markup(draw_key(at, bar=bars)), one.name) for at, one in enumerate(series[:MOST_SERIES]))
+    keys = tuple((Markup(draw_key(index, bar=bars)), item.name) for index, item in enumerate(series[:MOST_SERIES]))
     return Curves(title, tuple(map(Markup, plots)), keys, max(0, len(series) - MOST_SERIES))
 
 

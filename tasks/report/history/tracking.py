@@ -1,4 +1,4 @@
-"""The numbers of a run beside a team's other experiments: in Weights & Biases, in MLflow. Off by default.
+"""Record the numbers of a run in a team's experiment tracker: Weights & Biases or MLflow. Off by default.
 
 ::
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def tracked_numbers(record: RunRecord) -> dict[str, float]:
-    """Names as a tracker groups them, each with its value: points, ratios, seconds, bytes."""
+    """Return points, ratios, seconds and bytes by name, in the groups of a tracker."""
     numbers = {"seconds": record.seconds, "bytes_merged": float(record.bytes_merged)}
     if record.perplexity is not None:
         numbers["perplexity_ratio"] = record.perplexity
@@ -37,20 +37,24 @@ def tracked_numbers(record: RunRecord) -> dict[str, float]:
 
 
 def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Say it to each tracker that somebody asked for. Never an error of the run.
+    """Send the numbers of a run to each configured tracker.
+
+    This never raises an error, so it cannot fail the run.
 
     Args:
-        home: The project's state, below which wandb keeps its own.
+        record: Record of the run.
+        home: Directory of the project's state. wandb stores its files below it.
+        environment: Environment variables that name the trackers.
     """
-    _tell_wandb(record, home, environment)
+    _log_to_wandb(record, home, environment)
     tell_mlflow(record, tracked_numbers(record), environment)
 
 
-def _tell_wandb(record: RunRecord, home: Path, environment: Mapping[str, str]) -> None:
-    if not (place := environment.get(WANDB, "")):
+def _log_to_wandb(record: RunRecord, home: Path, environment: Mapping[str, str]) -> None:
+    if not (destination := environment.get(WANDB, "")):
         return
     try:
-        team, _, project = place.rpartition("/")
+        team, _, project = destination.rpartition("/")
         wandb: Any = importlib.import_module("wandb")
         run = wandb.init(
             project=project,
@@ -62,7 +66,9 @@ def _tell_wandb(record: RunRecord, home: Path, environment: Mapping[str, str]) -
                 "profile": record.profile,
                 "method": record.method,
                 "recipe": record.recipe,
-                "parents": {one.name: f"{one.ref}@{one.revision or one.digest}" for one in record.parents},
+                "parents": {
+                    parent.name: f"{parent.ref}@{parent.revision or parent.digest}" for parent in record.parents
+                },
             },
             settings=wandb.Settings(silent=True, disable_git=True, disable_code=True, init_timeout=30),
         )

@@ -1,9 +1,9 @@
-"""The page of a release that is watched on users' traffic: what is shown so far, and what became of it.
+"""Build the page of a release that is tested on user traffic: the evidence so far, and the result.
 
 ::
 
     html = render_shadow(ShadowContent(...))
-    html = render_shadow(content.without_examples())      # to be kept for long: no user's text
+    html = render_shadow(content.without_examples())      # for long-term storage: without text from users
     shadow_sentence(content)                              # 'watched for 31 h: …', for the terminal
 """
 

@@ -1,6 +1,9 @@
-"""What the page of a watched release says: one frozen value, put together by the flow, read by page and terminal.
+"""Define the content of the page of a watched release as one frozen value.
 
-Rates are shares in [0, 1], times seconds; evidence is a natural logarithm, because it grows beyond what a float holds.
+The flow builds it. The page and the terminal read it.
+
+Rates are shares in [0, 1], and times are in seconds. Evidence is a natural logarithm, because it exceeds the range of a
+float.
 """
 
 from __future__ import annotations
@@ -17,38 +20,41 @@ class _Part(BaseModel):
 
 
 class ShadowPoint(_Part):
-    """What was shown after so many pairs."""
+    """Evidence after a number of judged pairs."""
 
     pairs: int = Field(ge=0)
-    at: float  # unix: of the newest request among them
+    at: float  # Unix time of the newest request among the pairs
     win_rate: float
-    low: float  # holds at all looks
+    low: float  # lower end of the interval, which is valid at all interim looks
     high: float
     log_e_promote: float
     log_e_rollback: float
 
 
 class ReportedArm(_Part):
-    """How one of the two servers did."""
+    """Results of one of the two servers."""
 
     requests: int = Field(ge=0)
     failed: int = Field(ge=0)
-    low: float = 0.0  # of the share that fails, at all looks
+    low: float = 0.0  # lower end of the interval of the failure rate, valid at all interim looks
     high: float = 1.0
-    fallbacks: int = 0  # of the candidate: how often the parent answered in its place
-    first_byte: tuple[float, float, float] | None = None  # median, 95 %, 99 %; None where nothing was answered
+    fallbacks: int = 0  # for the candidate: number of requests that the parent answered instead
+    first_byte: tuple[float, float, float] | None = None  # median, 95 %, 99 %; None without responses
     seconds: tuple[float, float, float] | None = None
 
     @property
     def rate(self) -> float:
-        """Share of its requests that failed."""
+        """Share of requests that failed."""
         return self.failed / self.requests if self.requests else 0.0
 
 
 class LostExample(_Part):
-    """A pair that the candidate lost. All of it is a stranger's text."""
+    """One pair that the candidate lost.
 
-    at: float  # unix
+    All of its text is untrusted.
+    """
+
+    at: float  # Unix time
     question: str
     parent: str
     candidate: str
@@ -56,33 +62,33 @@ class LostExample(_Part):
 
 
 class ShadowContent(_Part):
-    """Everything that stands on the page of a watched release.
+    """All content of the page of a watched release.
 
     Args:
-        name: Of the profile.
-        candidate: Its version.
-        serving: What becomes of requests now.
-        reason: Why, or what is still missing: a sentence.
-        hours: For which it was watched.
-        share: Of the traffic, that the candidate sees while it is watched.
-        points: How the evidence grew; the last is what is shown now.
-        waiting: Pairs that the next look will have judged.
-        left_out: Recorded pairs that are not judged, by reason.
-        not_recorded: What the proxy could not keep, by reason.
-        examples: Of pairs that were lost, the newest first; kept no longer than the records.
-        keep_days: For which they are.
-        alias: What a promoted candidate is called at its target; empty: nothing.
+        name: Name of the profile.
+        candidate: Version of the candidate.
+        serving: Current routing of requests.
+        reason: Reason for the routing, or the evidence that is still missing, as a sentence.
+        hours: Duration of the watch, in hours.
+        share: Share of the traffic that the candidate receives during the watch.
+        points: Evidence over time. The last point is the current state.
+        waiting: Number of pairs that will be judged by the next interim look.
+        left_out: Number of recorded pairs that are not judged, by reason.
+        not_recorded: Number of requests that the proxy could not record, by reason.
+        examples: Lost pairs, the newest first. They are stored no longer than the records.
+        keep_days: Number of days for which the records are stored.
+        alias: Name of a promoted candidate at its target; empty if it has none.
     """
 
     name: str
     candidate: str
     serving: ReportedRouting
     reason: str
-    looked: float  # unix
+    looked: float  # Unix time of the last look
     hours: float = Field(ge=0)
     mode: Literal["mirror", "split"]
     share: float = Field(ge=0, le=1)
-    margin: float  # points of win rate below even
+    margin: float  # largest distance of the win rate below 50 %, in points
     confidence: float
     minimum_hours: float
     minimum_pairs: int
@@ -90,14 +96,14 @@ class ShadowContent(_Part):
     wins: int = Field(ge=0)
     ties: int = Field(ge=0)
     losses: int = Field(ge=0)
-    identical: int = Field(ge=0)  # of the ties: equal answers
-    consistency: float | None = None  # share of the others that the judge judged alike in both orders
+    identical: int = Field(ge=0)  # ties with equal answers
+    consistency: float | None = None  # share of all other pairs with the same judgment in both orders
     points: tuple[ShadowPoint, ...] = ()
     waiting: int = Field(default=0, ge=0)
     left_out: tuple[tuple[str, int], ...] = ()
     parent_arm: ReportedArm
     candidate_arm: ReportedArm
-    errors: str  # how they compare: a sentence
+    errors: str  # comparison of the two servers' errors, as a sentence
     not_recorded: tuple[tuple[str, int], ...] = ()
     examples: tuple[LostExample, ...] = ()
     keep_days: float = 30.0
@@ -105,14 +111,14 @@ class ShadowContent(_Part):
 
     @property
     def pairs(self) -> int:
-        """That were judged."""
+        """Number of judged pairs."""
         return self.wins + self.ties + self.losses
 
     @property
     def now(self) -> ShadowPoint | None:
-        """What is shown now; None before the first pair."""
+        """Current evidence, or None before the first pair."""
         return self.points[-1] if self.points else None
 
     def without_examples(self) -> Self:
-        """The same without any user's text."""
+        """Return a copy without text from users."""
         return self.model_copy(update={"examples": ()})

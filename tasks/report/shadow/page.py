@@ -1,4 +1,4 @@
-"""The page of a watched release: content into ``shadow.html``, in the look of a release's report."""
+"""Render the page of a watched release from ``shadow.html``, in the design of a release's report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ HERE = Path(__file__).parent
 
 
 def render_shadow(content: ShadowContent) -> str:
-    """The page as text, without scripts or anything to load. Equal content gives equal text."""
+    """Return the page as text, without scripts or external resources.
+
+    Equal content gives equal text.
+    """
     from markupsafe import Markup
 
     styles = (HERE.parent / "style.css", HERE / "shadow.css")
@@ -31,7 +34,7 @@ def render_shadow(content: ShadowContent) -> str:
         round=round,
         outcome=words.shadow_outcome(content),
         style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
-        # Drawn by matplotlib, which escapes what stands in them.
+        # Matplotlib draws these plots and escapes the text in them.
         win_rate=[Markup(plot) for plot in win_rate_plot(content)],
         evidence=[Markup(plot) for plot in evidence_plot(content)],
         when=lambda at: datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC"),

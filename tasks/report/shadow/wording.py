@@ -1,4 +1,7 @@
-"""How the state of a watched release is said: the word, the sentence, the numbers. Pure functions of the content."""
+"""Describe the state of a watched release: its title, sentence and numbers.
+
+All functions are pure functions of the content.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +27,26 @@ _TITLES: dict[ReportedRouting, str] = {
     "killed": "Killed",
 }
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DIGITS_OF_E = 4  # more than that is said as a power of ten
+_DIGITS_OF_E = 4  # numbers with larger exponents are displayed as powers of ten
 
 
 def shadow_outcome(content: ShadowContent) -> Outcome:
-    """A pass where it was promoted, undecided while it is watched."""
+    """Return the outcome: pass if the candidate was promoted, inconclusive while it is watched, else fail."""
     return _OUTCOMES[content.serving]
 
 
 def shadow_title(content: ShadowContent) -> str:
-    """The one big word."""
+    """Return the headline: one or two words."""
     return _TITLES[content.serving]
 
 
 def shadow_sentence(content: ShadowContent) -> str:
-    """What serves users, and why, with a capital first."""
+    """Return which model serves users and why, with a capital first letter."""
     return sentence_case(content.reason)
 
 
 def what_users_get(content: ShadowContent) -> str:
-    """What that means for users."""
+    """Return what the routing means for users."""
     share = _percent(content.share)
     return {
         "promoted": "All requests are answered by the candidate."
@@ -57,7 +60,7 @@ def what_users_get(content: ShadowContent) -> str:
 
 
 def win_rate_text(content: ShadowContent) -> str:
-    """'48.2 % [44.9, 51.3]', or that no pair is judged yet."""
+    """Return the win rate with its interval: '48.2 % [44.9, 51.3]', or that no pair is judged yet."""
     now = content.now
     if now is None:
         return "no pair is judged yet"
@@ -65,12 +68,12 @@ def win_rate_text(content: ShadowContent) -> str:
 
 
 def evidence_text(log_e: float, confidence: float) -> str:
-    """'7.4, decided at 20'."""
+    """Return the evidence with its threshold: '7.4, decided at 20'."""
     return f"{e_value(log_e)}, decided at {wording.plain(round(1 / (1 - confidence), 6))}"
 
 
 def e_value(log_e: float) -> str:
-    """'0.03', '7.4', '10¹²'."""
+    """Return the e-value as text: '0.03', '7.4', '10¹²'."""
     power = log_e / math.log(10)
     if abs(power) > _DIGITS_OF_E:
         return power_of_ten(round(power))
@@ -79,17 +82,17 @@ def e_value(log_e: float) -> str:
 
 
 def power_of_ten(power: int) -> str:
-    """'10¹²'."""
+    """Return a power of ten as text: '10¹²'."""
     return f"10{str(power).translate(_SUPERSCRIPTS)}"
 
 
 def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
-    """The state in lines: what it is, and its value."""
+    """Yield the name and the value of each part of the state."""
     now = content.now
     yield "serving", _serving(content)
     yield "watched", f"{format_duration(3600 * content.hours)} ({wording.plain(content.minimum_hours)} h at least)"
-    told = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
-    yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {told}"
+    counts = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
+    yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {counts}"
     yield "win rate", win_rate_text(content)
     if now is not None:
         if content.consistency is not None:
@@ -99,7 +102,7 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
 
 
 def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
-    """Requests, failed, first byte and whole answer: median and 95 %."""
+    """Return the requests, the failure rate, and the median and 95 % quantile of first byte and whole answer."""
     bounds = wording.interval(100 * arm.low, 100 * arm.high, 2)
     rate = f"{_percent(arm.rate, 2)} {bounds}" if arm.requests else wording.NONE
     return f"{arm.requests:,}", rate, *_quantiles(arm.first_byte), *_quantiles(arm.seconds)
@@ -118,8 +121,8 @@ def _seconds(value: float) -> str:
 
 def _serving(content: ShadowContent) -> str:
     if content.serving == "watch":
-        how = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
-        return f"the parent; {_percent(content.share)} of the requests {how}"
+        action = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
+        return f"the parent; {_percent(content.share)} of the requests {action}"
     return "the candidate" if content.serving == "promoted" else f"the parent: the candidate was {content.serving}"
 
 

@@ -1,4 +1,4 @@
-"""The report of a sweep: one self-contained page, the table of its last lines, and the line while it searches.
+"""Build the report of a sweep: a self-contained page, the table at the end of a run, and the progress line.
 
 ::
 

@@ -1,7 +1,7 @@
-"""What the plots of a sweep have in common: panels in pixels, how a trial is marked, an axis that outliers cannot ruin.
+"""Provide the shared parts of the sweep plots: panels in pixels, marks for trials, and an axis that resists outliers.
 
-A trial is marked by where it comes from (shape and colour) and by what became of it (filled: asked everything; hollow:
-dropped; a cross: outside a constraint). So nothing is told by colour alone.
+The shape and color of a mark show the origin of a trial. Its fill shows the state of the trial: filled if it was scored
+on all documents, hollow if it was dropped, a cross if it violates a constraint. No information depends on color alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 INK: dict[str, Ink] = {HAND_WRITTEN: Ink.INCONCLUSIVE, SAMPLER: Ink.TEXT, BASELINE: Ink.ACCENT}
 SHAPE = {HAND_WRITTEN: "s", SAMPLER: "o", BASELINE: "D"}
 SIZE = {HAND_WRITTEN: 6.5, SAMPLER: 6.0, BASELINE: 5.2}
-FAINT = 0.55  # of all trials but the best ones
+FAINT = 0.55  # opacity of all trials except the best
 DASHED: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (4, 3))}
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing in pixels."""
+    """Name and width of a drawing, in pixels."""
 
     name: str
     width: int
@@ -44,7 +44,10 @@ NARROW = Drawing("narrow", 350, narrow=True)
 
 @dataclass(frozen=True)
 class Axis:
-    """Scores from ``low`` to ``high``, in the unit that is shown. What is below is drawn on the lower edge."""
+    """Scores from ``low`` to ``high``, in the displayed unit.
+
+    Lower scores are drawn on the lower edge.
+    """
 
     low: float
     high: float
@@ -56,18 +59,20 @@ class Axis:
         return value < self.low
 
 
-def blank(drawn: Drawing, height: float) -> Figure:
+def blank(layout: Drawing, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawn.width / 72, height / 72), dpi=72)
+    figure = Figure(figsize=(layout.width / 72, height / 72), dpi=72)
     figure.patch.set_visible(False)
     return figure
 
 
-def panel(figure: Figure, drawn: Drawing, height: float, box: tuple[float, float, float, float]) -> Axes:
-    """Axes at ``box``: left, top, width, height in pixels from the upper left corner."""
-    left, top, width, tall = box
-    axes = figure.add_axes((left / drawn.width, (height - top - tall) / height, width / drawn.width, tall / height))
+def panel(figure: Figure, layout: Drawing, height: float, box: tuple[float, float, float, float]) -> Axes:
+    """Return axes at ``box``: left, top, width and height in pixels from the upper left corner."""
+    left, top, width, box_height = box
+    axes = figure.add_axes(
+        (left / layout.width, (height - top - box_height) / height, width / layout.width, box_height / height)
+    )
     axes.patch.set_visible(False)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
@@ -87,7 +92,10 @@ def ticks(axes: Axes, which: Literal["x", "y"], count: int, *, integer: bool = F
 
 
 def score_axis(content: SweepContent, objective: int) -> Axis:
-    """Where the better half is, and a little more: far outliers would squeeze all others into a line."""
+    """Return an axis that covers the better half of the scores and a little more.
+
+    Distant outliers would compress all other scores into a line.
+    """
     factor = content.objectives[objective].factor
     scores = sorted(factor * score_in(trial, objective) for trial in content.trials if state_of(trial) != "failed")
     if not scores:
@@ -99,7 +107,7 @@ def score_axis(content: SweepContent, objective: int) -> Axis:
     ]
     top, median = scores[-1], scores[len(scores) // 2]
     bottom = max(scores[0], top - 2.2 * (top - median)) if top > median else scores[0]
-    # The reference and a front are always in the picture; of several hand-written recipes those that are not hopeless.
+    # The front and the best hand-written recipe are always visible. Hopeless hand-written recipes may be cut off.
     shown = [factor * score_in(trial, objective) for trial in content.trials if trial.number in content.front]
     bottom = min([bottom, *shown, *([max(levels)] if levels else [])])
     span = top - bottom or abs(top) or 1.0
@@ -108,7 +116,10 @@ def score_axis(content: SweepContent, objective: int) -> Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """A trial at its place. ``beyond``: 'v' or '<', of one whose score is outside of the picture, under it or left."""
+    """One trial at its position.
+
+    ``beyond`` is 'v' if the score is below the picture and '<' if it is to the left of it.
+    """
 
     x: float
     y: float
@@ -118,11 +129,14 @@ class Mark:
 
 
 def mark_trials(axes: Axes, marks: Iterable[Mark]) -> None:
-    """Those that look alike in one stroke: a thousand trials are drawn as fast as ten."""
-    alike: dict[tuple[str, str, str, bool], list[Mark]] = {}
-    for one in marks:
-        alike.setdefault((one.trial.origin, state_of(one.trial), one.beyond, one.strong), []).append(one)
-    for (origin, state, beyond, strong), group in alike.items():
+    """Draw the marks, with one call for all marks of the same style.
+
+    That keeps a plot of a thousand trials as fast as one of ten.
+    """
+    groups: dict[tuple[str, str, str, bool], list[Mark]] = {}
+    for mark in marks:
+        groups.setdefault((mark.trial.origin, state_of(mark.trial), mark.beyond, mark.strong), []).append(mark)
+    for (origin, state, beyond, strong), group in groups.items():
         ink = INK[origin].value
         style: dict[str, Any] = {"markersize": SIZE[origin], "alpha": 1.0 if strong else FAINT, "zorder": 4}
         style |= {"linestyle": "none", "marker": SHAPE[origin]}
@@ -134,7 +148,7 @@ def mark_trials(axes: Axes, marks: Iterable[Mark]) -> None:
             style |= {"markerfacecolor": "none", "markeredgecolor": ink}
         else:
             style |= {"markerfacecolor": ink, "markeredgewidth": 0}
-        axes.plot([one.x for one in group], [one.y for one in group], **style)
+        axes.plot([mark.x for mark in group], [mark.y for mark in group], **style)
 
 
 def mark_winner(axes: Axes, x: float, y: float) -> None:
@@ -144,7 +158,7 @@ def mark_winner(axes: Axes, x: float, y: float) -> None:
 
 def write(
     axes: Axes,
-    at: tuple[float, float],
+    point: tuple[float, float],
     text: str,
     *,
     shift: tuple[float, float] = (0, 0),
@@ -154,10 +168,10 @@ def write(
     bold: bool = False,
     ink: Ink = Ink.TEXT,
 ) -> None:
-    """``text`` at a point, ``shift`` pixels right of and below it."""
+    """Write ``text`` at ``point``, ``shift`` pixels to the right of and below it."""
     axes.annotate(
         text,
-        at,
+        point,
         xycoords=coordinates,
         xytext=(shift[0], -shift[1]),
         textcoords="offset points",
@@ -173,7 +187,7 @@ def write(
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend."""
+    """One entry of a legend."""
 
     text: str
     style: tuple[tuple[str, Any], ...]
@@ -184,41 +198,43 @@ class Key:
 
 
 def keys_of_trials(trials: Sequence[Trial], *, sampler: str, objective: int, axis: Axis, factor: float) -> list[Key]:
-    """What the marks mean, of those that occur."""
-    found = []
+    """Return legend entries for the kinds of marks that occur."""
+    keys = []
     origins = {trial.origin for trial in trials}
     names = ((SAMPLER, sampler), (BASELINE, "random baseline"), (HAND_WRITTEN, "hand-written"))
     for origin, text in names:
         if origin in origins:
             face = {"markerfacecolor": INK[origin].value, "markeredgewidth": 0, "linestyle": "none"}
-            found.append(Key.of(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
+            keys.append(Key.of(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
     states = {state_of(trial) for trial in trials}
     hollow = {"markerfacecolor": "none", "markeredgecolor": Ink.MUTED.value, "linestyle": "none"}
     if "dropped" in states:
-        found.append(Key.of("dropped", marker="o", markersize=6, **hollow))
+        keys.append(Key.of("dropped", marker="o", markersize=6, **hollow))
     if "infeasible" in states:
-        found.append(Key.of("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
+        keys.append(Key.of("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
     if any(axis.is_below(factor * score_in(trial, objective)) for trial in trials if state_of(trial) != "failed"):
-        found.append(Key.of("farther down", marker="v", markersize=6, **hollow))
-    return found
+        keys.append(Key.of("farther down", marker="v", markersize=6, **hollow))
+    return keys
 
 
 def key_of_winner(content: SweepContent) -> Key:
     return Key.of(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
-def legend(figure: Figure, drawn: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:
-    """Above everything, from ``left`` pixels on."""
+def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:
+    """Draw the legend above the plot, starting ``left`` pixels from the left."""
     from matplotlib.lines import Line2D
 
-    # Along the rows, although matplotlib fills columns.
+    # Matplotlib fills columns first. Reorder the entries so that they run along the rows.
     rows = math.ceil(len(keys) / columns)
     order = [row * columns + column for column in range(columns) for row in range(rows)]
-    handles = [Line2D([], [], label=keys[at].text, **dict(keys[at].style)) for at in order if at < len(keys)]
+    handles = [
+        Line2D([], [], label=keys[index].text, **dict(keys[index].style)) for index in order if index < len(keys)
+    ]
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(left / drawn.width, 1),
+        bbox_to_anchor=(left / layout.width, 1),
         ncols=columns,
         frameon=False,
         fontsize=12,

@@ -1,7 +1,9 @@
-"""What the page of a sweep says: one frozen value, put together by the flow, read by page, plots and terminal.
+"""Define the content of a sweep's page as one frozen value.
 
-Scores stand here as the search knows them (more is better, log-likelihoods in nats, accuracies as shares). Each
-objective says by which factor it is shown and in which unit.
+The flow builds it. The page, the plots and the terminal read it.
+
+Scores are stored as the search uses them: more is better, log-likelihoods are in nats, accuracies are shares. Each
+objective defines the factor and the unit for display.
 """
 
 from __future__ import annotations
@@ -12,99 +14,103 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.tasks.sweep import Trial
 
-ParameterValue = bool | float | int | str  # what a parameter can be
+ParameterValue = bool | float | int | str  # types of a parameter's value
 
 
 class _Part(BaseModel):
-    # A trial without a score has NaN, which JSON has not.
+    # A trial without a score has NaN, which JSON does not support.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class ReportedParameter(_Part):
-    """One free number (or category) of the search, as it stands in each trial's ``point``."""
+    """One free number or category of the search. Each trial's ``point`` holds its value."""
 
     name: str
     type: Literal["float", "log", "integer", "category"] = "float"
-    low: float = 0.0  # ends of the range; of no meaning for a category
+    low: float = 0.0  # lower end of the range; unused for a category
     high: float = 1.0
     among: tuple[ParameterValue, ...] = ()  # choices of a category
-    start: ParameterValue | None = None  # the hand-written value; None where the recipe had none
-    importance: float | None = None  # share in [0, 1]; None where it was not computed
+    start: ParameterValue | None = None  # hand-written value; None if the recipe has none
+    importance: float | None = None  # share in [0, 1]; None if it was not computed
 
 
 class ReportedObjective(_Part):
-    """What was searched for: one number of each trial."""
+    """One objective of the search: a number that each trial has."""
 
     title: str  # 'log-likelihood of the answers'
-    terms: tuple[str, ...] = ()  # 'copy', 'reverse, twice': what it is the weighted mean of
-    unit: str = ""  # of the numbers that are shown: 'nats a token', 'points'
-    factor: float = 1.0  # from a score to that unit: 100 from shares to points
+    terms: tuple[str, ...] = ()  # terms of the weighted mean: 'copy', 'reverse, twice'
+    unit: str = ""  # unit of the displayed numbers: 'nats a token', 'points'
+    factor: float = 1.0  # factor from a score to that unit: 100 from shares to points
 
 
 class ReportedSet(_Part):
-    """How the documents of one task were divided."""
+    """Split of one task's documents into search, confirmation and gate."""
 
     task: str
     search: int = Field(ge=0)
     confirmation: int = Field(ge=0)
-    gate: int | None = Field(default=None, ge=0)  # None: not counted yet
+    gate: int | None = Field(default=None, ge=0)  # None if not counted yet
 
 
 class HeldOut(_Part):
-    """What a trial scored on the documents of the confirmation, which no trial of the search has seen."""
+    """Scores of one trial on the confirmation documents, which no trial of the search has seen."""
 
     trial: int
-    scores: tuple[float, ...]  # by objective
+    scores: tuple[float, ...]  # one score per objective
 
 
 class ReportedConfirmation(_Part):
-    """The one paired test of the winner against the best hand-written recipe, on those documents."""
+    """The single paired test of the winner against the best hand-written recipe.
+
+    It uses the confirmation documents.
+    """
 
     confirmed: bool
-    gain: float  # mean paired difference, as scores are
-    low: float  # its interval
+    gain: float  # mean paired difference, in the unit of the scores
+    low: float  # lower end of the interval of the gain
     high: float
-    p: float = Field(ge=0, le=1)  # one-sided; 1e-6 stands for that and less
+    p: float = Field(ge=0, le=1)  # one-sided; 1e-6 means at most 1e-6
     confidence: float = Field(gt=0, lt=1)
     documents: int = Field(ge=0)
-    objective: int = 0  # in whose unit it is told; of several it is about their weighted sum
-    note: str = ""  # why it was not confirmed although it gained: a sentence; else empty
+    objective: int = 0  # objective whose unit is used; several objectives are tested by their weighted sum
+    note: str = ""  # reason why a gain was not confirmed, as a sentence; else empty
 
 
 class ReportedRacing(_Part):
-    """How hopeless candidates were dropped."""
+    """Rule that drops hopeless candidates."""
 
     rule: Literal["paired", "halving", "none"]
-    error: float | None = None  # chance to drop a candidate that is not worse; None: not stated
-    looks: tuple[float, ...] = ()  # shares of the documents
+    error: float | None = None  # chance of dropping a candidate that is not worse; None if not stated
+    looks: tuple[float, ...] = ()  # interim looks, as shares of the documents
 
 
 class ReportedBudget(_Part):
-    """What the search was given, and what it took."""
+    """Budget of the search, and the part that was spent."""
 
     trials: int
     hours: float | None = None
     cost: float | None = None
-    spent_hours: float = 0.0  # wall time, over all starts
-    spent_cost: float | None = None  # worker hours at the profile's rate; None without a rate
+    spent_hours: float = 0.0  # wall time over all starts of the search
+    spent_cost: float | None = None  # worker hours at the profile's rate; None if it sets no rate
 
 
 class SweepContent(_Part):
-    """Everything that stands on the page of a sweep.
+    """All content of a sweep's page.
 
     Args:
-        name: Of the profile.
-        method: What is searched: 'ties of 2 over base'.
-        finished: Whether the search came to its end; False of one that was stopped and can go on.
-        ending: Why it ended before its budget, or why nothing was there to confirm: a sentence; else empty.
-        winner: Number of the best trial; None where no candidate has a score.
-        reference: Number of the best hand-written trial, against which the winner is tested.
-        front: Of several objectives: numbers of the trials that no other one beats in all.
-        confirmation: None where the search did not come to one.
-        no_importances: Why there are none; empty where there are.
-        power: What gain the confirmation would find, said before the sweep: a sentence.
-        recipe: The winner's, as YAML.
-        seconds_by_part: Wall time of all trials together: merge, load, score.
+        name: Name of the profile.
+        method: Subject of the search: 'ties of 2 over base'.
+        finished: Whether the search is complete. False if it was stopped and can be resumed.
+        ending: Reason why the search ended before its budget, or why there was no candidate to confirm, as a sentence.
+            Empty if neither happened.
+        winner: Number of the best trial; None if no candidate has a score.
+        reference: Number of the best hand-written trial, which the winner is tested against.
+        front: For several objectives, numbers of the trials that no other trial beats in all objectives.
+        confirmation: Result of the confirmation; None if the search did not reach it.
+        no_importances: Reason why there are no importances; empty if there are.
+        power: Gain that the confirmation can detect, estimated before the sweep, as a sentence.
+        recipe: Recipe of the winner, as YAML.
+        seconds_by_part: Wall time of all trials together, for each part: merge, load, score.
     """
 
     name: str

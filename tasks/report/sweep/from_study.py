@@ -1,4 +1,7 @@
-"""From a search that is over, and its confirmation, to what the page says of them. A pure function of values."""
+"""Convert a finished search and its confirmation to the content of the sweep's page.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _UNITS = {
     "log_likelihood": ("nats a token", 1.0),
     "entropy": ("nats", 1.0),
 }
-_PARTS = ("merge", "load", "score")  # of a trial, in their order
+_PARTS = ("merge", "load", "score")  # parts of a trial, in order
 _BY_GENERATION = ("cma", "nsga2")
 
 
@@ -61,37 +64,42 @@ def sweep_content(
     reproduce: tuple[str, ...] = (),
     versions: tuple[str, ...] = (),
 ) -> SweepContent:
-    """What the page of a sweep says.
+    """Return the content of a sweep's page.
 
     Args:
-        name: Of the profile.
-        method: 'ties of 2 over base'.
-        power: What the confirmation would find.
-        sizes: Documents by set (``search``, ``confirmation``, ``gate``) and task.
-        recipe: The winner's as it is written down; empty: as YAML of its values, if it was confirmed.
-        importances: By name of a coordinate, together 1.
-        no_importances: Why there are none.
+        study: The finished search.
+        confirmation: Result of the confirmation, or the reason why there was nothing to confirm.
+        name: Name of the profile.
+        method: Subject of the search: 'ties of 2 over base'.
+        power: Gain that the confirmation can detect.
+        sizes: Number of documents by set (``search``, ``confirmation``, ``gate``) and task.
+        runner: Description of the runner: 'local, 2 workers'.
+        recipe: Recipe of the winner as written to disk. Default: YAML of its values, if the winner was confirmed.
+        importances: Importance of each coordinate by name. They add up to 1.
+        no_importances: Reason why there are no importances.
+        reproduce: Shell commands that reproduce the sweep.
+        versions: Names and versions of the libraries.
     """
     test = confirmation if isinstance(confirmation, Confirmation) else None
     settings = study.settings
     if not recipe and test is not None and test.confirmed and test.winner in study.recipes:
         recipe = yaml.safe_dump(dict(study.recipes[test.winner]), sort_keys=False, default_flow_style=None, width=100)
-    known = importances or {}
+    importance_by_name = importances or {}
     return SweepContent(
         name=name,
         method=method,
-        ending=" ".join(part for part in (_stopped(study), _unconfirmed(confirmation)) if part),
+        ending=" ".join(part for part in (_stop_sentence(study), _unconfirmed_sentence(confirmation)) if part),
         parameters=tuple(
             ReportedParameter(
-                name=one.name,
-                type=one.free.type,
-                low=one.low,
-                high=one.high,
-                among=one.free.among,
-                start=one.free.start,
-                importance=known.get(one.name),
+                name=coordinate.name,
+                type=coordinate.free.type,
+                low=coordinate.low,
+                high=coordinate.high,
+                among=coordinate.free.among,
+                start=coordinate.free.start,
+                importance=importance_by_name.get(coordinate.name),
             )
-            for one in study.coordinates
+            for coordinate in study.coordinates
         ),
         objectives=_objectives(study),
         constraints=_constraints(study),
@@ -124,7 +132,7 @@ def sweep_content(
 
 
 def _objectives(study: Study) -> tuple[ReportedObjective, ...]:
-    """One for all terms, in the unit that they share, or one for each."""
+    """Return one objective for all terms, in their common unit, or one objective per term."""
     terms = study.objective.terms
     if study.objective.several:
         return tuple(_objective((term,)) for term in terms)
@@ -137,13 +145,14 @@ def _objective(terms: tuple[Term, ...]) -> ReportedObjective:
     if len({_UNITS.get(term.asked.measure) for term in terms}) > 1:
         unit, factor = "", 1.0
     if len(titles) == 1 and len(terms) == 1:
-        of = f" of {terms[0].asked.task}" if terms[0].asked.task != TEXT else ""
-        return ReportedObjective(title=f"{_title(terms[0])}{of}", unit=unit, factor=factor)
-    named = tuple(
-        _named(term, titled=len(titles) > 1, weighed=len({one.weight for one in terms}) > 1) for term in terms
+        suffix = f" of {terms[0].asked.task}" if terms[0].asked.task != TEXT else ""
+        return ReportedObjective(title=f"{_title(terms[0])}{suffix}", unit=unit, factor=factor)
+    term_texts = tuple(
+        _term_text(term, titled=len(titles) > 1, weighed=len({other_term.weight for other_term in terms}) > 1)
+        for term in terms
     )
     return ReportedObjective(
-        title=titles.pop() if len(titles) == 1 else "weighted mean", terms=named, unit=unit, factor=factor
+        title=titles.pop() if len(titles) == 1 else "weighted mean", terms=term_texts, unit=unit, factor=factor
     )
 
 
@@ -153,23 +162,23 @@ def _title(term: Term) -> str:
     return term.asked.metric or _TITLES[term.asked.measure]
 
 
-def _named(term: Term, *, titled: bool, weighed: bool) -> str:
+def _term_text(term: Term, *, titled: bool, weighed: bool) -> str:
     name = term.asked.task or "the held-out text"
-    said = [_title(term)] * (titled and term.asked.task != TEXT) + [f"weight {term.weight:.2g}"] * weighed
-    return f"{name} ({', '.join(said)})" if said else name
+    details = [_title(term)] * (titled and term.asked.task != TEXT) + [f"weight {term.weight:.2g}"] * weighed
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def _constraints(study: Study) -> tuple[str, ...]:
-    found = []
+    sentences = []
     for limit in study.objective.limits:
         unit, factor = _UNITS.get(limit.asked.measure, ("", 1.0))
         most = f"{factor * limit.max_drop:g} {unit}".strip()
         title = limit.asked.metric or _TITLES[limit.asked.measure]
-        found.append(
+        sentences.append(
             f"On {limit.asked.task or 'the held-out text'} a candidate may be at most {most} ({title}) below "
             f"{limit.reference or 'the hand-written recipe'}."
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _confirmation(test: Confirmation) -> ReportedConfirmation:
@@ -185,8 +194,11 @@ def _confirmation(test: Confirmation) -> ReportedConfirmation:
 
 
 def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
-    """Of winner and reference, with what the search subtracted from each for the size of its change: else searched and
-    held-out score would not be the same thing."""
+    """Return the held-out scores of the winner and the reference.
+
+    They include the penalty that the search subtracted for the size of a change. Without it, search scores and held-out
+    scores would not be comparable.
+    """
     scores = {trial.number: trial.scores for trial in study.trials if trial.number in (test.winner, test.reference)}
     if study.objective.several:
         winner = tuple(term.winner for term in test.terms)
@@ -219,21 +231,21 @@ def _racing(study: Study) -> ReportedRacing:
     return ReportedRacing(rule="paired", error=rule.error, looks=doubling_shares(rule.first))
 
 
-def _stopped(study: Study) -> str:
+def _stop_sentence(study: Study) -> str:
     if study.stopped == "trials":
         return ""
     tried = f"after {len(study.trials)} of {study.settings.budget.trials} trials"
     return f"Its time was up {tried}." if study.stopped == "hours" else f"Its money was spent {tried}."
 
 
-def _unconfirmed(confirmation: Confirmation | NothingToConfirm) -> str:
+def _unconfirmed_sentence(confirmation: Confirmation | NothingToConfirm) -> str:
     if isinstance(confirmation, Confirmation):
         return ""
     return f"{confirmation.why[:1].upper()}{confirmation.why[1:]}."
 
 
 def sweep_line(progress: SearchProgress, width: int) -> str:
-    """The line that a person watches while it searches, in at most ``width`` characters."""
+    """Return the progress line of a running search, in at most ``width`` characters."""
     status = SearchStatus(
         done=progress.scored,
         total=progress.budget,

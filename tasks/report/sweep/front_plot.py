@@ -1,4 +1,4 @@
-"""Several objectives: which candidates no other one beats in all of them."""
+"""Plot the front of several objectives: the candidates that no other candidate beats in all of them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from mergegate.tasks.report.sweep.wording import SAMPLERS
 
 
 def front_plot(content: SweepContent) -> tuple[str, ...]:
-    """The first two objectives against each other, with the front; wide and narrow. Empty with one objective."""
+    """Return the plots of the first two objectives against each other, with the front, wide and narrow.
+
+    The result is empty with a single objective.
+    """
     if len(content.objectives) < 2 or not content.front:
         return ()
-    return tuple(_front(content, drawn, f"front-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(_front(content, layout, f"front-{layout.name}") for layout in (WIDE, NARROW))
 
 
-def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
+def _front(content: SweepContent, layout: Drawing, plot: str) -> str:
     across, up = score_axis(content, 0), score_axis(content, 1)
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
-    factors = [one.factor for one in content.objectives[:2]]
+    factors = [objective.factor for objective in content.objectives[:2]]
     keys = keys_of_trials(
         scored, sampler=SAMPLERS.get(content.sampler, content.sampler), objective=1, axis=up, factor=factors[1]
     )
@@ -46,21 +49,21 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         Key.of("front", color=Ink.PASS.value, linewidth=1.8),
         *([key_of_winner(content)] if content.winner is not None else []),
     ]
-    columns = 2 if drawn.narrow else len(keys)
+    columns = 2 if layout.narrow else len(keys)
     head = 36 + 19 * math.ceil(len(keys) / columns)
-    left, right, tall, foot = (58, 8, 270, 46) if drawn.narrow else (66, 60, 380, 46)
-    height = head + tall + foot
+    left, right, panel_height, foot = (58, 8, 270, 46) if layout.narrow else (66, 60, 380, 46)
+    height = head + panel_height + foot
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, tall))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
         axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
         axes.set_xlim(across.low, across.high)
         axes.set_ylim(up.low, up.high)
-        ticks(axes, "x", 4 if drawn.narrow else 8)
-        ticks(axes, "y", 5 if drawn.narrow else 7)
+        ticks(axes, "x", 4 if layout.narrow else 8)
+        ticks(axes, "y", 5 if layout.narrow else 7)
         marks = []
         for trial in scored:
-            x, y = (factor * score_in(trial, at) for at, factor in enumerate(factors))
+            x, y = (factor * score_in(trial, index) for index, factor in enumerate(factors))
             strong = trial.number in content.front
             if trial.number == content.winner:
                 mark_winner(axes, across.held(x), up.held(y))
@@ -76,7 +79,10 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         if len(content.objectives) == 2:
             xs, ys = zip(*best, strict=True)
             axes.plot(xs, ys, color=Ink.PASS.value, linewidth=1.8, drawstyle="steps-pre", zorder=3)
-        names = [f"{one.title}{f', {one.unit}' if one.unit else ''}" for one in content.objectives[:2]]
+        names = [
+            f"{objective.title}{f', {objective.unit}' if objective.unit else ''}"
+            for objective in content.objectives[:2]
+        ]
         write(
             axes,
             (1, 0),
@@ -87,6 +93,6 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
             ink=Ink.MUTED,
         )
         write(axes, (0, 1), shortened(names[1], 60), shift=(-left + 2, -14), coordinates="axes fraction", ink=Ink.MUTED)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
-        said = " ".join(f"Trial {number}." for number in content.front)
-        return inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {said}")
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
+        numbers = " ".join(f"Trial {number}." for number in content.front)
+        return inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {numbers}")

@@ -1,7 +1,7 @@
-"""Best so far over trials: the sampler's search beside random search and the levels of the hand-written recipes.
+"""Plot the best score so far over trials: the sampler's search against random search and the hand-written recipes.
 
-Each search is counted by its own candidates: after as many as the other one. What a sampler is worth is the distance of
-the two stairs.
+Each search counts its own candidates, so both are compared after the same number of candidates. The distance between
+the two steps is the benefit of the sampler.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from mergegate.tasks.sweep import Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_CHARACTERS = 24  # of a recipe's name beside its level
-_APART = 15  # pixels between names
+_CHARACTERS = 24  # longest recipe name next to its level, in characters
+_NAME_DISTANCE = 15  # smallest distance between names, in pixels
 
 
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Wide and narrow; empty with less than two candidates: a stair has steps."""
+    """Return the plots, wide and narrow. The result is empty with fewer than two candidates."""
     factor = content.objectives[objective].factor
     runs = {origin: course_of(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
     return tuple(
-        _draw(content, objective, runs, factor, drawn, f"history-{objective}-{drawn.name}") for drawn in (WIDE, NARROW)
+        _draw(content, objective, runs, factor, layout, f"history-{objective}-{layout.name}")
+        for layout in (WIDE, NARROW)
     )
 
 
 def _draw(
-    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, drawn: Drawing, plot: str
+    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, layout: Drawing, plot: str
 ) -> str:
     axis = score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
@@ -83,28 +84,28 @@ def _draw(
     if failed:
         keys.append(Key.of("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
     reference = trial_numbered(content, content.reference)
-    if drawn.narrow and reference is not None:
+    if layout.narrow and reference is not None:
         keys.append(Key.of(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
-    left, right = (58, 4) if drawn.narrow else (66, 190)
-    columns = 2 if drawn.narrow else max(1, len(keys))
+    left, right = (58, 4) if layout.narrow else (66, 190)
+    columns = 2 if layout.narrow else max(1, len(keys))
     head = 20 + 19 * math.ceil(len(keys) / columns)
-    tall, foot = (230, 46) if drawn.narrow else (320, 46)
-    height = head + tall + foot
+    panel_height, foot = (230, 46) if layout.narrow else (320, 46)
+    height = head + panel_height + foot
     longest = max(len(run.trials) for run in runs.values())
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, tall))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
         axes.set_xlim(0.3, longest + 0.7)
         axes.set_ylim(axis.low, axis.high)
-        ticks(axes, "x", 5 if drawn.narrow else 8, integer=True)
-        ticks(axes, "y", 5 if drawn.narrow else 6)
-        _levels(axes, content, objective, axis, drawn, tall)
+        ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
+        ticks(axes, "y", 5 if layout.narrow else 6)
+        _levels(axes, content, objective, axis, layout, panel_height)
         for origin, run in runs.items():
             _trials(axes, run, factor, objective, axis)
             _stair(axes, origin, run, factor)
             if winner is not None and winner in run.trials:
-                at = run.trials.index(winner) + 1
-                mark_winner(axes, at, axis.held(factor * score_in(winner, objective)))
+                position = run.trials.index(winner) + 1
+                mark_winner(axes, position, axis.held(factor * score_in(winner, objective)))
         write(
             axes,
             (1, 0),
@@ -114,27 +115,27 @@ def _draw(
             align="right",
             ink=Ink.MUTED,
         )
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
-        return inline(figure, plot, _spoken(content, objective, runs))
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
+        return inline(figure, plot, _alt_text(content, objective, runs))
 
 
 def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
     step = 0.02 * (axis.high - axis.low)
     failed, marks = [], []
-    for at, trial in enumerate(run.trials, start=1):
+    for position, trial in enumerate(run.trials, start=1):
         score = factor * score_in(trial, objective)
         if state_of(trial) == "failed":
-            failed.append(at)
+            failed.append(position)
         else:
-            marks.append(Mark(at, max(score, axis.low + step), trial, "v" if axis.is_below(score) else ""))
+            marks.append(Mark(position, max(score, axis.low + step), trial, "v" if axis.is_below(score) else ""))
     mark_trials(axes, marks)
     style: dict[str, Any] = {"markersize": 6, "markeredgewidth": 1.5, "clip_on": False, "zorder": 5}
     axes.plot(failed, [0.05] * len(failed), "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
 
 
 def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
-    """The best so far, from the first that has a score to the last candidate."""
-    points = [(at, factor * best) for at, best in enumerate(run.best, start=1) if math.isfinite(best)]
+    """Draw the best score so far, from the first trial with a score to the last candidate."""
+    points = [(position, factor * best) for position, best in enumerate(run.best, start=1) if math.isfinite(best)]
     if not points:
         return
     style: dict[str, Any] = {"linewidth": 2.4} if origin == SAMPLER else {"linewidth": 2.0, "linestyle": (0, (5, 2))}
@@ -143,32 +144,37 @@ def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
     axes.plot([*xs, len(run.best) + 0.4], [*ys, ys[-1]], color=ink, drawstyle="steps-post", zorder=3, **style)
 
 
-def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn: Drawing, tall: float) -> None:
-    """A line for each hand-written recipe, with its name on the right; on a narrow page the legend has it."""
+def _levels(
+    axes: Axes, content: SweepContent, objective: int, axis: Axis, layout: Drawing, panel_height: float
+) -> None:
+    """Draw a line for each hand-written recipe, with its name on the right.
+
+    On a narrow page, the legend holds the name of the reference.
+    """
     factor = content.objectives[objective].factor
-    known = [one for one in by_origin(content.trials, HAND_WRITTEN) if state_of(one) != "failed"]
+    recipes = [recipe for recipe in by_origin(content.trials, HAND_WRITTEN) if state_of(recipe) != "failed"]
     ink = INK[HAND_WRITTEN]
-    last = math.inf  # pixels from above, of the name written last
-    for trial in sorted(known, key=lambda one: score_in(one, objective)):
+    previous = math.inf  # distance of the previous name from the top, in pixels
+    for trial in sorted(recipes, key=lambda recipe: score_in(recipe, objective)):
         score = factor * score_in(trial, objective)
         is_below = axis.is_below(score)
         if not is_below:
             axes.axhline(score, color=ink.value, zorder=2, alpha=1 if _is_reference(content, trial) else 0.6, **DASHED)
-        if drawn.narrow:
+        if layout.narrow:
             continue
-        down = tall if is_below else tall * (axis.high - score) / (axis.high - axis.low)
-        place = min(down, last - _APART)
+        distance = panel_height if is_below else panel_height * (axis.high - score) / (axis.high - axis.low)
+        position = min(distance, previous - _NAME_DISTANCE)
         text = _level_name(content, objective, trial) + (" ↓" if is_below else "")
         write(
             axes,
             (1, 1),
             text,
-            shift=(8, place),
+            shift=(8, position),
             coordinates="axes fraction",
             bold=_is_reference(content, trial),
             ink=ink,
         )
-        last = place
+        previous = position
 
 
 def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
@@ -180,15 +186,17 @@ def _is_reference(content: SweepContent, trial: Trial) -> bool:
     return trial.number == content.reference
 
 
-def _spoken(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
-    """What the picture shows, for who cannot see it."""
-    said = [f"Best {content.objectives[objective].title} so far over candidates."]
+def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
+    """Return the text alternative for screen readers."""
+    sentences = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}
     for origin, run in runs.items():
-        found = [best for best in run.best if math.isfinite(best)]
-        if found:
-            first, last = (score_text(content, objective, best) for best in (found[0], found[-1]))
-            said.append(f"{names[origin]}: from {first} to {last} in {len(run.trials)} candidates.")
+        bests = [best for best in run.best if math.isfinite(best)]
+        if bests:
+            first, last = (score_text(content, objective, best) for best in (bests[0], bests[-1]))
+            sentences.append(f"{names[origin]}: from {first} to {last} in {len(run.trials)} candidates.")
     for trial in by_origin(content.trials, HAND_WRITTEN):
-        said.append(f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_in(trial, objective))}.")
-    return " ".join(said)
+        sentences.append(
+            f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_in(trial, objective))}."
+        )
+    return " ".join(sentences)

@@ -1,4 +1,4 @@
-"""The page of a sweep: content into ``sweep.html``, in the look of a release's report."""
+"""Render the page of a sweep from ``sweep.html``, in the design of a release's report."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ HERE = Path(__file__).parent
 
 
 def render_sweep(content: SweepContent) -> str:
-    """The page as text, without scripts or anything to load. Equal content gives equal text."""
+    """Return the page as text, without scripts or external resources.
+
+    Equal content gives equal text.
+    """
     from markupsafe import Markup
 
     def safe(plots: tuple[str, ...]) -> list[Markup]:
-        return [Markup(plot) for plot in plots]  # drawn by matplotlib, which escapes the names in them
+        return [Markup(plot) for plot in plots]  # matplotlib draws these plots and escapes the names in them
 
     styles = (HERE.parent / "style.css", HERE / "sweep.css")
     objectives = range(len(content.objectives))
     ranked = sorted(
-        (one for one in content.parameters if one.importance is not None), key=lambda one: -(one.importance or 0.0)
+        (parameter for parameter in content.parameters if parameter.importance is not None),
+        key=lambda parameter: -(parameter.importance or 0.0),
     )
     return _sweep_template().render(
         content=content,
@@ -42,13 +46,13 @@ def render_sweep(content: SweepContent) -> str:
         duration=format_duration,
         outcome_of_sweep=words.sweep_outcome(content),
         style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
-        history=[safe(history_plot(content, at)) for at in objectives],
-        slices=[safe(slices_plot(content, at)) for at in objectives],
-        parallel=[safe(parallel_plot(content, at)) for at in objectives]
+        history=[safe(history_plot(content, index)) for index in objectives],
+        slices=[safe(slices_plot(content, index)) for index in objectives],
+        parallel=[safe(parallel_plot(content, index)) for index in objectives]
         if len(content.parameters) > MOST_SLICES
         else [],
         front=safe(front_plot(content)),
-        rows=[study_facts.recipe_rows(content, at) for at in objectives],
+        rows=[study_facts.recipe_rows(content, index) for index in objectives],
         winner=study_facts.trial_numbered(content, content.winner),
         front_trials=study_facts.trials_of_front(content),
         ranked=ranked,

@@ -1,6 +1,6 @@
-"""Many parameters at once: each a row from its low to its high end; the best candidates are lines through all rows.
+"""Plot many parameters: each is a row from its low to its high end, and the best candidates are lines through all rows.
 
-Rows instead of columns: names can be read, and a phone is tall.
+Rows are used instead of columns because names stay readable and phones are tall.
 """
 
 from __future__ import annotations
@@ -21,81 +21,82 @@ from mergegate.tasks.sweep import Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BEST_SHARE = 0.25  # of the trials, drawn as lines
+_BEST_SHARE = 0.25  # share of the trials that are drawn as lines
 _MARKS: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 7, "markeredgewidth": 1.2}
 _OTHERS: dict[str, Any] = {"color": Ink.MUTED.value, "alpha": 0.35, "zorder": 2, **_MARKS}
 _LINES: dict[str, Any] = {"color": Ink.ACCENT.value, "linewidth": 1.1, "alpha": 0.5, "zorder": 3}
 _WINNERS_LINE: dict[str, Any] = {"color": Ink.PASS.value, "linewidth": 2.6}
-# On a narrow page names stand above their rows, where lines would cross them: all are marks.
+# On a narrow page, names are above their rows, where lines would cross them. All trials are marks there.
 _BETTER: dict[str, Any] = {**_LINES, **_MARKS, "alpha": 0.9, "markersize": 10, "markeredgewidth": 1.6}
 _START: dict[str, Any] = {**_MARKS, "markersize": 15, "markeredgewidth": 1.8}
 _WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker": "o", "markersize": 9}
 
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Wide and narrow; empty where fewer than two trials have a score."""
+    """Return the plots, wide and narrow. The result is empty if fewer than two trials have a score."""
     if sum(state_of(trial) != "failed" for trial in content.trials) < 2:
         return ()
-    return tuple(_parallel(content, objective, drawn, f"parallel-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(
+        _parallel(content, objective, layout, f"parallel-{objective}-{layout.name}") for layout in (WIDE, NARROW)
+    )
 
 
-def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
-    """Parameters as rows, each from its low to its high end; a candidate is a line from the first to the last row. Rows
-    instead of columns: names can be read, and a phone is tall."""
+def _parallel(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
+    """Return one plot with a row per parameter, from its low to its high end, and a line per candidate."""
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
     better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
     start = {parameter.name: parameter.start for parameter in content.parameters}
-    better_style = _BETTER if drawn.narrow else _LINES
+    better_style = _BETTER if layout.narrow else _LINES
     keys = [Key.of("the best quarter", **better_style), Key.of("all others", **_OTHERS)]
     if any(value is not None for value in start.values()):
-        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if drawn.narrow else DASHED)))
+        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
     if content.winner is not None:
-        keys.append(Key.of(winner_word(content), **(_WINNER if drawn.narrow else _WINNERS_LINE)))
-    columns = 2 if drawn.narrow else len(keys)
-    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
-    left, right = (2, 2) if drawn.narrow else (236, 132)
+        keys.append(Key.of(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
+    columns = 2 if layout.narrow else len(keys)
+    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if layout.narrow else 30, 8
+    left, right = (2, 2) if layout.narrow else (236, 132)
     count = len(content.parameters)
     height = head + count * row + foot
     with drawing(plot):
-        figure = blank(drawn, height)
-        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, count * row))
+        figure = blank(layout, height)
+        axes = panel(figure, layout, height, (left, head, layout.width - left - right, count * row))
         axes.spines["bottom"].set_visible(False)
         axes.grid(visible=False)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_xlim(-0.01, 1.01)
         axes.set_ylim(count - 0.5, -0.5)
-        below = 0.22 if drawn.narrow else 0.0  # names stand above their line
+        below = 0.22 if layout.narrow else 0.0  # names are above their line
         for trial in ranked:
             style = better_style if trial.number in better else _OTHERS
             _path(axes, content, trial.point, below, **style)
-        starts_style = _START if drawn.narrow else DASHED
+        starts_style = _START if layout.narrow else DASHED
         _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
         winner = trial_numbered(content, content.winner)
         if winner is not None:
-            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if drawn.narrow else _WINNERS_LINE))
-        for at, parameter in enumerate(content.parameters):
-            axes.plot([0, 1], [at + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
-            _row_names(axes, parameter, at, winner, drawn, left, right)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if layout.narrow else _WINNERS_LINE))
+        for index, parameter in enumerate(content.parameters):
+            axes.plot([0, 1], [index + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
+            _row_names(axes, parameter, index, winner, layout, left, right)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
         return inline(figure, plot, spoken_values(content))
 
 
 def _path(
     axes: Axes, content: SweepContent, point: Mapping[str, ParameterValue | None], below: float, **style: Any
 ) -> None:
-    """One point through all rows; categories that are no choice leave a gap."""
-    places = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
-    axes.plot(places, [at + below for at in range(len(places))], clip_on=False, **style)
+    """Draw one point through all rows. A category that is not among the choices leaves a gap."""
+    positions = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
+    axes.plot(positions, [index + below for index in range(len(positions))], clip_on=False, **style)
 
 
 def _row_names(
     axes: Axes,
     parameter: ReportedParameter,
-    at: int,
+    row: int,
     winner: Trial | None,
-    drawn: Drawing,
+    layout: Drawing,
     left: float,
     right: float,
 ) -> None:
@@ -105,20 +106,20 @@ def _row_names(
         ends = (f"{len(parameter.among)} choices", "")
     else:
         ends = (value_text(parameter.low), value_text(parameter.high))
-    if drawn.narrow:
+    if layout.narrow:
         span = f"{ends[0]} to {ends[1]}" if ends[1] else ends[0]
-        write(axes, (0, at), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
-        write(axes, (1, at), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
+        write(axes, (0, row), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
+        write(axes, (1, row), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
         write(
-            axes, (1, at), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
+            axes, (1, row), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
         )
         return
-    write(axes, (0, at), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
-    write(axes, (0, at), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
-    write(axes, (1, at), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
+    write(axes, (0, row), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
+    write(axes, (0, row), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
+    write(axes, (1, row), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
     write(
         axes,
-        (1, at),
+        (1, row),
         shortened(value, 11),
         shift=(right, 0),
         coordinates=across,

@@ -1,4 +1,4 @@
-"""The one line that a person watches while a sweep searches."""
+"""Format the progress line of a running sweep."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from mergegate.tasks.report.wording import number
 
 @dataclass(frozen=True)
 class SearchStatus:
-    """Where a search is.
+    """Progress of a search.
 
     Args:
-        done: Trials that are scored, of ``total``.
-        best: Best score so far, and ``hand_written`` that of the best hand-written recipe; NaN: none yet.
-        factor: From a score to what is shown.
-        generation: That is being asked for, from 1, of ``generations``; 0: the sampler knows none.
-        dropped, failed: How many so far.
-        seconds_left: A guess; None before there is one.
+        done: Number of scored trials.
+        total: Number of trials in the budget.
+        best: Best score so far; NaN before the first score.
+        hand_written: Best score of the hand-written recipes; NaN before the first score.
+        factor: Factor from a score to the displayed number.
+        generation: Current generation, from 1; 0 if the sampler has no generations.
+        generations: Number of generations.
+        dropped: Number of dropped trials so far.
+        failed: Number of failed trials so far.
+        seconds_left: Estimated remaining seconds; None before there is an estimate.
     """
 
     done: int
@@ -34,16 +38,17 @@ class SearchStatus:
 
 
 def search_line(status: SearchStatus, width: int | None = None) -> str:
-    """``trial 37 of 60 · best 98.1 (hand-written 92.5) · 4 of 5 generations · about 40 s left``.
+    """Return the line: ``trial 37 of 60 · best 98.1 (hand-written 92.5) · 4 of 5 generations · about 40 s left``.
 
     Args:
-        width: Characters it may take; then what matters least is left out first.
+        status: Progress of the search.
+        width: Largest number of characters. The least important parts are left out first. Default: no limit.
     """
-    best, hand_written = _told_apart(status)
+    best, hand_written = _distinct_scores(status)
     parts = [(f"trial {status.done} of {status.total}", 0)]
     if math.isfinite(status.best):
-        beside = f" (hand-written {hand_written})" if math.isfinite(status.hand_written) else ""
-        parts.append((f"best {best}{beside}", 1))
+        comparison = f" (hand-written {hand_written})" if math.isfinite(status.hand_written) else ""
+        parts.append((f"best {best}{comparison}", 1))
     if status.generations:
         parts.append((f"{status.generation} of {status.generations} generations", 3))
     if status.failed:
@@ -62,17 +67,17 @@ def search_line(status: SearchStatus, width: int | None = None) -> str:
     return line if width is None else line[:width]
 
 
-def _told_apart(status: SearchStatus) -> tuple[str, str]:
-    """Two scores with two digits of their difference."""
-    best, other = status.factor * status.best, status.factor * status.hand_written
-    apart = abs(best - other)
-    size = apart if math.isfinite(apart) and apart > 0 else abs(best) or 1.0
+def _distinct_scores(status: SearchStatus) -> tuple[str, str]:
+    """Return both scores with two digits of their difference."""
+    best, hand_written = status.factor * status.best, status.factor * status.hand_written
+    difference = abs(best - hand_written)
+    size = difference if math.isfinite(difference) and difference > 0 else abs(best) or 1.0
     decimals = max(1, min(6, 1 - math.floor(math.log10(size)))) if math.isfinite(size) else 1
-    return number(best, decimals), number(other, decimals)
+    return number(best, decimals), number(hand_written, decimals)
 
 
 def _rough(seconds: float) -> str:
-    """A guess says no seconds of an hour."""
+    """Return an estimate without false precision. An estimate in hours has no seconds."""
     if seconds < 90:
         return f"{max(5, 5 * round(seconds / 5))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
-"""Scores against the values of the parameters, a slice for each.
+"""Plot scores against the values of the parameters, with one slice per parameter.
 
-A slice shows one parameter while all others vary too: a ridge says that it matters, a cloud does not say that it does
-not.
+A slice shows one parameter while all others vary. A ridge means that the parameter matters, but a cloud does not mean
+that it does not matter.
 """
 
 from __future__ import annotations
@@ -40,57 +40,65 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_SLICES = 9
-_CHARACTER = 7.0  # pixels, of a choice's name
+_CHARACTER = 7.0  # width of a character in a choice's name, in pixels
 
 
 def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> float:
-    """Where in its range a value stands, from 0 to 1; NaN where it is none."""
+    """Return the position of a value in its range, from 0 to 1, or NaN if it has none."""
     if parameter.type == "category":
-        # By type as well: to Python, true is 1.
+        # Compare types too, because True equals 1 in Python.
         choices: list[tuple[type, ParameterValue | None]] = [(type(choice), choice) for choice in parameter.among]
         if (type(value), value) not in choices:
             return math.nan
         return (choices.index((type(value), value)) + 0.5) / len(choices)
     if value is None or isinstance(value, str):
         return math.nan
-    low, high, at = float(parameter.low), float(parameter.high), float(value)
+    low, high, position = float(parameter.low), float(parameter.high), float(value)
     if parameter.type == "log" and low > 0:
-        low, high, at = math.log(low), math.log(high), math.log(max(at, low))
-    return (at - low) / (high - low) if high > low else 0.5
+        low, high, position = math.log(low), math.log(high), math.log(max(position, low))
+    return (position - low) / (high - low) if high > low else 0.5
 
 
 def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Wide and narrow; empty where fewer than two trials have a score, and of more than ``MOST_SLICES`` parameters."""
+    """Return the plots, wide and narrow.
+
+    The result is empty if fewer than two trials have a score, or with more than ``MOST_SLICES`` parameters.
+    """
     scored = sum(state_of(trial) != "failed" for trial in content.trials)
     if scored < 2 or not 0 < len(content.parameters) <= MOST_SLICES:
         return ()
-    return tuple(_slices(content, objective, drawn, f"slices-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+    return tuple(_slices(content, objective, layout, f"slices-{objective}-{layout.name}") for layout in (WIDE, NARROW))
 
 
-def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+def _slices(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
     factor, axis = content.objectives[objective].factor, score_axis(content, objective)
     scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
     keys = _keys(content, scored, objective, axis)
-    columns = min(len(content.parameters), 2 if drawn.narrow else 3)
+    columns = min(len(content.parameters), 2 if layout.narrow else 3)
     rows = math.ceil(len(content.parameters) / columns)
-    legend_columns = 2 if drawn.narrow else len(keys)
+    legend_columns = 2 if layout.narrow else len(keys)
     head = 14 + 19 * math.ceil(len(keys) / legend_columns)
-    left, gap, tall, title, foot = (44, 16, 120, 28, 26) if drawn.narrow else (66, 34, 170, 32, 30)
-    each = (drawn.width - left - gap * (columns - 1) - 4) / columns
-    if len(content.parameters) < columns + 1 and not drawn.narrow:
-        each = min(each, 400)
-    height = head + rows * (title + tall + foot)
+    left, gap, panel_height, title, foot = (44, 16, 120, 28, 26) if layout.narrow else (66, 34, 170, 32, 30)
+    panel_width = (layout.width - left - gap * (columns - 1) - 4) / columns
+    if len(content.parameters) < columns + 1 and not layout.narrow:
+        panel_width = min(panel_width, 400)
+    height = head + rows * (title + panel_height + foot)
     with drawing(plot):
-        figure = blank(drawn, height)
-        for at, parameter in enumerate(content.parameters):
-            row, column = divmod(at, columns)
-            box = (left + column * (each + gap), head + row * (title + tall + foot) + title, each, tall)
-            axes = panel(figure, drawn, height, box)
+        figure = blank(layout, height)
+        for index, parameter in enumerate(content.parameters):
+            row, column = divmod(index, columns)
+            box = (
+                left + column * (panel_width + gap),
+                head + row * (title + panel_height + foot) + title,
+                panel_width,
+                panel_height,
+            )
+            axes = panel(figure, layout, height, box)
             axes.set_ylim(axis.low, axis.high)
             ticks(axes, "y", 4)
             if column:
                 axes.set_yticklabels([])
-            characters = 17 if drawn.narrow else 34
+            characters = 17 if layout.narrow else 34
             write(
                 axes,
                 (0, 1),
@@ -98,10 +106,10 @@ def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) ->
                 shift=(0, -13),
                 coordinates="axes fraction",
                 bold=True,
-                size=12 if drawn.narrow else 13,
+                size=12 if layout.narrow else 13,
             )
-            _slice(axes, content, parameter, scored, objective, factor, axis, each)
-        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, legend_columns)
+            _slice(axes, content, parameter, scored, objective, factor, axis, panel_width)
+        legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
         return inline(figure, plot, spoken_values(content))
 
 
@@ -125,7 +133,7 @@ def _slice(
         x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_in(trial, objective)
         if not math.isfinite(x):
             continue
-        x = _apart(x, trial, parameter)
+        x = _spread(x, trial, parameter)
         if trial.number == content.winner:
             mark_winner(axes, x, axis.held(y))
         else:
@@ -133,18 +141,21 @@ def _slice(
     mark_trials(axes, marks)
 
 
-def _apart(x: float, trial: Trial, parameter: ReportedParameter) -> float:
-    """Trials of one choice side by side, always in the same places: the golden ratio fills a line evenly."""
+def _spread(x: float, trial: Trial, parameter: ReportedParameter) -> float:
+    """Spread the trials of one choice horizontally.
+
+    The positions are always the same. The golden ratio fills a line evenly.
+    """
     if parameter.type != "category" or trial.origin == HAND_WRITTEN:
         return x
     return x + ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(parameter.among)
 
 
 def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None:
-    """Ends and middle of a range; the choices of a category."""
+    """Label the ends and the middle of a range, or the choices of a category."""
     if parameter.type == "category":
         room = int(width / len(parameter.among) / _CHARACTER)
-        places = [share_of(parameter, choice) for choice in parameter.among]
+        positions = [share_of(parameter, choice) for choice in parameter.among]
         names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
     else:
         low, high = float(parameter.low), float(parameter.high)
@@ -153,11 +164,11 @@ def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None
             middle = float(f"{math.sqrt(low * high):.1g}")
         if parameter.type == "integer":
             middle = round(middle)
-        places = [0.0, share_of(parameter, middle), 1.0]
+        positions = [0.0, share_of(parameter, middle), 1.0]
         names = [value_text(low), value_text(middle), value_text(high)]
         if len(set(names)) < 3:
-            places, names = [0.0, 1.0], [value_text(low), value_text(high)]
-    axes.set_xticks(places, names)
+            positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
+    axes.set_xticks(positions, names)
 
 
 def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: Axis) -> list[Key]:
@@ -172,10 +183,11 @@ def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: 
 
 
 def spoken_values(content: SweepContent) -> str:
+    """Return the text alternative for screen readers."""
     winner = trial_numbered(content, content.winner)
-    said = [
+    sentences = [
         f"{parameter.name}: start {value_text(parameter.start)}, winner {value_text(winner.point.get(parameter.name))}."
         for parameter in content.parameters
         if winner is not None
     ]
-    return " ".join(["Scores against the values of the parameters.", *said])
+    return " ".join(["Scores against the values of the parameters.", *sentences])

@@ -1,6 +1,6 @@
-"""What a person wants to know of a sweep's trials: which count, the best so far, the table of recipes, the optimism.
+"""Compute facts about a sweep's trials: which of them count, the best so far, the table of recipes and the optimism.
 
-Pure functions of ``SweepContent``; nothing here is drawn or worded.
+All functions are pure functions of ``SweepContent``. They neither draw nor format anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
 
 @dataclass(frozen=True)
 class RecipeRow:
-    """One recipe of the table: what it scored where it was searched, and on documents that no trial saw. NaN: not
-    known."""
+    """One recipe of the table, with its scores on the search documents and on held-out documents.
+
+    No trial of the search has seen the held-out documents. NaN means that a score is unknown.
+    """
 
     label: str
     detail: str  # 'trial 41', 'the best of 15, trial 9'
@@ -31,13 +33,16 @@ class RecipeRow:
 
     @property
     def optimism(self) -> float:
-        """By how much the search documents flatter it."""
+        """Amount by which the search documents overestimate the recipe."""
         return self.search - self.held_out
 
 
 @dataclass(frozen=True)
 class SearchHistory:
-    """The candidates of one origin in their order: their scores, and the best until then (NaN before the first)."""
+    """Candidates of one origin in order, with their scores and the best score so far.
+
+    The best score is NaN before the first score.
+    """
 
     trials: tuple[Trial, ...]
     best: tuple[float, ...]
@@ -45,14 +50,20 @@ class SearchHistory:
 
 @dataclass(frozen=True)
 class SelectionBias:
-    """The winner's lead over the reference, as scores are: on the search documents, and on those no trial saw."""
+    """Lead of the winner over the reference, in the unit of the scores.
+
+    ``search`` is the lead on the search documents, ``held_out`` the lead on documents that no trial has seen.
+    """
 
     search: float
     held_out: float
 
 
 def state_of(trial: Trial) -> TrialState:
-    """What became of a trial. Only one that was ``asked`` everything, within the constraints, can win."""
+    """Return the state of a trial.
+
+    Only a trial that was scored on all documents (``asked``) and satisfies the constraints can win.
+    """
     if trial.problem or not trial.scores or not all(math.isfinite(score) for score in trial.scores):
         return "failed"
     if trial.violation > 0:
@@ -61,7 +72,7 @@ def state_of(trial: Trial) -> TrialState:
 
 
 def score_in(trial: Trial, objective: int) -> float:
-    """NaN of a failed one."""
+    """Return the score of a trial in one objective, or NaN if it failed."""
     return trial.scores[objective] if len(trial.scores) > objective else math.nan
 
 
@@ -70,18 +81,19 @@ def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
 
 
 def best_asked(trials: Sequence[Trial], objective: int) -> Trial | None:
-    """The best that was asked everything; the first of equals."""
-    able = [trial for trial in trials if state_of(trial) == "asked"]
-    return max(able, key=lambda trial: score_in(trial, objective), default=None)
+    """Return the best trial that was scored on all documents, or the first of several equal trials."""
+    eligible = [trial for trial in trials if state_of(trial) == "asked"]
+    return max(eligible, key=lambda trial: score_in(trial, objective), default=None)
 
 
 def course_of(trials: Sequence[Trial], objective: int) -> SearchHistory:
-    best, known = [], math.nan
+    """Return the history of a search: its trials and the best score after each of them."""
+    best, current = [], math.nan
     for trial in trials:
         score = score_in(trial, objective)
-        if state_of(trial) == "asked" and not score <= known:
-            known = score
-        best.append(known)
+        if state_of(trial) == "asked" and not score <= current:
+            current = score
+        best.append(current)
     return SearchHistory(tuple(trials), tuple(best))
 
 
@@ -90,28 +102,28 @@ def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
 
 
 def trials_of_front(content: SweepContent) -> tuple[Trial, ...]:
-    """The trials of the front, the best in the first objective first."""
-    known = [trial for trial in content.trials if trial.number in content.front and state_of(trial) != "failed"]
-    return tuple(sorted(known, key=lambda trial: (-score_in(trial, 0), trial.number)))
+    """Return the trials of the front, sorted by the first objective, the best first."""
+    trials = [trial for trial in content.trials if trial.number in content.front and state_of(trial) != "failed"]
+    return tuple(sorted(trials, key=lambda trial: (-score_in(trial, 0), trial.number)))
 
 
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
-    """Hand-written recipes in their order, the best of the random baseline, and the winner last."""
-    unseen = {one.trial: one.scores[objective] for one in content.held_out if len(one.scores) > objective}
+    """Return the hand-written recipes in order, then the best trial of the random baseline, then the winner."""
+    held_out_scores = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
     rows = []
     for trial in by_origin(content.trials, HAND_WRITTEN):
         is_reference = trial.number == content.reference
         label = trial.label or "hand-written"
-        rows.append(_row(trial, label, "", "reference" if is_reference else "hand-written", unseen, objective))
+        rows.append(_row(trial, label, "", "reference" if is_reference else "hand-written", held_out_scores, objective))
     baseline = by_origin(content.trials, BASELINE)
     best = best_asked(baseline, objective)
     if best is not None and best.number != content.winner:
         detail = f"the best of {len(baseline)}, trial {best.number}"
-        rows.append(_row(best, "random search", detail, "baseline", unseen, objective))
+        rows.append(_row(best, "random search", detail, "baseline", held_out_scores, objective))
     winner = trial_numbered(content, content.winner)
     if winner is not None and winner.origin != HAND_WRITTEN:
         origin = ", of the random baseline" if winner.origin == BASELINE else ""
-        rows.append(_row(winner, "winner", f"trial {winner.number}{origin}", "winner", unseen, objective))
+        rows.append(_row(winner, "winner", f"trial {winner.number}{origin}", "winner", held_out_scores, objective))
     return tuple(rows)
 
 
@@ -120,47 +132,57 @@ def _row(
     label: str,
     detail: str,
     role: Literal["hand-written", "reference", "winner", "baseline"],
-    unseen: dict[int, float],
+    held_out_scores: dict[int, float],
     objective: int,
 ) -> RecipeRow:
-    return RecipeRow(label, detail, trial.number, role, score_in(trial, objective), unseen.get(trial.number, math.nan))
+    return RecipeRow(
+        label, detail, trial.number, role, score_in(trial, objective), held_out_scores.get(trial.number, math.nan)
+    )
 
 
 def optimism_of(content: SweepContent, objective: int) -> SelectionBias | None:
-    """None where winner or reference is not known on both sets, or they are one."""
+    """Return the selection bias of the winner.
+
+    The result is None if the winner or the reference lacks a score on either set, or if they are the same trial.
+    """
     rows = {row.role: row for row in recipe_rows(content, objective)}
     winner, reference = rows.get("winner"), rows.get("reference")
     if winner is None or reference is None:
         return None
-    found = SelectionBias(winner.search - reference.search, winner.held_out - reference.held_out)
-    return found if math.isfinite(found.search) and math.isfinite(found.held_out) else None
+    bias = SelectionBias(winner.search - reference.search, winner.held_out - reference.held_out)
+    return bias if math.isfinite(bias.search) and math.isfinite(bias.held_out) else None
 
 
 def documents_used(trials: Sequence[Trial]) -> float:
-    """Share of the search documents that candidates were asked, of all that all candidates would have been; NaN
-    without candidates. Hand-written recipes are always asked everything, and are not counted; nor are failed ones."""
-    raced = [one.documents for one in trials if one.origin != HAND_WRITTEN and state_of(one) != "failed"]
-    return sum(raced) / len(raced) if raced else math.nan
+    """Return the share of the search documents that candidates were scored on.
+
+    1 means that all candidates were scored on all documents. The result is NaN without candidates. Hand-written recipes
+    are not counted, because they are always scored on all documents. Failed trials are not counted either.
+    """
+    shares = [trial.documents for trial in trials if trial.origin != HAND_WRITTEN and state_of(trial) != "failed"]
+    return sum(shares) / len(shares) if shares else math.nan
 
 
 def decimals_for(content: SweepContent, objective: int) -> int:
-    """How many decimals tell this sweep's recipes apart, in the objective's unit: two digits of the gain or of half its
-    interval, whichever is larger, and as many as leave the interval's ends on their side of zero; at least 1.
+    """Return the number of decimals that distinguishes this sweep's recipes, in the unit of the objective.
 
-    Where nothing was confirmed, two digits of the best score or of its distance to the next, whichever is smaller.
+    The numbers show two digits of the gain or of half its interval, if that is larger. Decimals are added until neither
+    the gain nor an end of its interval is rounded to zero, so that each stays on its side of zero. There is at least
+    one decimal. Without a confirmation, the numbers show two digits of the best score or of its distance to the next
+    score, if that is smaller.
     """
     shown, test = content.objectives[objective], content.confirmation
     most = 3 if shown.factor == 100 else 6
     if test is not None and test.objective == objective:
         size = max(abs(test.gain), (test.high - test.low) / 2)
-        kept = [shown.factor * end for end in (test.low, test.high, test.gain) if end != 0]
+        nonzero = [shown.factor * end for end in (test.low, test.high, test.gain) if end != 0]
     else:
         scores = sorted({row.search for row in recipe_rows(content, objective) if math.isfinite(row.search)})
         size = min([abs(scores[-1]), *(scores[-1] - next_best for next_best in scores[-2:-1])]) if scores else 1.0
-        kept = []
+        nonzero = []
     size *= shown.factor
     digits = 1 - math.floor(math.log10(size)) if math.isfinite(size) and size > 0 else 1
     decimals = max(1, min(most - 1 if shown.factor == 100 else most, digits))
-    while decimals < most and any(float(f"{end:.{decimals}f}") == 0 for end in kept):
+    while decimals < most and any(float(f"{end:.{decimals}f}") == 0 for end in nonzero):
         decimals += 1
     return decimals

@@ -1,4 +1,4 @@
-"""The table of recipes, winner and baseline: for the last lines on a terminal, and for Markdown."""
+"""Build the table of recipes, winner and baseline for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from mergegate.tasks.report.table import Row, ScoreTable
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
-    """A row for each recipe: its score where it was searched, on documents that no trial saw, and the difference. The
-    winner's has the sweep's outcome."""
+    """Return one row per recipe: its search score, its held-out score and the difference.
+
+    No trial of the search has seen the held-out documents. The winner's row has the outcome of the sweep.
+    """
     unit = content.objectives[objective].unit
     title = content.objectives[objective].title
     rows = []

@@ -1,6 +1,6 @@
-"""How a sweep is told: the verdict in a sentence, numbers with the digits that matter, what was saved and what it cost.
+"""Describe a sweep in words: the verdict, numbers with the relevant digits, the savings and the cost.
 
-Pure functions of values.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Why, with the numbers of the one test."""
+    """Return the reason for the outcome, with the numbers of the confirmation test."""
     test = content.confirmation
-    candidates = _candidates(content)
+    count = _candidate_count(content)
     if test is None:
-        tried = f"{candidates} {'was' if candidates == '1 candidate' else 'were'} tried. " if candidates else ""
-        return f"{tried}{content.ending or 'No candidate is there to be confirmed.'}"
+        prefix = f"{count} {'was' if count == '1 candidate' else 'were'} tried. " if count else ""
+        return f"{prefix}{content.ending or 'No candidate is there to be confirmed.'}"
     hand_written = trial_numbered(content, content.reference)
-    against = _named(hand_written.label if hand_written else "")
+    reference = _reference_name(hand_written.label if hand_written else "")
     if len(content.objectives) > 1:
-        against += ", in the weighted sum of the objectives"
+        reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
     gain = gain_text(content)
     if test.confirmed:
         return (
-            f"Of {candidates}, trial {content.winner}{_with(content)} won, and on {documents} it is {gain} better "
-            f"than {against}, {p_text(test.p)}."
+            f"Of {count}, trial {content.winner}{_winner_value(content)} won, and on {documents} it is {gain} better "
+            f"than {reference}, {p_text(test.p)}."
         )
     if test.note:
-        return f"On {documents}, trial {content.winner} against {against}: {gain}, {p_text(test.p)}. {test.note}"
+        return f"On {documents}, trial {content.winner} against {reference}: {gain}, {p_text(test.p)}. {test.note}"
     worse = "worse" if test.gain < 0 else "better"
     return (
         f"Trial {content.winner} was the best where it was searched; on {documents} it is {gain} {worse} than "
-        f"{against}, {p_text(test.p)}: that may be chance."
+        f"{reference}, {p_text(test.p)}: that may be chance."
     )
 
 
-def _with(content: SweepContent) -> str:
-    """Of a search for one number: which it was."""
+def _winner_value(content: SweepContent) -> str:
+    """Return the value that won, if the search had only one parameter."""
     winner = trial_numbered(content, content.winner)
     if winner is None or len(winner.point) != 1:
         return ""
@@ -87,7 +87,7 @@ def _with(content: SweepContent) -> str:
 
 
 def sweep_consequence(content: SweepContent) -> str:
-    """What follows."""
+    """Return what happens after the sweep."""
     if not content.finished:
         return "It goes on where it was when it is started again: nothing is scored twice."
     if sweep_outcome(content) == "pass":
@@ -96,12 +96,15 @@ def sweep_consequence(content: SweepContent) -> str:
 
 
 def winner_word(content: SweepContent) -> str:
-    """What the best trial is called: only of a search that is over it has won."""
+    """Return the word for the best trial. It is called the winner only after the search has finished."""
     return "winner" if content.finished else "best so far"
 
 
 def gain_text(content: SweepContent) -> str:
-    """'0.0021 nats a token [0.0016, 0.0026]': the size of the difference, and its interval with its signs."""
+    """Return the gain and its interval: '0.0021 nats a token [0.0016, 0.0026]'.
+
+    A loss without a note is displayed with flipped signs, because its sentence already says "worse".
+    """
     test = content.confirmation
     if test is None:
         return NONE
@@ -114,13 +117,13 @@ def gain_text(content: SweepContent) -> str:
 
 
 def level_text(test: ReportedConfirmation) -> str:
-    """'95 %'."""
+    """Return the confidence level: '95 %'."""
     return f"{plain(round(100 * test.confidence, 3))} %"
 
 
 def p_text(p: float) -> str:
-    """'p = 0.42', 'p = 0.003', or with an exponent."""
-    if p <= 1e-6:  # so far out no test is exact
+    """Return the p-value: 'p = 0.42', 'p = 0.003', or with an exponent if it is smaller than 0.001."""
+    if p <= 1e-6:  # no test is exact for such small values
         return f"p < 1e{MINUS}6"
     if p < 0.001:
         mantissa, exponent = f"{p:.0e}".split("e")
@@ -129,33 +132,33 @@ def p_text(p: float) -> str:
 
 
 def score_text(content: SweepContent, objective: int, score: float) -> str:
-    """A score in its unit, with the digits that tell this sweep's recipes apart."""
+    """Return a score in its unit, with the digits that distinguish this sweep's recipes."""
     if not math.isfinite(score):
         return NONE
     return number(content.objectives[objective].factor * score, decimals_for(content, objective))
 
 
 def difference_text(content: SweepContent, objective: int, difference: float) -> str:
-    """With its sign, also where it is positive."""
+    """Return a difference with its sign, even if it is positive."""
     text = score_text(content, objective, difference)
     return f"+{text}" if math.isfinite(difference) and difference > 0 and text.strip("0.") else text
 
 
 def value_text(value: ParameterValue | None) -> str:
-    """A parameter's value with three digits; a category as it is written."""
+    """Return a parameter's value with three digits, or a category as written."""
     if value is None:
         return NONE
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
-        return str(value).lower()  # as YAML says it
+        return str(value).lower()  # as written in YAML
     if isinstance(value, int):
         return str(value).replace("-", MINUS)
     return plain(float(f"{value:.3g}"))
 
 
 def range_text(parameter: ReportedParameter) -> str:
-    """What a parameter may be: 'from 0.05 to 1', 'ties, dare_ties'."""
+    """Return the values that a parameter can have: 'from 0.05 to 1', 'ties, dare_ties'."""
     if parameter.type == "category":
         return ", ".join(value_text(choice) for choice in parameter.among)
     kind = {"log": ", by its logarithm", "integer": ", whole numbers"}.get(parameter.type, "")
@@ -163,10 +166,10 @@ def range_text(parameter: ReportedParameter) -> str:
 
 
 def objective_text(content: SweepContent, objective: int) -> str:
-    """'log-likelihood of the answers of copy and reverse, nats a token'."""
+    """Return the objective with its terms: 'log-likelihood of the answers of copy and reverse, nats a token'."""
     shown = content.objectives[objective]
-    of = f" of {', '.join(shown.terms)}" if shown.terms else ""
-    return f"{shown.title}{of}{f', in {shown.unit}' if shown.unit else ''}"
+    terms = f" of {', '.join(shown.terms)}" if shown.terms else ""
+    return f"{shown.title}{terms}{f', in {shown.unit}' if shown.unit else ''}"
 
 
 def sentence_case(text: str) -> str:
@@ -174,86 +177,91 @@ def sentence_case(text: str) -> str:
 
 
 def search_text(content: SweepContent) -> str:
-    """How the candidates were proposed, and where they were scored."""
-    each = f", {content.population} candidates a generation" if content.population else ""
+    """Return how candidates were proposed and where they were scored."""
+    size = f", {content.population} candidates a generation" if content.population else ""
     return (
-        f"{sentence_case(SAMPLERS.get(content.sampler, content.sampler))}{each}, seed {content.seed}; {content.runner}."
+        f"{sentence_case(SAMPLERS.get(content.sampler, content.sampler))}{size}, seed {content.seed}; {content.runner}."
     )
 
 
 def optimism_sentence(content: SweepContent, objective: int) -> str:
-    """How much of the lead was luck with the search documents; empty where that is not known."""
-    found = optimism_of(content, objective)
-    if found is None:
+    """Return how much of the winner's lead was luck with the search documents.
+
+    The result is empty if that is unknown.
+    """
+    bias = optimism_of(content, objective)
+    if bias is None:
         return ""
     unit = content.objectives[objective].unit
-    ahead, remains = (
-        f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (found.search, found.held_out)
+    seen, unseen = (
+        f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (bias.search, bias.held_out)
     )
-    said = f"On the search documents the winner leads the best hand-written recipe by {ahead}, elsewhere by {remains}"
-    if found.search <= 0:
-        return f"{said}."
-    lost = 1 - found.held_out / found.search
-    if lost <= 0.005:
-        return f"{said}: none of the lead was luck with the documents."
-    if lost >= 1:
-        return f"{said}: the whole lead was luck with the documents."
-    return f"{said}: {100 * lost:.0f} % of the lead was luck with the documents."
+    start = f"On the search documents the winner leads the best hand-written recipe by {seen}, elsewhere by {unseen}"
+    if bias.search <= 0:
+        return f"{start}."
+    luck = 1 - bias.held_out / bias.search
+    if luck <= 0.005:
+        return f"{start}: none of the lead was luck with the documents."
+    if luck >= 1:
+        return f"{start}: the whole lead was luck with the documents."
+    return f"{start}: {100 * luck:.0f} % of the lead was luck with the documents."
 
 
 def counts_sentence(content: SweepContent) -> str:
-    """What was tried, and what became of it: candidates by origin, dropped, failed, infeasible."""
+    """Return the number of trials by origin, and how many were dropped, infeasible or failed."""
     parts = []
     for origin, words in (
         (HAND_WRITTEN, "hand-written"),
-        (SAMPLER, _sampler(content)),
+        (SAMPLER, _sampler_text(content)),
         (BASELINE, "by the random baseline"),
     ):
         count = len(by_origin(content.trials, origin))
         if count:
             parts.append(f"{count} {words}")
-    fates = {
+    state_texts = {
         "dropped": "dropped before all documents were asked",
         "infeasible": "outside a constraint",
         "failed": "without a score",
     }
-    found = [
+    state_counts = [
         f"{count} {words}"
-        for state, words in fates.items()
+        for state, words in state_texts.items()
         if (count := sum(state_of(trial) == state for trial in content.trials))
     ]
-    said = _trials(content)
+    total = _trial_count(content)
     return (
-        f"{said}: {', '.join(parts)}.{' Of them ' + ', '.join(found) + '.' if found else ''}" if parts else f"{said}."
+        f"{total}: {', '.join(parts)}.{' Of them ' + ', '.join(state_counts) + '.' if state_counts else ''}"
+        if parts
+        else f"{total}."
     )
 
 
 def racing_sentence(content: SweepContent) -> str:
-    """What dropping hopeless candidates saved, and at which risk."""
+    """Return how many documents racing saved by dropping hopeless candidates, and at which risk."""
     racing, used = content.racing, documents_used(content.trials)
     if racing.rule == "none":
         return "Every candidate was asked all search documents."
-    how = {
+    rule = {
         "paired": "A candidate is dropped when it is shown, document by document, to be worse than the best so far",
         "halving": "The worse two thirds of each generation go on no further",
     }[racing.rule]
     if racing.looks:
-        how += f", after {', '.join(f'{100 * look:g}' for look in racing.looks[:-1])} % of the documents"
+        rule += f", after {', '.join(f'{100 * look:g}' for look in racing.looks[:-1])} % of the documents"
     risk = (
         f"; at most {100 * racing.error:g} % of those that are not worse are lost so"
         if racing.error is not None
         else "; no chance of error is stated for that"
     )
-    saved = f" It asked {100 * used:.0f} % of the documents." if math.isfinite(used) else ""
-    return f"{how}{risk}.{saved}"
+    share = f" It asked {100 * used:.0f} % of the documents." if math.isfinite(used) else ""
+    return f"{rule}{risk}.{share}"
 
 
 def search_effort(content: SweepContent) -> str:
-    """'62 trials in 10.1 s for 0.0034 · 73 % of the documents asked · 4 without a score'."""
+    """Return the effort: '62 trials in 10.1 s for 0.0034 · 73 % of the documents asked · 4 without a score'."""
     spent, used = content.budget, documents_used(content.trials)
     cost = "" if spent.spent_cost is None else f" for {money(spent.spent_cost)}"
     failed = sum(state_of(trial) == "failed" for trial in content.trials)
-    parts = [f"{_trials(content)} in {format_duration(3600 * spent.spent_hours)}{cost}"]
+    parts = [f"{_trial_count(content)} in {format_duration(3600 * spent.spent_hours)}{cost}"]
     if math.isfinite(used) and used < 1:
         parts.append(f"{100 * used:.0f} % of the documents asked")
     if failed:
@@ -262,56 +270,65 @@ def search_effort(content: SweepContent) -> str:
 
 
 def problems_of(content: SweepContent) -> tuple[tuple[str, str], ...]:
-    """Why trials have no score: each reason once, with the trials it befell."""
-    befell: dict[str, list[int]] = {}
+    """Return each reason why trials have no score, with the trials that it affects."""
+    trials_by_problem: dict[str, list[int]] = {}
     for trial in content.trials:
         if state_of(trial) == "failed":
-            befell.setdefault(trial.problem or "its score is not a number", []).append(trial.number)
-    return tuple((_listed(numbers), problem) for problem, numbers in befell.items())
+            trials_by_problem.setdefault(trial.problem or "its score is not a number", []).append(trial.number)
+    return tuple((_trial_list(numbers), problem) for problem, numbers in trials_by_problem.items())
 
 
-def budget_rows(budget: ReportedBudget, tried: int) -> tuple[tuple[str, str, str, float | None], ...]:
-    """What was spent of what was given: name, spent, given, and the share in [0, 1]; None where it has no bound."""
-    rows = [("Trials", f"{tried:,}", f"{budget.trials:,}", min(1.0, tried / budget.trials))]
-    given = None if budget.hours is None else format_duration(3600 * budget.hours)
+def budget_rows(budget: ReportedBudget, scored: int) -> tuple[tuple[str, str, str, float | None], ...]:
+    """Return the spent part of the budget as rows: name, spent amount, budget, and share in [0, 1].
+
+    The share is None if the budget is unlimited.
+    """
+    first_row = [("Trials", f"{scored:,}", f"{budget.trials:,}", min(1.0, scored / budget.trials))]
+    hours = None if budget.hours is None else format_duration(3600 * budget.hours)
     share = None if budget.hours is None else min(1.0, budget.spent_hours / budget.hours)
-    found: list[tuple[str, str, str, float | None]] = [
-        *rows,
-        ("Time", format_duration(3600 * budget.spent_hours), given or "not bounded", share),
+    rows: list[tuple[str, str, str, float | None]] = [
+        *first_row,
+        ("Time", format_duration(3600 * budget.spent_hours), hours or "not bounded", share),
     ]
     if budget.spent_cost is not None or budget.cost is not None:
         spent = budget.spent_cost or 0.0
         bound = None if budget.cost is None else min(1.0, spent / budget.cost)
-        found.append(("Cost", money(spent), "not bounded" if budget.cost is None else money(budget.cost), bound))
-    return tuple(found)
+        rows.append(("Cost", money(spent), "not bounded" if budget.cost is None else money(budget.cost), bound))
+    return tuple(rows)
 
 
 def money(amount: float) -> str:
-    """In whatever currency the profile thinks: two decimals, more where it is less than that."""
+    """Format an amount in the profile's currency.
+
+    It has two decimals, or more if it is less than 0.01.
+    """
     return f"{amount:,.2f}" if amount >= 0.01 or amount == 0 else f"{amount:.2g}"
 
 
-def _candidates(content: SweepContent) -> str:
-    """'60 candidates'; empty without one. Hand-written recipes are none."""
+def _candidate_count(content: SweepContent) -> str:
+    """Return the number of candidates: '60 candidates'. The result is empty if there are none.
+
+    Hand-written recipes are not candidates.
+    """
     count = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
     return f"{count} candidate{'' if count == 1 else 's'}" if count else ""
 
 
-def _trials(content: SweepContent) -> str:
+def _trial_count(content: SweepContent) -> str:
     count = len(content.trials)
     return f"{count} trial{'' if count == 1 else 's'}"
 
 
-def _named(label: str) -> str:
+def _reference_name(label: str) -> str:
     return f"the hand-written recipe {label}" if label else "the hand-written recipe"
 
 
-def _sampler(content: SweepContent) -> str:
+def _sampler_text(content: SweepContent) -> str:
     return f"by {SAMPLERS.get(content.sampler, content.sampler)}"
 
 
-def _listed(numbers: list[int]) -> str:
-    """'trial 3', 'trials 3, 7 and 12', 'trials 3, 7, 12 and 9 more'."""
+def _trial_list(numbers: list[int]) -> str:
+    """Return 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'."""
     if len(numbers) == 1:
         return f"trial {numbers[0]}"
     if len(numbers) > 4:
