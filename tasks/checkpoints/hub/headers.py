@@ -106,8 +106,8 @@ def _read_range(url: str, start: int, count: int, access: HubAccess) -> bytes:
     """Return the bytes from ``start`` to ``start + count`` of the file at ``url``.
 
     Raises:
-        InvalidInput: The server responds with something else than this range. The function does not read the whole
-            file instead, because it may have many gigabytes.
+        InvalidInput: The server does not respond with exactly this range. The function does not fall back to reading
+            the whole file, which may be many gigabytes in size.
     """
     from huggingface_hub import get_session, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
