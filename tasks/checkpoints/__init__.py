@@ -1,7 +1,8 @@
-"""From the names in a recipe to bytes that cannot change under the run, and to models in memory.
+"""Turn the model names in a recipe into pinned checkpoints, and load those checkpoints into memory.
 
-Directories and Hub repositories are resolved, looked into by headers, fetched, pinned by digest, and loaded: here, or
-in the process that holds models.
+A checkpoint is a local directory or a Hub repository. This package resolves it, reads its tensor headers, downloads
+its weights, and pins it by a digest of its files, so that a run notices when a file changes. It then loads the model
+in the current process or in the model process.
 """
 
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter

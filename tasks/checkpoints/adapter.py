@@ -1,4 +1,7 @@
-"""The adapter of a parent ``model+adapter``: found, looked into, pinned. Its model is found and pinned beside it."""
+"""Resolve, inspect and pin the adapter of a parent ``model+adapter``.
+
+``mergegate.tasks.checkpoints.pin`` resolves and pins the model itself.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 
 class ResolvedAdapter(BaseModel):
-    """An adapter, found but not yet read. Of one on the Hub the weights need not be here.
+    """A located adapter that has not been read yet. If it is on the Hub, its weights may not be downloaded yet.
 
     Attributes:
-        ref: As the recipe writes it after the ``+``.
-        revision: Commit of a Hub repository; None for a local directory.
-        snapshot: Of a Hub repository: what its commit lists.
+        ref: Text after the ``+`` in the recipe.
+        directory: Directory of the adapter. For the Hub, the directory of the commit in the Hub's cache.
+        revision: Commit of the Hub repository, or None for a local directory.
+        snapshot: Files of that commit, or None for a local directory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,7 +36,7 @@ class ResolvedAdapter(BaseModel):
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """Names of the files that decide what it does."""
+        """Names of the files that determine the behavior of the adapter."""
         if self.snapshot:
             return self.snapshot.deciding
         return adapter_files(
@@ -40,24 +44,25 @@ class ResolvedAdapter(BaseModel):
         )
 
     def open(self) -> Adapter:
-        """Its configuration and header.
+        """Return the adapter, read from its configuration and its header.
 
         Raises:
-            InvalidInput: for files that cannot be an adapter.
-            Refused: for a header that the Hub does not give.
+            InvalidInput: The files do not form an adapter.
+            Refused: The Hub does not serve the header.
         """
         return open_adapter_snapshot(self.snapshot) if self.snapshot else open_adapter(self.directory)
 
     def applied_to(self, base: Checkpoint) -> Checkpoint:
-        """``base`` with the adapter applied; nothing is read but headers.
+        """Return ``base`` with the adapter applied. Only headers are read.
 
         Raises:
-            InvalidInput, Refused: as ``open``; for an adapter of another model.
+            InvalidInput: The files do not form an adapter, or the adapter belongs to another model.
+            Refused: The Hub does not serve the header.
         """
         return apply_adapter(base, self.open())
 
     def findings(self, base: str) -> tuple[Finding, ...]:
-        """What is odd about applying it to the model that a recipe calls ``base``."""
+        """Return the findings about applying the adapter to ``base``, the name of a model in a recipe."""
         return tuple(adapter_findings(base, self.open()))
 
 
@@ -72,9 +77,13 @@ class PinnedAdapter(BaseModel):
     files: tuple[tuple[str, str], ...]  # name and sha256
 
     def pinned(self) -> dict[Path, str]:
-        """sha256 of each of its files."""
+        """Return the sha256 of each file of the adapter."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
     def applied_to(self, base: Checkpoint) -> Checkpoint:
-        """As of ``ResolvedAdapter``; its files are here."""
+        """Return ``base`` with the adapter applied, read from the local files.
+
+        Raises:
+            InvalidInput: The files do not form an adapter, or the adapter belongs to another model.
+        """
         return apply_adapter(base, open_adapter(self.directory))

@@ -1,6 +1,7 @@
-"""A parent with an adapter made a plain directory, once, for whoever has to load it: evaluation, perplexity, a server.
+"""Write a parent with an adapter as a plain model directory that evaluation, perplexity and servers can load.
 
-The merge does without: it applies the adapter while it streams. Both give the same bytes.
+Each such parent is written once and cached. The merge itself does not need the directory, because it applies the
+adapter while it streams the weights. Both ways produce the same bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _MODEL = "model"
 
 
 class AppliedAdapter(StageValue):
-    """What was made: the artifact is the model with its adapter applied, in Hugging Face layout."""
+    """Result of applying an adapter. The artifact is the model with its adapter applied, in Hugging Face layout."""
 
     tensors: int
     bytes_written: int
     seconds: Annotated[float, NotInKey]
-    weights: dict[str, str]  # sha256 of every file that was hashed while it was written
+    weights: dict[str, str]  # File name to sha256, for each file that was hashed during writing.
 
     def summary(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-6)
@@ -35,13 +36,15 @@ class AppliedAdapter(StageValue):
 
 @stage("apply", version=2, subject="parent", hashes_of=lambda value: value.weights, resumable=True)
 def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str, str]) -> AppliedAdapter:
-    """Write ``parent`` with its adapter applied; goes on from the journal of a killed run.
+    """Write ``parent`` with its adapter applied, and resume from the journal of a killed run.
 
     Args:
-        libraries: Versions of those that decide the last place of a number.
+        out: Output directory.
+        parent: Parent whose adapter is applied.
+        libraries: Versions of the libraries that affect the last digit of the results.
 
     Raises:
-        InvalidInput: when model or adapter hold NaN or infinity, or do not fit.
+        InvalidInput: The model or the adapter contains NaN or infinity, or they do not fit together.
     """
     recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": _MODEL}]}, where=parent.name)
     plan = plan_merge(recipe, {_MODEL: parent.open()})
@@ -56,32 +59,41 @@ def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str,
 
 
 def apply_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """The same parents under the same names, each as a directory that any library can load. Call inside a flow."""
-    return _made(parents, apply_to_directory)
+    """Return the parents under the same names, each as a directory that any library can load. Call inside a flow."""
+    return _apply_all(parents, apply_to_directory)
 
 
 def apply_adapters_outside_flow(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """As :func:`apply_adapters`, for commands that run no flow."""
-    return _made(parents, apply_to_directory.build)
+    """Do the same as :func:`apply_adapters`, for commands that do not run a flow."""
+    return _apply_all(parents, apply_to_directory.build)
 
 
 def find_applied_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Those of the parents that could be loaded now: nothing is written for it."""
-    found = []
+    """Return the parents that can be loaded now, without writing anything.
+
+    A parent with an adapter is included only if the store has its model with the adapter applied.
+    """
+    loadable = []
     for parent in parents:
         if not parent.adapter:
-            found.append(parent)
-        elif made := apply_to_directory.find(parent, versions("torch")):
-            found.append(_placed(parent, made))
-    return tuple(found)
+            loadable.append(parent)
+        elif artifact := apply_to_directory.find(parent, versions("torch")):
+            loadable.append(_as_plain_model(parent, artifact))
+    return tuple(loadable)
 
 
-def _made(
-    parents: Sequence[PinnedCheckpoint], make: Callable[[PinnedCheckpoint, dict[str, str]], Artifact[AppliedAdapter]]
+def _apply_all(
+    parents: Sequence[PinnedCheckpoint], build: Callable[[PinnedCheckpoint, dict[str, str]], Artifact[AppliedAdapter]]
 ) -> tuple[PinnedCheckpoint, ...]:
-    return tuple(_placed(parent, make(parent, versions("torch"))) if parent.adapter else parent for parent in parents)
+    return tuple(
+        _as_plain_model(parent, build(parent, versions("torch"))) if parent.adapter else parent for parent in parents
+    )
 
 
-def _placed(parent: PinnedCheckpoint, made: Artifact[AppliedAdapter]) -> PinnedCheckpoint:
-    plain = {"digest": made.digest, "directory": made.directory, "files": tuple(sorted(made.files.items()))}
+def _as_plain_model(parent: PinnedCheckpoint, artifact: Artifact[AppliedAdapter]) -> PinnedCheckpoint:
+    plain = {
+        "digest": artifact.digest,
+        "directory": artifact.directory,
+        "files": tuple(sorted(artifact.files.items())),
+    }
     return parent.model_copy(update={**plain, "adapter": None})

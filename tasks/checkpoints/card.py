@@ -1,8 +1,8 @@
-"""Reads the front matter of a model card with huggingface_hub's own pattern.
+"""Read the front matter of a model card with huggingface_hub's own pattern.
 
-This is the only reader of ``README.md``. The author of a card may be anyone, so reading one never raises. A card that
-cannot be understood in full carries a ``problem``, and the license check treats that as a doubt, not as a card
-without a license.
+This is the only reader of ``README.md``. Cards are untrusted input, so reading one never raises. A card that cannot
+be parsed completely carries a ``problem``, which the license check reports as a doubt. It does not treat such a card
+as one without a license.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CARD_FILE = "README.md"
 NO_CARD = f"there is no {CARD_FILE}"
 NO_FRONT_MATTER = f"{CARD_FILE} has no front matter"
 _MAX_BYTES = 1 << 20
-# Fields that decide what a merge may be used for.
+# Fields that determine the permitted uses of a merge.
 _LICENSE_FIELD = re.compile(r"(licen[cs]e(_name|_link)?|base_model)[ \t]*:", re.IGNORECASE)
 _YAML_LINE = re.compile(r"[\w\"'-]+[ \t]*:|[ \t]+\S|-[ \t]|#|\s*$")
 
@@ -31,9 +31,11 @@ class ModelCard:
     """Front matter of a model card.
 
     Attributes:
-        metadata: Fields of the front matter. Keys need not be text: YAML reads ``no:`` as a truth value.
-        absence: Why there is no metadata in a card that hides none: `NO_CARD`, `NO_FRONT_MATTER`, or empty.
-        problem: Why the metadata could not be read in full; empty if it was.
+        metadata: Fields of the front matter. Keys may be other types than text, because YAML reads ``no:`` as a
+            boolean.
+        absence: `NO_CARD` or `NO_FRONT_MATTER` if there is no metadata and none is hidden elsewhere in the card.
+            Empty in all other cases.
+        problem: Reason why the metadata could not be read completely, or empty.
     """
 
     metadata: Mapping[object, object] = field(default_factory=dict)
@@ -47,13 +49,13 @@ class ModelCard:
 
 
 class _CardLoader(StrictLoader):
-    """Loader of plain data whose keys need not be text."""
+    """YAML loader for plain data that also accepts keys that are not text."""
 
     text_keys = False
 
 
 def read_card(directory: Path) -> ModelCard:
-    """Return the card of the model in `directory`. Raises nothing."""
+    """Return the card of the model in `directory`. This function never raises."""
     try:
         path = card_path(directory)
         if path is None:
@@ -65,13 +67,15 @@ def read_card(directory: Path) -> ModelCard:
             return ModelCard(problem=f"{CARD_FILE} is a link to a file that does not exist")
         return ModelCard(absence=NO_CARD)
     except (InvalidInput, OSError) as error:
-        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
-        return ModelCard(problem=f"{CARD_FILE} cannot be read: {found}")
+        reason = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        return ModelCard(problem=f"{CARD_FILE} cannot be read: {reason}")
     return parse_card(content)
 
 
 def card_path(directory: Path) -> Path | None:
-    """Return the path of the card: ``README.md``, or else the first file of that name in other letter case.
+    """Return the path of ``README.md``, or of the first file whose name differs from it only in letter case.
+
+    Returns None if the directory has no such file.
 
     Raises:
         OSError: `directory` cannot be listed.
@@ -82,12 +86,12 @@ def card_path(directory: Path) -> Path | None:
 
 
 def parse_card(content: bytes) -> ModelCard:
-    """Return the card in `content`, of which the first MiB is read. Raises nothing."""
+    """Return the card in the first MiB of `content`. This function never raises."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     is_cut = len(content) > _MAX_BYTES
     text = content[:_MAX_BYTES].removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    # ``metadata_load`` of the library reads with universal newlines, ``ModelCard.load`` without.
+    # The library's ``metadata_load`` reads with universal newlines, its ``ModelCard.load`` without them.
     unified = _with_newlines(text)
     block = REGEX_YAML_BLOCK.search(unified)
     raw_block = REGEX_YAML_BLOCK.search(text)
@@ -114,7 +118,7 @@ def parse_card(content: bytes) -> ModelCard:
 
 
 def _overlooked_license(metadata: Mapping[object, object], body: str) -> str:
-    """Describe a license that the author wrote where the Hub does not look; empty if there is none."""
+    """Describe a license that the author wrote outside the field that the Hub reads, or return an empty text."""
     if metadata.get("license"):
         return ""
     for name in metadata:
@@ -130,7 +134,7 @@ def _with_newlines(text: str) -> str:
 
 
 def _is_fence(line: str) -> bool:
-    """Return whether `line` is ``---``, next to blanks and invisible or undecodable characters."""
+    """Return whether `line` is ``---``, apart from blanks and invisible or undecodable characters."""
     return line.strip(" \t\ufeff\u200b\ufffd") == "---"
 
 
@@ -139,7 +143,7 @@ def _starts_with_fence(text: str) -> bool:
 
 
 def _has_stray_block(text: str) -> bool:
-    """Return whether a ``---`` line is followed by lines of YAML, one of which names a license or a base model."""
+    """Return whether `text` has a ``---`` line followed by YAML that names a license or a base model."""
     in_block = False
     for line in text.splitlines():
         if _is_fence(line):

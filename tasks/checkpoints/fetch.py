@@ -1,7 +1,7 @@
-"""The fetch step: the weights of parents on the Hub, when licences and headers have let them through.
+"""Download the weights of parents on the Hub, after the license and header checks have passed.
 
-Not cached as a stage: the Hub's own cache holds the files, and their hashes are remembered. With everything there it
-costs a look at each file; without parents on the Hub it does not happen at all.
+The fetch step is not a cached stage, because the Hub's own cache holds the files and their hashes are remembered. If
+all files are present, the step only checks that each one exists. If no parent is on the Hub, the step is skipped.
 """
 
 from __future__ import annotations
@@ -19,50 +19,59 @@ from mergegate.tasks.stage import advance, step
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """What came from the Hub, and from which commits."""
+    """Downloaded files and the commits they belong to."""
 
     downloaded: Downloaded
-    commits: tuple[str, ...]  # name@commit
+    commits: tuple[str, ...]  # Each as name@commit.
 
     @property
     def new(self) -> bool:
-        """Whether anything had to be downloaded."""
+        """Whether at least one file had to be downloaded."""
         return self.downloaded.new_files > 0
 
     def summary(self) -> str:
-        """``base@3f1c09a2, math@77a0b1ce · 2.5 GB in 4 files``."""
-        come = self.downloaded
-        said = (
-            f"{format_bytes(come.bytes)} in {come.new_files} files"
+        """Return a line such as ``base@3f1c09a2, math@77a0b1ce · 2.5 GB in 4 files``."""
+        downloaded = self.downloaded
+        amount = (
+            f"{format_bytes(downloaded.bytes)} in {downloaded.new_files} files"
             if self.new
-            else f"all {come.files} files were there"
+            else f"all {downloaded.files} files were there"
         )
-        return f"{', '.join(self.commits)} · {said}"
+        return f"{', '.join(self.commits)} · {amount}"
 
 
-def fetch_weights(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> FetchedWeights | None:
-    """Have the weights of ``found`` here, every file as the Hub lists it; None when no parent lies on the Hub.
+def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> FetchedWeights | None:
+    """Download the missing weights of ``parents`` and check every file against the Hub's listing.
+
+    Returns:
+        The downloaded files, or None if no parent is on the Hub.
 
     Raises:
-        Refused: a file cannot be had, or is not what the Hub lists.
+        Refused: A file is not available, or differs from the Hub's listing.
     """
     # A model that several adapters are applied to is fetched once.
-    remote = list({one.directory: (_called(parent, one), one) for parent in found for one in parent.snapshots}.values())
+    remote = list(
+        {
+            snapshot.directory: (_display_name(parent, snapshot), snapshot)
+            for parent in parents
+            for snapshot in parent.snapshots
+        }.values()
+    )
     if not remote:
         return None
     names = tuple(f"{name}@{snapshot.commit[:8]}" for name, snapshot in remote)
     return _fetch(names, [snapshot for _, snapshot in remote], hashes)
 
 
-def _called(parent: ResolvedCheckpoint, snapshot: Snapshot) -> str:
-    """The name of a parent; of one with an adapter, that of the repository."""
+def _display_name(parent: ResolvedCheckpoint, snapshot: Snapshot) -> str:
+    """Return the name of the parent, or the name of the repository if the parent has an adapter."""
     return snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name
 
 
-def _are_here(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> bool:
-    return not any(one.missing() for one in snapshots)
+def _are_downloaded(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> bool:
+    return not any(snapshot.missing() for snapshot in snapshots)
 
 
-@step("fetch", is_done=_are_here)
+@step("fetch", is_done=_are_downloaded)
 def _fetch(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> FetchedWeights:
     return FetchedWeights(download_snapshots(snapshots, hashes, lambda done, total: advance(done, total, "B")), names)

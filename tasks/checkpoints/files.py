@@ -1,8 +1,9 @@
-"""Which files of a directory, or of a repository, are the checkpoint: by name alone, so before anything is downloaded.
+"""Select the files of a directory or repository that form the checkpoint.
 
-A repository often holds its weights several times (safetensors and pickles, in shards and in one file, for another
-library). Only those that ``merge_core.open_checkpoint`` would read decide what the model does; only they are
-downloaded, and only they are in its digest. So a checkpoint has one digest, whatever else lies beside it.
+The selection uses only file names and the weight index, so it works before the weights are downloaded. A repository
+often holds its weights several times: as safetensors and pickles, in shards and in one file, or for another library.
+Only the files that ``merge_core.open_checkpoint`` would read determine the model's behavior. mergegate downloads only
+those and includes only those in the digest, so unrelated files in the same directory do not change the digest.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
 from mergegate.merge_core.parsing import JsonBounds, check_entries, read_json
 
-# Configuration, tokenizer, templates, custom code.
+# Suffixes of configuration, tokenizer, templates and custom code.
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
 _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
 
 
 def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
-    """The weights among ``names``, as ``merge_core.open_checkpoint`` would choose them.
+    """Return the weight files among ``names`` that ``merge_core.open_checkpoint`` would read.
 
     Args:
-        names: Of all files there are, relative, with ``/``.
-        directory: Where the index lies, if ``names`` has one.
+        names: Relative names of all files, with ``/`` as the separator.
+        directory: Directory of the index, if ``names`` contains one.
 
     Raises:
-        InvalidInput: An index that is not JSON.
+        InvalidInput: The index is not JSON.
     """
-    names = [name for name in names if not is_module_file(name)]  # of a layer that is not merged
+    names = [name for name in names if not is_module_file(name)]  # Such a file belongs to a layer that is not merged.
     if any(name.endswith(".safetensors") for name in names):
         index, single = INDEX_NAME, SINGLE_NAME
         loose = [name for name in names if "/" not in name and name.endswith(".safetensors")]
@@ -49,26 +50,29 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
         index, single = PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
         loose = [name for name in names if re.fullmatch(r"pytorch_model[^/]*\.bin", name)]
     if index in names:
-        # What an index says is a stranger's word: only files that there are count.
-        return tuple(sorted(_named_by(directory / index) & set(names)))
+        # The index is untrusted input, so names of files that do not exist are ignored.
+        return tuple(sorted(_indexed_files(directory / index) & set(names)))
     return (single,) if single in names else tuple(sorted(loose))
 
 
 def deciding_files(directory: Path) -> tuple[str, ...]:
-    """Names of the files in ``directory`` that decide what the model there does.
+    """Return the names of the files in ``directory`` that determine the behavior of the model.
 
     Raises:
-        InvalidInput: An index that is not JSON.
+        InvalidInput: An index is not JSON, an entry is not a regular file, or a link leads out of the directory.
     """
     names = files_in(directory)
     return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
 
 
 def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
-    """Identities of the files that decide what the models there do, for ``require_same_files``.
+    """Return the identities of the files that determine the behavior of each model, for ``require_same_files``.
+
+    Args:
+        directories: Directories of the models.
 
     Raises:
-        InvalidInput: An index that is not JSON.
+        InvalidInput: An index is not JSON.
     """
     return {
         directory / name: file_identity(directory / name)
@@ -77,38 +81,43 @@ def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
     }
 
 
-def require_same_files(looked: Mapping[Path, FileIdentity]) -> None:
-    """See that nothing was done to the files since ``identify_files``: for commands that pin nothing.
+def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
+    """Raise ``ChangedInput`` if a file has changed since ``identify_files``.
+
+    Commands that do not pin their models use this check.
 
     Raises:
-        ChangedInput: Something was.
+        ChangedInput: A file was modified or replaced.
     """
-    for path, identity in looked.items():
+    for path, identity in identities.items():
         require_unchanged(path, identity)
 
 
-def without_model(named: str, directory: Path) -> InvalidInput | None:
-    """Why there is no model in ``directory``; None: there may be one. To be asked before anything else: of what is no
-    model nobody asks for a licence or a tokenizer.
+def without_model(reference: str, directory: Path) -> InvalidInput | None:
+    """Return an error if ``directory`` does not contain a model, or None if it may contain one.
+
+    Call this before any other check, so that a directory without a model is not reported for a missing license or
+    tokenizer.
 
     Args:
-        named: As the user wrote it.
+        reference: Text that the user wrote for the model.
+        directory: Directory that the text refers to.
     """
     try:
         names = {path.name for path in directory.iterdir()}
     except OSError:
-        return None  # whoever opens it says why not
+        return None  # Opening the model raises an error with the reason.
     if "config.json" in names:
         return None
     if CONFIG_FILE in names:
         return InvalidInput(
-            named,
+            reference,
             found="no config.json: it is an adapter",
             expected="a model, or a model with an adapter",
-            remedy=f"write in front of it what it was made from: BASE+{named}",
+            remedy=f"write in front of it what it was made from: BASE+{reference}",
         )
     return InvalidInput(
-        named,
+        reference,
         found="no config.json" if names else "no config.json: the directory is empty",
         expected="a checkpoint: config.json, weights and a tokenizer",
         remedy="correct the path, or finish the download",
@@ -116,49 +125,51 @@ def without_model(named: str, directory: Path) -> InvalidInput | None:
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:
-    """Everything among ``names`` but weights that decides what the model does."""
-    return tuple(sorted(name for name in names if _decides(PurePosixPath(name))))
+    """Return the files among ``names``, other than weights, that determine the model's behavior."""
+    return tuple(sorted(name for name in names if _determines_behavior(PurePosixPath(name))))
 
 
 def files_about(names: Collection[str]) -> tuple[str, ...]:
-    """The card, licences and notices among ``names``: they decide what may be done with the model."""
+    """Return the card, licenses and notices among ``names``. They determine the permitted uses of the model."""
     return tuple(sorted(name for name in names if _ABOUT.fullmatch(name)))
 
 
 def files_in(directory: Path) -> tuple[str, ...]:
-    """Names of the files in ``directory`` that may belong to a checkpoint there.
+    """Return the names of the files in ``directory`` that may belong to a checkpoint.
 
     Raises:
-        InvalidInput: An index that is not JSON; a file that is none, or is a link that leads out of the directory.
+        InvalidInput: An index is not JSON, an entry is not a regular file, or a link leads out of the directory.
     """
-    there = {path.name for path in directory.iterdir()}
-    there |= set(nested_names(directory))
-    # All that will be hashed, read or given to a library, before any of it is opened.
-    check_entries(directory, sorted(name for name in there if _is_read(PurePosixPath(name))))
-    found = {name for name in there if (directory / name).is_file()}
-    for index in {INDEX_NAME, PICKLED_INDEX_NAME} & found:  # its shards may lie deeper
-        names = map(PurePosixPath, _named_by(directory / index))
+    entries = {path.name for path in directory.iterdir()}
+    entries |= set(nested_names(directory))
+    # Check every file that will be hashed, read or passed to a library before any of them is opened.
+    check_entries(directory, sorted(name for name in entries if _is_read(PurePosixPath(name))))
+    files = {name for name in entries if (directory / name).is_file()}
+    for index in {INDEX_NAME, PICKLED_INDEX_NAME} & files:  # The shards of an index may be in subdirectories.
+        names = map(PurePosixPath, _indexed_files(directory / index))
         inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
-        named_files = {name.as_posix() for name in inside if "\0" not in str(name)}
-        check_entries(directory, sorted(named_files))
-        found |= {name for name in named_files if (directory / name).is_file()}
-    return tuple(sorted(found))
+        shards = {name.as_posix() for name in inside if "\0" not in str(name)}
+        check_entries(directory, sorted(shards))
+        files |= {name for name in shards if (directory / name).is_file()}
+    return tuple(sorted(files))
 
 
-def _named_by(index: Path) -> set[str]:
-    """What an index calls files: of 50,000 tensors they are a few hundred."""
-    named = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
-    return set(map(str, named.values())) if isinstance(named, dict) else set()
+def _indexed_files(index: Path) -> set[str]:
+    """Return the file names in an index. An index of 50,000 tensors names a few hundred files."""
+    weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
+    return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
 
 
 def _is_read(name: PurePosixPath) -> bool:
-    return _decides(name) or name.suffix in (".safetensors", ".bin") or _ABOUT.fullmatch(name.name) is not None
+    return (
+        _determines_behavior(name) or name.suffix in (".safetensors", ".bin") or _ABOUT.fullmatch(name.name) is not None
+    )
 
 
-def _decides(name: PurePosixPath) -> bool:
-    """Return whether a file other than weights is part of what the model does.
+def _determines_behavior(name: PurePosixPath) -> bool:
+    """Return whether a file other than weights affects the model's behavior.
 
-    More files count than a merge carries: digests must not depend on what a merge happens to leave out.
+    This includes more files than a merge copies, because digests must not depend on the files that a merge leaves out.
     """
     if travels(name.as_posix()):
         return True

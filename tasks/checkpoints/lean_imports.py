@@ -1,9 +1,10 @@
-"""Importing libraries without what they take along wherever it is installed, and is never asked anything here.
+"""Import libraries without the optional dependencies that mergegate never uses.
 
-``requests`` looks for a second guesser of encodings, ``portalocker`` (of lm-eval's metrics) for a client of Redis,
-``accelerate`` for one of AWS, transformers' models for SciPy, by which losses of object detectors are computed.
-Together they are a quarter of what a process that holds models spends before its first answer, and looking for cycles
-among half a million objects that stay is an eighth.
+Several libraries import an optional package if it is installed. ``requests`` imports a second encoding detector,
+``portalocker`` (used by lm-eval's metrics) a Redis client, ``accelerate`` an AWS client, and the models of
+transformers SciPy, for the losses of object detectors. Together these imports take a quarter of the time that the
+model process needs before its first answer. Another eighth goes into garbage collection over half a million objects
+that are never freed, so collection is off during the imports.
 """
 
 from __future__ import annotations
@@ -18,35 +19,36 @@ _UNASKED = ("boto3", "chardet", "redis", "scipy")
 
 
 def import_lean(*modules: str) -> None:
-    """Import ``modules``, one after the other, as if what nobody asks were not installed.
+    """Import ``modules`` in order, as if the unused optional packages were not installed.
 
-    A package of which a part is imported has looked already, and may remember what it saw: from the rest of it nothing
-    is hidden.
+    If a part of a package is already imported, it may have probed for the optional packages and stored the result.
+    Nothing is hidden from the rest of such a package.
     """
     for module in modules:
-        seen = module.partition(".")[0] in sys.modules
-        with _hidden(() if seen else _UNASKED), _uncollected():
+        is_imported = module.partition(".")[0] in sys.modules
+        with _hide_packages(() if is_imported else _UNASKED), _pause_collection():
             importlib.import_module(module)
 
 
 @contextmanager
-def _hidden(names: tuple[str, ...]) -> Iterator[None]:
-    unseen = [name for name in names if name not in sys.modules]
-    for name in unseen:
-        sys.modules[name] = None  # type: ignore[assignment]  # "not to be found", for imports and find_spec alike
+def _hide_packages(names: tuple[str, ...]) -> Iterator[None]:
+    hidden = [name for name in names if name not in sys.modules]
+    for name in hidden:
+        # With None, both the import statement and find_spec report the package as missing.
+        sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        for name in unseen:
+        for name in hidden:
             del sys.modules[name]
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    collecting = gc.isenabled()
+def _pause_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""How much memory a GPU has. Of this system see :mod:`merge_core.system`."""
+"""Query the memory of a GPU. For the memory of the machine, see :mod:`mergegate.merge_core.system`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mergegate.merge_core.system import Capacity
 
 
 def gpu_memory(device: str) -> Capacity | None:
-    """Of ``cuda`` or ``cuda:N``; None where there is none."""
+    """Return the total and free memory of ``cuda`` or ``cuda:N``, or None if the machine has no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():

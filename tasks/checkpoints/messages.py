@@ -1,4 +1,7 @@
-"""What the process that holds models sends us, which is data: whoever runs there may have sent something else."""
+"""Receive messages from the model process and accept only data.
+
+Untrusted code runs in that process, so a message may have been forged.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,33 @@ _PLAIN = {
     ("pathlib", "PosixPath"),
     ("builtins", "set"),
     ("builtins", "frozenset"),
-    ("mergegate.merge_core.errors", "_rebuild"),  # Rebuilds one of our exceptions, by type, from its texts.
+    ("mergegate.merge_core.errors", "_rebuild"),  # Rebuilds a mergegate exception from its type and its texts.
 }
 
 
 def receive(connection: Connection, where: str) -> tuple[Any, ...]:
-    """The next message; nothing that a stranger's code may have sent instead does more than fail here.
+    """Return the next message. A forged message can only make this function raise.
+
+    Args:
+        connection: Connection to the model process.
+        where: Location that error messages name.
 
     Returns:
         ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
         ``("crash", error, traceback)``.
 
     Raises:
-        EOFError, ConnectionError: when there will be none.
-        InvalidInput: for anything else, naming ``where``.
+        EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.
+        InvalidInput: The message has another form. The error names ``where``.
     """
     try:
-        sent = connection.recv_bytes(_LONGEST)
-    except OSError:  # longer
+        message = connection.recv_bytes(_LONGEST)
+    except OSError:  # The message is longer than the limit.
         raise EOFError from None
     try:
-        kind, *content = _Answers(io.BytesIO(sent)).load()
+        kind, *content = _Answers(io.BytesIO(message)).load()
         fields = zip(content, _FIELDS[kind], strict=True)
-        if not all(isinstance(field, wanted) for field, wanted in fields):
+        if not all(isinstance(field, field_type) for field, field_type in fields):
             raise ValueError(f"{kind} with {content!r:.100}")
     except Exception as error:
         raise InvalidInput(where, found=f"an answer that is none: {error}", expected="numbers and texts") from None
@@ -57,13 +64,13 @@ def receive(connection: Connection, where: str) -> tuple[Any, ...]:
 
 
 class _Answers(pickle.Unpickler):
-    """No function can be named in it, and of classes only those that are made of their fields and do nothing."""
+    """Unpickler that accepts plain value classes and rejects every function and all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
         if module.startswith(("mergegate.merge_core.", "mergegate.tasks.")):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and (issubclass(found, _VALUES) or dataclasses.is_dataclass(found)):
-                return found
+            value = getattr(importlib.import_module(module), name, None)
+            if isinstance(value, type) and (issubclass(value, _VALUES) or dataclasses.is_dataclass(value)):
+                return value
         raise pickle.UnpicklingError(f"{module}.{name}")

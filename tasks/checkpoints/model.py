@@ -1,4 +1,4 @@
-"""A model as the stages see it: a name for people, a digest for keys, a directory for whoever reads the bytes."""
+"""Define the model that stages work on: a display name, a digest for cache keys, and a directory with the files."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ from mergegate.tasks.store import MANIFEST, NotInKey, digest
 class Model(BaseModel):
     """A checkpoint with known content.
 
-    Two models with equal digests are the same model, whatever they are called and wherever they lie; so a parent is
-    evaluated once, ever.
+    Two models with equal digests are the same model, whatever their names and directories. For that reason, a parent
+    is evaluated only once, across all runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Annotated[str, NotInKey]  # unique in a run: 'reverser', 'merge'
-    digest: str  # 64 hex digits over names, sizes and hashes of the files that matter
-    directory: Annotated[Path, NotInKey]  # absolute
-    # Name and sha256 of every file that is read in its place, as they were pinned. Empty: not pinned, for what is asked
-    # once and kept nowhere.
+    name: Annotated[str, NotInKey]  # Unique in a run, for example 'reverser' or 'merge'.
+    digest: str  # 64 hex digits over the names, sizes and hashes of the files that determine the model's behavior.
+    directory: Annotated[Path, NotInKey]  # Absolute path.
+    # Name and sha256 of every file that is read from the directory, as pinned. Empty if the model is not pinned, which
+    # is the case for models that are evaluated once and whose results are not cached.
     files: Annotated[tuple[tuple[str, str], ...], NotInKey] = ()
-    # Whether Python files that lie in it are run where it is loaded: the profile names its repository at its commit.
+    # Whether loading the model runs the Python files in its directory. True if the profile trusts its repository at
+    # its commit.
     runs_code: bool = False
 
     def content_key(self) -> object:
-        # A model whose own code computes is another one; what was measured before there was a choice keeps its key.
+        # A model that runs its own code is a different model. The key is extended only in that case, so results from
+        # before the setting existed keep their keys.
         return {"digest": self.digest} | ({"runs_code": True} if self.runs_code else {})
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
+        """Display name."""
         return self.name
 
     def pinned(self) -> Mapping[Path, str]:
-        """sha256 of each of its files, as they were pinned (see ``tasks.stage.input_guard``)."""
+        """Return the pinned sha256 of each file (see ``tasks.stage.input_guard``)."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
     def present(self) -> Iterable[Path]:
-        """The files that would be read in its place now: one that came later counts too."""
+        """Return the files that a reader would read now, including files added after pinning."""
         try:
             names = deciding_files(self.directory)
         except (OSError, MergegateError):
-            return ()  # Then a file that was pinned is another, or gone.
+            return ()  # In this case a pinned file has changed or is gone, and the caller notices that.
         return [self.directory / name for name in names if name != MANIFEST]
 
 
 def files_fingerprint(models: Sequence[Model]) -> str:
-    """A text that is other as soon as anything was done to a pinned file of ``models``, if only touched.
+    """Return a text that changes when a pinned file of ``models`` is modified, replaced or merely touched.
 
-    It belongs to the identity of unfinished work: whether bytes that a killed run has read were the pinned ones, nobody
-    has checked.
+    The fingerprint is part of the identity of unfinished work, because no check confirms that the bytes that a killed
+    run had read were the pinned ones.
     """
-    seen: list[object] = []
+    identities: list[object] = []
     for model in models:
         for path in sorted(model.pinned()):
             try:
-                seen.append([path.name, *map(str, file_identity(path)[1:])])  # A device is another after a boot.
+                # The device number is left out because it can change when the machine boots.
+                identities.append([path.name, *map(str, file_identity(path)[1:])])
             except OSError:
-                seen.append([path.name])
-    return digest(seen)
+                identities.append([path.name])
+    return digest(identities)

@@ -1,8 +1,9 @@
-"""Checkpoints in memory, ready to be asked: loaded offline, without foreign code, and never half initialised.
+"""Load checkpoints into memory and keep them there for the next stage.
 
-The stages that run a model are many and short (one a task), loading is long: models stay in memory, those asked last
-longest, as long as all of them fit into half of it; the other half is for what a batch takes. ``unload`` lets go of
-all::
+Loading needs no network and runs no code of the checkpoint unless the profile trusts it. A model with missing weights
+is rejected. Stages that run a model are many and short (one per task), while loading takes long. For that reason,
+models stay in memory as long as all of them fit into half of it, and the least recently used model is dropped first.
+The other half is reserved for batches. ``unload_models`` drops all models::
 
     with load_model(model, dtype="auto", device="cpu") as loaded:
         loaded.network(...)
@@ -26,14 +27,14 @@ from mergegate.tasks.checkpoints.memory import gpu_memory
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.store import digest
 
-SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
+SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
 
-_SHARE = 0.5  # of the memory that there would be without any model
-_SMALL = 10_000_000  # parameters; below, a layer is computed faster than threads agree that it is done
+_SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
+_SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
 
 
 class OutOfModelMemory(InvalidInput):
-    """Memory did not suffice for a model and a batch."""
+    """Memory is too small for a model and a batch."""
 
 
 @dataclass(frozen=True)
@@ -45,73 +46,83 @@ class LoadedModel:
 
     @property
     def prefix(self) -> int | None:
-        """Token that stands before every text: begin of text, or end of text where there is none, or nothing."""
+        """Token that precedes every text: begin of text, or end of text if there is no such token, or None."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         token = bos if bos is not None else eos
         return None if token is None else int(token)
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for, where its configuration says."""
+        """Maximum number of positions according to the configuration, or None if it does not declare one."""
         config = self.network.config.get_text_config()
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
         return next((int(limit) for limit in limits if limit), None)
 
     @property
     def is_small(self) -> bool:
-        """Whether several threads would wait for each other for longer than they compute: on a machine where others
-        are at work too, two of them take ten times as long as one."""
+        """Whether the network is so small that several threads would spend more time waiting than computing.
+
+        On a busy machine, two threads take ten times as long as one.
+        """
         return sum(int(tensor.numel()) for tensor in self.network.parameters()) < _SMALL
 
 
-_Asked = tuple[str, str, str]  # digest, dtype, device
+_CacheKey = tuple[str, str, str]  # Digest, dtype and device.
 
 _lock = threading.RLock()
-_loaded: dict[_Asked, LoadedModel] = {}  # those asked last at the end
-_most: int | None = None  # that may be held at once; None: as many as fit
+_loaded: dict[_CacheKey, LoadedModel] = {}  # The most recently used model is last.
+_most: int | None = None  # Maximum number of models in memory. None: as many as fit.
 _other_holders: list[Callable[[], None]] = []
 
 
-def on_unload(unload_there: Callable[[], None]) -> None:
-    """Have ``unload_there`` called before a model is loaded here: whoever holds one in a process of its own lets
-    it go, because two models need not fit side by side."""
-    _other_holders.append(unload_there)
+def on_unload(unload: Callable[[], None]) -> None:
+    """Register ``unload`` to be called before this module loads a model.
+
+    Code that holds a model in another process registers a function that drops it, because two models may not fit into
+    memory at the same time.
+    """
+    _other_holders.append(unload)
 
 
 @contextmanager
 def torch_threads(loaded: LoadedModel, threads: int | None = None) -> Iterator[None]:
-    """Inside, this thread asks ``loaded`` with so many threads of torch; None: as many as torch has. A small network
-    with one."""
+    """Set the number of torch threads for calls of ``loaded`` inside the context. A small network gets one thread.
+
+    Args:
+        loaded: Model that is called.
+        threads: Number of threads. Default: the number that torch is set to.
+    """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if loaded.is_small else threads or before)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(1 if loaded.is_small else threads or previous)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @contextmanager
 def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel]:
-    """The model in memory, for one user at a time.
+    """Provide the model in memory, to one thread at a time.
 
     Args:
-        dtype: ``auto`` for that of the checkpoint, or the name of a torch dtype.
+        model: Model to load.
+        dtype: ``auto`` for the dtype of the checkpoint, or the name of a torch dtype.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        OutOfModelMemory: when memory does not suffice; then no model is held any more.
-        InvalidInput: when the directory holds no model that can be loaded as it is.
+        OutOfModelMemory: Memory is too small. All models have been dropped.
+        InvalidInput: The directory does not contain a model that can be loaded.
     """
     with _lock:
-        wanted = (model.digest, dtype, device)
-        if wanted not in _loaded:
-            make_room(_size_of(model, dtype), device)  # first: they need not fit side by side
-            for unload_there in _other_holders:
-                unload_there()
-            _loaded[wanted] = _load(model, dtype, device)
-        _loaded[wanted] = loaded = _loaded.pop(wanted)
+        key = (model.digest, dtype, device)
+        if key not in _loaded:
+            make_room(_size_of(model, dtype), device)  # Before loading, because both models may not fit together.
+            for unload in _other_holders:
+                unload()
+            _loaded[key] = _load(model, dtype, device)
+        _loaded[key] = loaded = _loaded.pop(key)
         try:
             with torch_threads(loaded):
                 yield loaded
@@ -128,56 +139,64 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Of the GPU, of Python, or of torch's on a CPU, which has no type of its own for it."""
+    """Return whether Python, the GPU or torch ran out of memory. On a CPU, torch has no exception type for this."""
     import torch
 
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
-    """A model that the caller holds by himself, and changes.
+    """Return a model that the caller owns and may modify.
 
-    Nothing else is held when it is loaded, and when another is loaded here he is to let go of it (``on_unload``).
+    All other models are dropped first. Before this module loads another model, the caller must drop this one, for
+    which it registers a function with ``on_unload``.
 
-    Raises: as ``load_model``.
+    Args:
+        model: Model to load.
+        dtype: ``auto`` for the dtype of the checkpoint, or the name of a torch dtype.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        OutOfModelMemory: Memory is too small for the model.
+        InvalidInput: The directory does not contain a model that can be loaded.
     """
     with _lock:
         unload_models()
-        for unload_there in _other_holders:
-            unload_there()
+        for unload in _other_holders:
+            unload()
         return _load(model, dtype, device)
 
 
 def make_room(size: int, device: str) -> None:
-    """Let go of the models that were not asked for longest, until one of ``size`` bytes may stand beside the others."""
+    """Drop the least recently used models until another one of ``size`` bytes fits next to the rest."""
     with _lock:
-        held = {asked: _bytes_of(loaded) for asked, loaded in _loaded.items()}
-        before = len(held)
+        sizes = {key: _bytes_of(loaded) for key, loaded in _loaded.items()}
+        count = len(sizes)
         memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
-        capacity = memory.available + _held_on(device, held) if memory else 0
-        for asked in tuple(_loaded):
-            if (_most is None or len(_loaded) < _most) and _held_on(device, held) + size <= _SHARE * capacity:
+        capacity = memory.available + _bytes_on(device, sizes) if memory else 0
+        for key in tuple(_loaded):
+            if (_most is None or len(_loaded) < _most) and _bytes_on(device, sizes) + size <= _SHARE * capacity:
                 break
-            del _loaded[asked], held[asked]
-        if len(held) < before:
-            _give_back()
+            del _loaded[key], sizes[key]
+        if len(sizes) < count:
+            _release_memory()
 
 
 def hold_at_most(models: int | None) -> None:
-    """Never hold more than so many at once, wherever they might fit; None: as many as fit."""
+    """Limit the number of models in memory, even if more would fit. None: as many as fit."""
     global _most
     _most = models
 
 
 def unload_models() -> None:
-    """Forget the models that are held, and give their memory back."""
+    """Drop all models and release their memory."""
     with _lock:
         if _loaded:
             _loaded.clear()
-            _give_back()
+            _release_memory()
 
 
-def _give_back() -> None:
+def _release_memory() -> None:
     gc.collect()
     if "torch" in sys.modules:
         import torch
@@ -186,8 +205,8 @@ def _give_back() -> None:
             torch.cuda.empty_cache()
 
 
-def _held_on(device: str, held: Mapping[_Asked, int]) -> int:
-    return sum(size for (_, _, where), size in held.items() if where == device)
+def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:
+    return sum(size for (_, _, model_device), size in sizes.items() if model_device == device)
 
 
 def _bytes_of(loaded: LoadedModel) -> int:
@@ -195,17 +214,23 @@ def _bytes_of(loaded: LoadedModel) -> int:
 
 
 def _size_of(model: Model, dtype: str) -> int:
-    """Bytes that it will take at most: files of two bytes a parameter are taken for what may be float32 in memory."""
+    """Return the maximum size of the model in memory, in bytes.
+
+    For float32, the estimate assumes that the files store two bytes per parameter.
+    """
     stored = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
     return 2 * stored if dtype == "float32" else stored
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 over what decides how a tokenizer cuts text; equal for two copies of one tokenizer, however stored."""
+    """Return the sha256 over the state that determines how a tokenizer splits text.
+
+    Two copies of one tokenizer have the same digest, regardless of the format in which they are stored.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return digest({"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()})
-    # Padding and truncation are how it was last called, not how it cuts.
+    # Padding and truncation only reflect the last call of the tokenizer.
     state = {name: part for name, part in json.loads(backend.to_str()).items() if name not in ("padding", "truncation")}
     return digest({"tokenizer": state, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id})
 
@@ -215,7 +240,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     import_lean("accelerate", "transformers.modeling_utils")
     import transformers
 
-    # mypy: transformers declares no return types here.
+    # transformers declares no return types for these calls, so mypy needs the annotations.
     loading_info: Any
     network: Any
     logging: Any = transformers.utils.logging
@@ -240,14 +265,14 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
             raise OutOfModelMemory(
                 where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
             ) from error
-        # Whatever a file of the checkpoint makes transformers, tokenizers or safetensors raise: their types are many.
+        # A damaged file can make transformers, tokenizers or safetensors raise many different types.
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
             where,
             found=f"cannot be loaded: {cause[:300]}",
             expected="a causal language model of transformers in safetensors, with its tokenizer",
         ) from error
-    # transformers fills what is missing with random numbers and goes on.
+    # transformers would initialize missing tensors with random numbers and continue.
     bad = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

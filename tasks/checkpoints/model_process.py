@@ -1,19 +1,21 @@
-"""The process that holds models: what hangs there is killed at a time limit, what dies takes no flow with it.
+"""Run functions in the model process, a child process that loads models and runs untrusted code.
 
-One such process at each place where something is done (``tasks.runners.slots``): a single one, unless a runner has made
-several. It is started when it is first needed, keeps models for the next question (perplexity, task after task, look
-after look: each is loaded once), and dies with this process, however that ends (``tasks.sandbox``)::
+A call that hangs is killed at a time limit, and a crash of the process does not end the flow. Each worker slot
+(``tasks.runners.slots``) has one model process, so there is a single one unless a runner has created several slots.
+The process starts when it is first needed. It keeps models in memory for later calls, so perplexity, all tasks and
+all interim looks load each model once. It ends with the parent process, however that ends (``tasks.sandbox``)::
 
-    answer = ask_child(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
-    end_model_process()                                                  # the models' memory is free again
+    answer = call_model_process(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
+    end_model_process()  # Release the memory of the models.
 
-``function`` is a plain function of a module, called there as ``function(*arguments, on_progress)``. Questions and
-answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
-one of ``("done", value)``, ``("problem", error)``, ``("starved", error)``, ``("crash", error, traceback)`` come back.
+``function`` is a module-level function, which the process calls as ``function(*arguments, on_progress)``. Requests and
+responses are pickled. A request is ``(function, arguments)``. The responses are any number of
+``("progress", done, total)``, followed by one of ``("done", value)``, ``("problem", error)``, ``("starved", error)``
+and ``("crash", error, traceback)``.
 
-Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.sandbox``):
-our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
-answer is believed to be data, and nothing else (``messages``).
+Tasks, templates and tokenizers are third-party code and run only in this process. The process is confined
+(``tasks.sandbox``). It has no access to the environment, the secrets and the other processes of mergegate. It has
+network access only for calls that need it. The parent process accepts only data from it (``messages``).
 """
 
 from __future__ import annotations
@@ -50,37 +52,39 @@ from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot
 from mergegate.tasks.sandbox import Confinement, SupervisedProcess, acquire_gpus, compile_imports, environment_of_child
 from mergegate.tasks.stage import home, memory_of_child, on_input_change, store
 
-# As Python, torch and C++ say it where a limit, not the system, is in the way.
+# Messages of Python, torch and C++ if a memory limit, rather than the size of the memory, stops an allocation.
 _NO_MEMORY = re.compile(
     r"MemoryError|can't allocate memory|bad_alloc|[Cc]annot allocate|can't start new thread|OutOfMemory"
-    # The linker, which loads the libraries of what is imported.
+    # Messages of the dynamic linker, which loads shared libraries during imports.
     r"|failed to map segment|cannot map zero-fill pages|cannot create (shared object|search path|cache for)"
-    # The interpreter itself, where what it calls found none while an import was under way.
+    # Message of the interpreter if an extension runs out of memory during an import.
     r"|SystemError: .*without (setting an exception|exception set)"
 )
-_LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
-_PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
+_LOOK_EVERY = 1.0  # Seconds between checks that the process is alive.
+_PROGRESS_EVERY = 0.1  # Minimum seconds between progress messages. A tiny model answers thousands of prompts a second.
 _START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
 _IMPORTED = (
     "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
     "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
 )
-_SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit: the largest model is loaded in that
-# Stages that go on, there, from what they have kept in the store.
+# Maximum seconds without progress if the call has no time limit. The largest models load within this time.
+_SILENCE = 3600.0
+# Stages that write a journal in the model process and resume from it.
 _JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance")
-_MAPPED_TOO = 2  # times the memory of the machine: weights count when they are mapped, and again when they are read
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nothing waits for a network that is not there
-# Threads of torch that have done their share of a layer sleep until the others have: where they spin instead, they take
-# the cores from those that they wait for, and on a busy machine two of them take twenty times as long.
+# Memory limit as a multiple of the machine's memory. Weights count twice: once when mapped and once when read.
+_MAPPED_TOO = 2
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
+# Torch threads that have finished their share of a layer sleep until the rest have finished. Spinning threads would
+# occupy the cores that the rest need. On a busy machine, two spinning threads take twenty times as long.
 _PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-_TAIL = 1 << 16  # bytes of what it printed
+_TAIL = 1 << 16  # Bytes at the end of the output that are searched for the last line.
 
 A = TypeVar("A")
 TellProgress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
-_alone = False  # whether memory was too short for several models once
+_alone = False  # Whether memory was once too small for several models.
 
 
 def call_model_process(
@@ -95,34 +99,37 @@ def call_model_process(
     time_limit: float | None = None,
     on_progress: TellProgress = lambda done, total: None,
 ) -> A:
-    """What ``function(*arguments, on_progress)`` returns in the process that holds models.
+    """Run ``function(*arguments, on_progress)`` in the model process and return its result.
 
-    Where memory runs short while it holds several, it is started anew for one at a time and asked once more; where
-    others like it were at work beside it, it is asked once more when they are gone. What ``function`` keeps in a
-    journal is not done again.
+    If memory runs out while the process holds several models, it is restarted with one model at a time and the call is
+    repeated. If other model processes were running at that time, the call is repeated after they have ended. A repeated
+    call resumes from the journal of ``function``, if it writes one.
 
     Args:
-        where: What messages call the question.
-        models: That ``function`` will load there; none: it is asked of whatever process there is.
-        own_process: Only the death of the process frees the memory of these models.
-        network: The question cannot be answered without.
-        passing: Variables of our environment that it cannot be answered without, and a stranger's code may thus see.
-        time_limit: Seconds for all of it, but for waiting until others are gone; None: it is ended when nothing is
-            heard from it for an hour.
+        function: Module-level function to run.
+        arguments: Positional arguments of the function. They must support pickling.
+        where: Name of the call in messages.
+        models: Models that ``function`` loads. If empty, a running process is used whichever models it may hold.
+        own_process: Whether the models need a process of their own, because only its end frees their memory.
+        network: Whether the call needs network access.
+        passing: Names of environment variables that the call needs. Third-party code in the process can read them.
+        time_limit: Time limit in seconds, not counting the wait for other processes to end. Default: the process is
+            killed after an hour without progress.
+        on_progress: Called with the finished and the total amount of work.
 
     Raises:
-        MergegateError: what ``function`` raises.
-        OutOfModelMemory: when the system ended the process, as it does when memory is full.
-        InvalidInput: when it died in another way, or what it was to do failed.
-        Refused: when the time limit is over.
-        Cancelled: when nobody waits for the answer any more.
+        MergegateError: Any error that ``function`` raises.
+        OutOfModelMemory: Memory ran out, or the system killed the process, as it does if memory is full.
+        InvalidInput: The process ended in another way, or ``function`` failed with another exception.
+        Refused: The time limit is exceeded.
+        Cancelled: The result is no longer needed.
     """
-    unload_models()  # models here and there need not fit side by side
+    unload_models()  # The models of both processes may not fit into memory together.
     detail("asks the process that holds models: %s.%s for %s", function.__module__, function.__qualname__, where)
     slot = current_slot()
-    place = _place(slot.number)
+    place = _place_at(slot.number)
 
-    def asked() -> A:
+    def call() -> A:
         digests = {model.digest for model in models}
         only_for = "".join(model.digest for model in models) if own_process else ""
         kind = _Kind(only_for, network, tuple(passing), slot.environment)
@@ -131,27 +138,30 @@ def call_model_process(
 
     with place.lock:
         try:
-            return asked()
+            return call()
         except OutOfModelMemory:
-            if not _anybody_beside(place):
+            if not _has_other_processes(place):
                 raise
     _log.warning("%s: its process was killed while others were at work; once more, when they are gone", where)
-    with ExitStack() as held:
-        for other in _places_in_order():
-            held.enter_context(other.lock)
-            other.end()
-        return asked()
+    with ExitStack() as locks:
+        for process_place in _places_in_order():
+            locks.enter_context(process_place.lock)
+            process_place.end()
+        return call()
 
 
 def end_model_process() -> None:
-    """End the process, and everything it holds and has started; where there are several, all of them."""
+    """End all model processes and their child processes, and release the memory of their models."""
     for place in _places_in_order():
         place.end()
 
 
 @atexit.register
 def _end() -> None:
-    """Without the lock: a thread that waits for an answer holds it, and must not hold up the end of this process."""
+    """End all model processes without taking locks.
+
+    A thread that waits for an answer holds a lock, and it must not delay the end of this process.
+    """
     for place in _places_in_order():
         if (holder := place.current) is not None:
             holder.process.end()
@@ -164,18 +174,18 @@ def _forget() -> None:
 
 on_unload(end_model_process)
 on_input_change(_forget)
-on_slot_end(lambda number: _place(number).end())
+on_slot_end(lambda number: _place_at(number).end())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What decides whether a process can be asked.
+    """Properties of a process that determine whether a call can use it.
 
     Args:
-        only_for: Digests of the only models that it may hold; empty: it can change.
-        network: Whether it has one.
-        passing: What it sees of our environment beside what everybody sees.
-        environment: What those at its place see beside that: name and value.
+        only_for: Concatenated digests of the only models that the process may hold. Empty: any models.
+        network: Whether the process has network access.
+        passing: Names of environment variables that the process receives in addition to the default ones.
+        environment: Environment variables of the worker slot, as names and values.
     """
 
     only_for: str
@@ -185,7 +195,7 @@ class _Kind:
 
 
 class _Question(NamedTuple):
-    """What is asked, as ``call_model_process`` is told."""
+    """One call of ``call_model_process``."""
 
     content: tuple[Any, ...]
     where: str
@@ -194,7 +204,7 @@ class _Question(NamedTuple):
 
 
 class _Place:
-    """A place, and the process there; one thread at a time asks it."""
+    """The model process of one worker slot. One thread at a time uses it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -202,7 +212,10 @@ class _Place:
         self.current: _ModelProcess | None = None
 
     def ask(self, question: _Question, kind: _Kind, models: set[str], *, any_models: bool, slot: WorkerSlot) -> Any:
-        """The answer of the process, which is started if need be, and started anew for one model at a time."""
+        """Return the answer of the process.
+
+        Starts the process if necessary. If memory runs out with several models, restarts it with one model at a time.
+        """
         global _alone
         deadline = time.monotonic() + question.limit if question.limit is not None else None
         with self.lock:
@@ -212,7 +225,7 @@ class _Place:
                 process = self._process_for(kind, any_models=any_models)
                 process.models |= models
                 try:
-                    return self._asked(process, question, deadline, slot)
+                    return self._exchange(process, question, deadline, slot)
                 except OutOfModelMemory:
                     if _alone or len(process.models) < 2:
                         raise
@@ -221,7 +234,7 @@ class _Place:
                     _alone = True
 
     def end(self) -> None:
-        """End the process, and everything it holds and has started, when nobody asks it."""
+        """End the process and its child processes. Waits until a running call has finished."""
         with self.lock:
             if self.current is not None:
                 self.current.end()
@@ -229,21 +242,22 @@ class _Place:
 
     def _process_for(self, kind: _Kind, *, any_models: bool) -> _ModelProcess:
         if self.current is not None and self.current.process.alive:
-            like = dataclasses.replace(kind, only_for=self.current.kind.only_for) if any_models else kind
-            if self.current.kind == like:
+            required = dataclasses.replace(kind, only_for=self.current.kind.only_for) if any_models else kind
+            if self.current.kind == required:
                 return self.current
         self.end()
         self.current = _ModelProcess(kind)
         return self.current
 
-    def _asked(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: WorkerSlot) -> Any:
-        answered = False
-        heard = time.monotonic()
+    def _exchange(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: WorkerSlot) -> Any:
+        """Send the question to the process and return its answer."""
+        is_answered = False
+        last_message_at = time.monotonic()
         try:
             holder.connection.send(question.content)
-            while not answered:
-                left = (heard + _SILENCE if deadline is None else deadline) - time.monotonic()
-                if left <= 0:
+            while not is_answered:
+                remaining = (last_message_at + _SILENCE if deadline is None else deadline) - time.monotonic()
+                if remaining <= 0:
                     raise Refused(
                         question.where,
                         found=f"not done after {question.limit:g} s, and stopped"
@@ -254,31 +268,31 @@ class _Place:
                     )
                 if slot.cancelled.is_set():
                     raise Cancelled
-                if not holder.connection.poll(min(left, _LOOK_EVERY)):
+                if not holder.connection.poll(min(remaining, _LOOK_EVERY)):
                     if holder.process.alive or holder.connection.poll():
                         continue
                     raise EOFError
                 kind, *content = receive(holder.connection, question.where)
-                heard = time.monotonic()
+                last_message_at = time.monotonic()
                 if kind == "progress":
                     question.on_progress(*content)
                 else:
-                    answered = True
+                    is_answered = True
         except (EOFError, ConnectionError):
-            raise _died(question.where, holder.process.end().returncode, holder.last_line()) from None
+            raise _death_error(question.where, holder.process.end().returncode, holder.last_line()) from None
         finally:
-            if not answered:  # an answer that comes after all would be taken for that to the next question
+            if not is_answered:  # A late answer would be mistaken for the answer to the next question.
                 self.end()
         if kind == "problem":
             raise cast(MergegateError, content[0])
         if kind == "crash":
-            self.end()  # whatever state it is in
+            self.end()  # The crash may have left the process in any state.
             error, trace = content
             _log.info("%s\n%s", question.where, trace)
             raise InvalidInput(question.where, found=error, expected="an answer")
         if kind == "starved":
-            self.end()  # what failed halfway is not asked again
-            raise _no_memory_left(question.where, content[0])
+            self.end()  # An import or a load may have failed halfway, so the process must not be used again.
+            raise _memory_error(question.where, content[0])
         return content[0]
 
 
@@ -286,40 +300,40 @@ _places: dict[int, _Place] = {}
 _making = threading.Lock()
 
 
-def _place(number: int) -> _Place:
+def _place_at(number: int) -> _Place:
     with _making:
         return _places.setdefault(number, _Place(number))
 
 
 def _places_in_order() -> list[_Place]:
-    """Always the same order: two threads that want all of them do not wait for each other."""
+    """Return all places by slot number. The fixed order prevents deadlocks of threads that lock all places."""
     with _making:
         return [_places[number] for number in sorted(_places)]
 
 
-def _anybody_beside(place: _Place) -> bool:
-    return any(other.current is not None for other in _places_in_order() if other is not place)
+def _has_other_processes(place: _Place) -> bool:
+    return any(candidate.current is not None for candidate in _places_in_order() if candidate is not place)
 
 
 class _ModelProcess:
-    """The process that holds models, seen from here."""
+    """The parent's handle of a model process."""
 
     def __init__(self, kind: _Kind) -> None:
         self.kind = kind
-        self.models: set[str] = set()  # digests of those that it was asked about
-        self.connection, theirs = Pipe()
+        self.models: set[str] = set()  # Digests of the models that the process was called for.
+        self.connection, child_connection = Pipe()
         compile_libraries()
-        given = {name: os.environ[name] for name in kind.passing if name in os.environ}
+        passed_variables = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._gpus = acquire_gpus()
         try:
             self.process = SupervisedProcess(
-                # -P: the directory that the run was started in is none to import from.
-                [sys.executable, "-P", "-c", _START, str(theirs.fileno()), *([_ALONE] if _alone else [])],
-                _environment() | dict(kind.environment) | given | ({} if kind.network else _OFFLINE),
+                # -P keeps the working directory of the run out of the import path.
+                [sys.executable, "-P", "-c", _START, str(child_connection.fileno()), *([_ALONE] if _alone else [])],
+                _environment() | dict(kind.environment) | passed_variables | ({} if kind.network else _OFFLINE),
                 self._output,
                 name="evaluation",
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_connection.fileno()],
                 confinement=_confinement(kind),
                 inherited=self._gpus.descriptors,
             )
@@ -327,16 +341,16 @@ class _ModelProcess:
             self._gpus.release()
             raise
         finally:
-            theirs.close()
+            child_connection.close()
 
     def last_line(self) -> str:
-        """The last line that it has printed, where libraries say what kills them."""
+        """Return the last line that the process printed. Libraries often print the cause of a crash there."""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
         lines = self._output.read().decode(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def end(self) -> None:
-        """End it, and give back what it is connected by."""
+        """End the process and release its GPUs, connection and output file."""
         self.process.end()
         self._gpus.release()
         self.connection.close()
@@ -344,9 +358,12 @@ class _ModelProcess:
 
 
 def compile_libraries() -> None:
-    """Compile, once, what the process will import, where an installer has not: it may not keep it itself."""
-    found = importlib.util.find_spec("lm_eval.models")
-    for directory in found.submodule_search_locations or () if found else ():
+    """Compile the modules that the process imports, unless they are compiled already.
+
+    The process itself may not write the bytecode.
+    """
+    package = importlib.util.find_spec("lm_eval.models")
+    for directory in package.submodule_search_locations or () if package else ():
         compile_imports(sys.executable, _IMPORTED, Path(directory) / "huggingface.py", _environment())
 
 
@@ -357,17 +374,19 @@ def _environment() -> dict[str, str]:
 
 def _confinement(kind: _Kind) -> Confinement:
     root = state_directory(store().root, private=True)
-    places = [state_directory(root / stage) for stage in _JOURNALLED]  # what is not there yet cannot be allowed
-    memory = None if has_cuda_driver() else system_memory()  # a GPU's is mapped as well, however much there is
+    # Only existing directories can be allowed, so create them first.
+    journal_directories = [state_directory(root / stage) for stage in _JOURNALLED]
+    # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
+    memory = None if has_cuda_driver() else system_memory()
     return Confinement(
-        write=tuple(map(str, places)),
+        write=tuple(map(str, journal_directories)),
         hide=(str(home() / "prefect"),),
         network=kind.network,
         memory=memory_of_child(_MAPPED_TOO * memory.total if memory else None),
     )
 
 
-def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
+def _death_error(where: str, code: int | None, last_line: str) -> InvalidInput:
     if code is None or code == -signal.SIGKILL:
         return OutOfModelMemory(
             where,
@@ -376,77 +395,83 @@ def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
             remedy=SMALLER,
         )
     if _NO_MEMORY.search(last_line):
-        return _no_memory_left(where, last_line)
-    how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+        return _memory_error(where, last_line)
+    cause = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
     return InvalidInput(
         where,
-        found=f"the process that scores ended {how}" + (f": {last_line}" if last_line else ""),
+        found=f"the process that scores ended {cause}" + (f": {last_line}" if last_line else ""),
         expected="an answer",
         remedy=SMALLER if code < 0 else "",
     )
 
 
-def _no_memory_left(where: str, said: str) -> OutOfModelMemory:
+def _memory_error(where: str, message: str) -> OutOfModelMemory:
     return OutOfModelMemory(
         where,
-        found=f"the process that scores had no memory left: {said}",
+        found=f"the process that scores had no memory left: {message}",
         expected="memory for the data, the model and a batch, within limits.memory if the profile has that",
         remedy=f"a higher limits.memory if the profile has that; {SMALLER}",
     )
 
 
-def _starved(error: BaseException) -> str:
-    """What the system said when it had no memory to give, if that is what ``error`` was made of; else empty.
+def _memory_message(error: BaseException) -> str:
+    """Return the system's out-of-memory message in the causes of ``error``, or an empty text if there is none.
 
-    Whatever is imported, loaded or parsed when memory ends can fail for it, and whoever catches that takes it for a
-    fault of the input.
+    Any import, load or parse step can fail if memory runs out. Code that catches such a failure often reports it as
+    invalid input, so the whole chain of causes is searched.
     """
-    seen: list[BaseException] = []
+    chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        said = f"{type(cause).__name__}: {' '.join(str(cause).split())}".rstrip(": ")
-        if isinstance(cause, MemoryError) or (not isinstance(cause, MergegateError) and _NO_MEMORY.search(said)):
-            return said[:300]
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        message = f"{type(cause).__name__}: {' '.join(str(cause).split())}".rstrip(": ")
+        if isinstance(cause, MemoryError) or (not isinstance(cause, MergegateError) and _NO_MEMORY.search(message)):
+            return message[:300]
         cause = cause.__cause__ or cause.__context__
     return ""
 
 
 def answer_questions() -> None:
-    """In the process that holds models: answer until whoever asks is gone. Arguments of the command line: the
-    descriptor of the connection, and whether to hold one model at a time."""
+    """Answer questions in the model process until the parent process closes the connection.
+
+    The command line contains the file descriptor of the connection and, optionally, the request to hold one model at a
+    time.
+    """
     descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # an own child that outlives us must not look like us
+    # A child that outlives this process must not keep the connection open, because the parent would wait for it.
+    os.set_inheritable(descriptor, False)
     if _ALONE in sys.argv[2:]:
         hold_at_most(1)
-    asker = Connection(descriptor)
+    connection = Connection(descriptor)
     import_lean("portalocker", "requests")
     while True:
         try:
-            function, arguments = asker.recv()
+            function, arguments = connection.recv()
         except EOFError:
             return
-        asker.send(answer_question(asker, function, arguments))
+        connection.send(answer_question(connection, function, arguments))
 
 
-def answer_question(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The last message about one question: what came of it, see the top of this file."""
+def answer_question(
+    connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run ``function`` and return the final response. The module docstring lists its forms."""
     last_sent = 0.0
 
     def on_progress(done: int, total: int) -> None:
         nonlocal last_sent
         if done == total or time.monotonic() - last_sent >= _PROGRESS_EVERY:
             last_sent = time.monotonic()
-            asker.send(("progress", done, total))
+            connection.send(("progress", done, total))
 
     try:
         with disk_errors_refused():
             return "done", function(*arguments, on_progress)
     except OutOfModelMemory as error:
         return "problem", error
-    except BaseException as error:  # Rust's panics, and whoever calls exit() in a task
-        if said := _starved(error):
-            return "starved", said
+    except BaseException as error:  # Panics of Rust libraries and calls of exit() in a task are not Exceptions.
+        if memory_message := _memory_message(error):
+            return "starved", memory_message
         if isinstance(error, MergegateError):
             return "problem", error
         message = " ".join(str(error).split())[:300] or _line_of(error)
@@ -454,6 +479,6 @@ def answer_question(asker: Connection, function: Callable[..., Any], arguments: 
 
 
 def _line_of(error: BaseException) -> str:
-    """Where it was raised, for what says nothing of itself: a library's bare ``assert`` tells what it wanted."""
+    """Return the source line that raised ``error``, for errors without a message such as a library's bare assert."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -1,9 +1,10 @@
-"""Pinning: from the names in a recipe to bytes that cannot change under the run.
+"""Resolve the model references of a recipe, and pin the files behind them by their hashes.
 
-Two steps, because the cheap refusals come between them. ``resolve_parents`` turns each reference into a directory or,
-for the Hub, a commit with its small files; licences and headers (``open_parent``) are checked on that. When the weights
-have come (``tasks.checkpoints.fetch``), ``pin_checkpoints`` hashes the files that matter, each once
-(``merge_core.files.hashing``), into the digest that every key speaks of.
+This takes two steps, because inexpensive checks can reject a parent in between. First, ``resolve_parents`` turns each
+reference into a directory or, on the Hub, into a commit with its small files. The checks of licenses and headers
+(``open_parent``) need nothing more. After the weights are downloaded (``tasks.checkpoints.fetch``),
+``pin_checkpoints`` hashes each file that determines the model's behavior once (``merge_core.files.hashing``). These
+hashes form the digest that all cache keys contain.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.store import NotInKey, merkle
 from mergegate.tasks.store import digest as canonical_digest
 
-# Where a reference leads, with its adapter; or why nowhere.
+# Directory, snapshot and adapter of a reference, or the reason why it cannot be resolved.
 Located = tuple[Path, Snapshot | None, ResolvedAdapter | None] | MergegateError
-# From repository, revision, and whether it is an adapter, to its commit, or why there is none.
+# Function of repository, revision and "is an adapter" that returns the snapshot, or the reason why there is none.
 AskHub = Callable[[str, str | None, bool], Snapshot | MergegateError]
 
 
 class ResolvedCheckpoint(BaseModel):
-    """A parent of the merge, found but not yet read. Of one on the Hub the weights need not be here."""
+    """A located parent of the merge that has not been read yet. Weights on the Hub may not be downloaded yet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # unique in the run
-    ref: str  # as the recipe writes it
+    name: str  # Unique in the run.
+    ref: str  # Reference in the recipe.
     directory: Annotated[Path, NotInKey]
-    revision: str | None = None  # commit of a Hub repository; None for a local directory
+    revision: str | None = None  # Commit of a Hub repository, or None for a local directory.
     is_base: bool = False
-    is_merged: Annotated[bool, NotInKey] = True  # its weights are, see ``Recipe.merged_references``
-    is_state: Annotated[bool, NotInKey] = False  # no model, see ``Recipe.states``
-    snapshot: Annotated[Snapshot | None, NotInKey] = None  # of a Hub repository: what its commit lists
-    adapter: Annotated[ResolvedAdapter | None, NotInKey] = None  # that is applied to it
+    is_merged: Annotated[bool, NotInKey] = True  # Whether its weights are merged, see ``Recipe.merged_references``.
+    is_state: Annotated[bool, NotInKey] = False  # Whether it is a state instead of a model, see ``Recipe.states``.
+    snapshot: Annotated[Snapshot | None, NotInKey] = None  # Files of the commit, or None for a local directory.
+    adapter: Annotated[ResolvedAdapter | None, NotInKey] = None  # Adapter that is applied to the model.
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """What of it lies on the Hub: model, adapter."""
+        """Hub snapshots of the model and of its adapter, if they are on the Hub."""
         both = (self.snapshot, self.adapter.snapshot if self.adapter else None)
-        return tuple(one for one in both if one)
+        return tuple(snapshot for snapshot in both if snapshot)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -65,18 +66,21 @@ class ResolvedCheckpoint(BaseModel):
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """Names of the files of the model that decide what it does."""
+        """Names of the files that determine the behavior of the model, without its adapter."""
         return self.snapshot.deciding if self.snapshot else deciding_files(self.directory)
 
 
 class PinnedCheckpoint(Model):
-    """A parent of the merge, pinned. Only its digest is in a key: a parent is evaluated once, under any name."""
+    """A pinned parent of the merge.
 
-    ref: Annotated[str, NotInKey]  # the merge engine knows it by this
+    Cache keys contain its digest but not its name, so a parent is evaluated once, under whichever name.
+    """
+
+    ref: Annotated[str, NotInKey]  # Reference that the merge engine uses for the parent.
     revision: Annotated[str | None, NotInKey] = None
     is_base: Annotated[bool, NotInKey] = False
     is_merged: Annotated[bool, NotInKey] = True
-    adapter: Annotated[PinnedAdapter | None, NotInKey] = None  # that is applied to it; in the digest
+    adapter: Annotated[PinnedAdapter | None, NotInKey] = None  # Adapter that is applied. The digest covers it.
 
     def pinned(self) -> Mapping[Path, str]:
         return {**super().pinned(), **(self.adapter.pinned() if self.adapter else {})}
@@ -90,15 +94,15 @@ class PinnedCheckpoint(Model):
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     def renamed(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
-        """Return the same parent under other names."""
+        """Return the same parent with ``rename`` applied to its name, its reference and that of its adapter."""
         adapter = self.adapter and self.adapter.model_copy(update={"ref": rename(self.adapter.ref)})
         return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
 
     def open(self) -> Checkpoint:
-        """Its configuration and headers, with its adapter applied; its weights are here.
+        """Return the checkpoint with its adapter applied, read from the local configuration and headers.
 
         Raises:
-            InvalidInput: for files that cannot be a checkpoint, or an adapter of it.
+            InvalidInput: The files do not form a checkpoint, or the adapter does not fit it.
         """
         model = open_checkpoint(self.directory)
         return self.adapter.applied_to(model) if self.adapter else model
@@ -106,7 +110,7 @@ class PinnedCheckpoint(Model):
 
 @dataclass(frozen=True)
 class PinnedRecipe:
-    """A recipe whose identity speaks of its parents' content, not of their names or places."""
+    """A recipe that is identified by the content of its parents instead of their names or directories."""
 
     recipe: Recipe
     parents: tuple[PinnedCheckpoint, ...]
@@ -117,11 +121,11 @@ class PinnedRecipe:
 
 @dataclass(frozen=True)
 class Search:
-    """What came of looking for the parents of several recipes.
+    """Result of searching for the parents of several recipes.
 
     Args:
-        found: Of each recipe, in its order, those that were found.
-        problems: One for each parent that was not.
+        found: Resolved parents of each recipe, in the order of the recipe.
+        problems: One error for each reference that could not be resolved.
     """
 
     found: tuple[tuple[ResolvedCheckpoint, ...], ...]
@@ -129,43 +133,46 @@ class Search:
 
 
 def search_parents(recipes: Sequence[Recipe]) -> Search:
-    """Look for every checkpoint that the recipes name, local ones relative to the recipe's directory.
+    """Resolve all checkpoints in the recipes. Local paths are relative to the directory of the recipe.
 
-    Each reference is resolved once: recipes that name one branch get one commit, also when it moves meanwhile.
+    Each reference is resolved once, so all recipes get the same commit of a branch, even if it moves during the search.
     """
-    ask = cache(_snapshot)
+    ask = cache(_find_snapshot_or_error)
     located = {
         (reference, recipe.directory): _locate(reference, recipe.directory, ask)
         for recipe in recipes
         for reference in recipe.references()
     }
-    problems = [place for place in located.values() if isinstance(place, MergegateError)]
-    return Search(tuple(_found(recipe, located) for recipe in recipes), tuple(problems))
+    problems = [location for location in located.values() if isinstance(location, MergegateError)]
+    return Search(tuple(_resolved_parents(recipe, located) for recipe in recipes), tuple(problems))
 
 
 def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
-    """Every checkpoint that the recipe names, in its order; local ones relative to the recipe's directory.
+    """Return all checkpoints in the recipe, in its order. Local paths are relative to the recipe's directory.
 
     Raises:
-        InvalidInput: for references that are neither local directories nor repositories.
-        Refused: for repositories that may not be read, or a Hub that cannot be reached.
+        InvalidInput: A reference is neither a local directory nor a repository.
+        Refused: The Hub denies access to a repository or is not reachable.
     """
     return resolve_all_parents([recipe])[0]
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """One checkpoint by name: a directory, relative to where we are, or ``org/name@revision``.
+    """Return the checkpoint that ``text`` names.
+
+    Args:
+        text: Directory, relative to the working directory, or ``org/name@revision``.
 
     Raises:
-        InvalidInput: for what is neither.
-        Refused: for a repository that may not be read, or a Hub that cannot be reached.
+        InvalidInput: The text is neither a directory nor a repository.
+        Refused: The Hub denies access to the repository or is not reachable.
     """
-    # A directory may have an @ or a + in its name.
+    # The name of a directory may contain @ or +.
     reference = CheckpointRef(text) if expand_user_path(text).is_dir() else parse_reference(text, text)
-    place = _locate(reference, None, _snapshot)
-    if isinstance(place, MergegateError):
-        raise place
-    directory, snapshot, adapter = place
+    location = _locate(reference, None, _find_snapshot_or_error)
+    if isinstance(location, MergegateError):
+        raise location
+    directory, snapshot, adapter = location
     return ResolvedCheckpoint(
         name=_name(reference),
         ref=text,
@@ -177,7 +184,12 @@ def find_checkpoint(text: str) -> ResolvedCheckpoint:
 
 
 def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
-    """As ``resolve_parents``, of several recipes: the same branch is the same commit in all of them."""
+    """Return the parents of each recipe. A branch resolves to the same commit in all recipes.
+
+    Raises:
+        InvalidInput: A reference is neither a local directory nor a repository.
+        Refused: The Hub denies access to a repository or is not reachable.
+    """
     search = search_parents(recipes)
     if search.problems:
         raise combine_hub_errors(search.problems)
@@ -185,76 +197,86 @@ def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckp
 
 
 def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
-    """Configuration and headers of a parent with its adapter, whether or not its weights are here.
+    """Return the checkpoint of a parent with its adapter applied, even if its weights are not downloaded yet.
 
     Raises:
-        InvalidInput: for files that cannot be a checkpoint.
-        Refused: for headers that the Hub does not give.
+        InvalidInput: The files do not form a checkpoint, or the adapter does not fit it.
+        Refused: The Hub does not serve the headers.
     """
     model = _open_base(parent)
     return parent.adapter.applied_to(model) if parent.adapter else model
 
 
-def adapter_findings_of_parents(found: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
-    """What is odd about the adapters of the parents.
+def adapter_findings_of_parents(parents: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
+    """Return the findings about applying the adapters of the parents.
 
     Raises:
-        InvalidInput, Refused: as :func:`open_parent`.
+        InvalidInput: The files of an adapter do not form an adapter.
+        Refused: The Hub does not serve the headers.
     """
-    adapted = [(parent.ref, parent.adapter) for parent in found if parent.adapter]
-    return tuple(one for ref, adapter in adapted for one in adapter.findings(ref.partition("+")[0]))
+    adapted = [(parent.ref, parent.adapter) for parent in parents if parent.adapter]
+    return tuple(finding for ref, adapter in adapted for finding in adapter.findings(ref.partition("+")[0]))
 
 
-def require_combinable(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> None:
-    """See from headers that adapters of a recipe whose result is an adapter can be combined.
+def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> None:
+    """Raise an error if the recipe produces an adapter but the adapters of the parents cannot be combined.
+
+    Only headers are read.
 
     Raises:
-        InvalidInput: naming the first that cannot.
-        Refused: as :func:`open_parent`.
+        InvalidInput: An adapter cannot be combined. The error names the first such adapter.
+        Refused: The Hub does not serve the headers.
     """
     if recipe.output is None:
         return
-    for parent in found:
+    for parent in parents:
         if parent.adapter:
             require_products(parent.ref, _open_base(parent), parent.adapter.open())
 
 
-def size_of_adapter(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> CombinedSize | None:
-    """What a recipe whose result is an adapter will make, from headers; None for other recipes.
+def size_of_adapter(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> CombinedSize | None:
+    """Return the size of the adapter that the recipe produces, or None if it does not produce an adapter.
+
+    Only headers are read.
 
     Raises:
-        InvalidInput, Refused: as :func:`require_combinable`.
+        InvalidInput: The files of a parent do not form a checkpoint, or the adapters cannot be combined.
+        Refused: The Hub does not serve the headers.
     """
-    adapted = {parent.ref: parent for parent in found if parent.adapter}
+    adapted = {parent.ref: parent for parent in parents if parent.adapter}
     if recipe.output is None or not adapted:
         return None
     base = _open_base(next(iter(adapted.values())))
-    return combined_size(recipe, base, {ref: one.adapter.open() for ref, one in adapted.items() if one.adapter})
+    return combined_size(
+        recipe, base, {ref: parent.adapter.open() for ref, parent in adapted.items() if parent.adapter}
+    )
 
 
 def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
-    """Headers of a parent without its adapter."""
+    """Return the checkpoint of a parent without its adapter, read from headers."""
     return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
 
 
 def pin_checkpoints(
-    found: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted: Collection[str] = ()
+    parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted: Collection[str] = ()
 ) -> tuple[PinnedCheckpoint, ...]:
-    """The same parents with their files that matter, all of which must be here, and the digest of those.
+    """Hash the files of the parents and return the pinned parents. All files must be on this machine.
 
     Args:
-        trusted: Repositories whose own code may be run, each at a commit: ``org/name@<40 hex digits>``.
+        parents: Resolved parents.
+        hashes: Memo of the file hashes that are already known.
+        trusted: Repositories whose code may run, each with its commit: ``org/name@<40 hex digits>``.
 
     Raises:
-        InvalidInput: for a directory without any such file.
+        InvalidInput: A directory contains no checkpoint files.
     """
-    return tuple(_pinned(parent, hashes, trusted) for parent in found)
+    return tuple(_pin_parent(parent, hashes, trusted) for parent in parents)
 
 
-def find_pinned_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
-    """Those of the parents whose files are here and were all hashed before, pinned; nothing is read for it."""
+def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
+    """Return the pinned form of the parents whose file hashes are all known. Reads no file."""
     pinned: list[PinnedCheckpoint] = []
-    for parent in found:
+    for parent in parents:
         paths = [parent.directory / name for name in parent.deciding]
         if parent.adapter:
             paths += [parent.adapter.directory / name for name in parent.adapter.deciding]
@@ -263,87 +285,95 @@ def find_pinned_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMem
     return tuple(pinned)
 
 
-def identify_parents(found: Sequence[ResolvedCheckpoint]) -> dict[Path, FileIdentity]:
-    """Identities of all files of the parents, which are here, for ``require_same_files``.
+def identify_parents(parents: Sequence[ResolvedCheckpoint]) -> dict[Path, FileIdentity]:
+    """Return the identities of all files of the parents, for ``require_same_files``.
+
+    The files must be on this machine.
 
     Raises:
-        InvalidInput: An index that is not JSON.
+        InvalidInput: An index is not JSON.
     """
-    identities = identify_files(parent.directory for parent in found)
-    for adapter in (parent.adapter for parent in found if parent.adapter):
+    identities = identify_files(parent.directory for parent in parents)
+    for adapter in (parent.adapter for parent in parents if parent.adapter):
         identities |= {path: file_identity(path) for path in map(adapter.directory.joinpath, adapter.deciding)}
     return identities
 
 
 def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
-    """Merkle digest over (name, size, sha256) of the files of a checkpoint that matter.
+    """Return the Merkle digest over name, size and sha256 of the checkpoint files that determine its behavior.
 
     Raises:
-        InvalidInput: for a directory without any such file.
+        InvalidInput: The directory contains no checkpoint files.
     """
-    return merkle(_hashed(directory, deciding_files(directory), hashes))
+    return merkle(_hash_files(directory, deciding_files(directory), hashes))
 
 
-def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo, trusted: Collection[str]) -> PinnedCheckpoint:
-    files = _hashed(parent.directory, parent.deciding, hashes)
+def _pin_parent(parent: ResolvedCheckpoint, hashes: HashMemo, trusted: Collection[str]) -> PinnedCheckpoint:
+    files = _hash_files(parent.directory, parent.deciding, hashes)
     digest, adapter = merkle(files), None
     if parent.adapter:
-        own = _adapter_files(parent.adapter, hashes)
-        digest = adapted_digest(digest, merkle(own))
+        adapter_files = _hash_adapter_files(parent.adapter, hashes)
+        digest = adapted_digest(digest, merkle(adapter_files))
         adapter = PinnedAdapter(
             ref=parent.adapter.ref,
             directory=parent.adapter.directory,
             revision=parent.adapter.revision,
-            files=_listed(own),
+            files=_names_and_hashes(adapter_files),
         )
-    known = parent.model_dump(exclude={"snapshot", "adapter", "is_state"})
-    named = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
+    fields = parent.model_dump(exclude={"snapshot", "adapter", "is_state"})
+    repo_at_commit = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
     return PinnedCheckpoint(
-        **known, digest=digest, files=_listed(files), adapter=adapter, runs_code=named is not None and named in trusted
+        **fields,
+        digest=digest,
+        files=_names_and_hashes(files),
+        adapter=adapter,
+        runs_code=repo_at_commit is not None and repo_at_commit in trusted,
     )
 
 
 def adapter_digest(directory: Path, hashes: HashMemo) -> str:
-    """Merkle digest of the files of an adapter that matter.
+    """Return the Merkle digest over name, size and sha256 of the adapter files that determine its behavior.
 
     Raises:
-        InvalidInput: for a directory without any.
+        InvalidInput: The directory does not contain an adapter.
     """
-    return merkle(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))
+    return merkle(_hash_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))
 
 
 def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
-    """As :func:`files_digest`, of an adapter: what a provenance tells of one.
+    """Return the :func:`files_digest` of an adapter, which a provenance records.
 
     Raises:
-        InvalidInput: for a directory without any.
+        InvalidInput: The directory does not contain an adapter.
     """
-    return files_digest(dict(_listed(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))))
+    return files_digest(
+        dict(_names_and_hashes(_hash_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes)))
+    )
 
 
 def files_digest(files: Mapping[str, str]) -> str:
-    """Digest of files of which only name and sha256 are known."""
+    """Return the digest of files from their names and sha256 alone."""
     return canonical_digest({"files": files})
 
 
-def _adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
+def _hash_adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
     names = adapter.deciding
     if sum(not is_own_text(name) for name in names) < 2:
         raise InvalidInput(str(adapter.directory), found="no adapter", expected="its configuration and its weights")
-    return _hashed(adapter.directory, names, hashes)
+    return _hash_files(adapter.directory, names, hashes)
 
 
 def adapted_digest(model: str, adapter: str) -> str:
-    """Digest of a model with an adapter applied, from those of the two."""
+    """Return the digest of a model with an adapter applied, computed from their two digests."""
     return canonical_digest({"model": model, "adapter": adapter})
 
 
-def _listed(files: Mapping[str, tuple[int, str]]) -> tuple[tuple[str, str], ...]:
+def _names_and_hashes(files: Mapping[str, tuple[int, str]]) -> tuple[tuple[str, str], ...]:
     return tuple((name, sha256) for name, (_, sha256) in sorted(files.items()))
 
 
-def _hashed(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str, tuple[int, str]]:
-    """Size and sha256 by name."""
+def _hash_files(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str, tuple[int, str]]:
+    """Return the size and the sha256 of each file."""
     files = {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}
     if not files:
         raise InvalidInput(str(directory), found="no checkpoint files", expected="weights, config.json and a tokenizer")
@@ -351,14 +381,14 @@ def _hashed(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str
 
 
 def _locate(reference: CheckpointRef, root: Path | None, ask: AskHub) -> Located:
-    model = _place(reference, root, ask, is_adapter=False)
+    model = _locate_repository(reference, root, ask, is_adapter=False)
     if isinstance(model, MergegateError) or not reference.adapter:
         return model if isinstance(model, MergegateError) else (*model, None)
     try:
-        named = parse_reference(reference.adapter, f"{reference}: its adapter")
+        adapter_reference = parse_reference(reference.adapter, f"{reference}: its adapter")
     except MergegateError as error:
         return error
-    adapter = _place(named, root, ask, is_adapter=True)
+    adapter = _locate_repository(adapter_reference, root, ask, is_adapter=True)
     if isinstance(adapter, MergegateError):
         return adapter
     directory, snapshot = adapter
@@ -366,10 +396,10 @@ def _locate(reference: CheckpointRef, root: Path | None, ask: AskHub) -> Located
     return *model, ResolvedAdapter(ref=reference.adapter, directory=directory, revision=revision, snapshot=snapshot)
 
 
-def _place(
+def _locate_repository(
     reference: CheckpointRef, root: Path | None, ask: AskHub, *, is_adapter: bool
 ) -> tuple[Path, Snapshot | None] | MergegateError:
-    """Of one directory or repository."""
+    """Return the directory and the snapshot of a model or of an adapter, or the error."""
     try:
         local = resolve_local(reference, root)
     except MergegateError as error:
@@ -377,28 +407,28 @@ def _place(
     if local is not None:
         problem = None if is_adapter else without_model(reference.path, local)
         return problem or (local.resolve(), None)
-    answer = ask(reference.path, reference.revision, is_adapter)
-    return answer if isinstance(answer, MergegateError) else (answer.directory, answer)
+    snapshot = ask(reference.path, reference.revision, is_adapter)
+    return snapshot if isinstance(snapshot, MergegateError) else (snapshot.directory, snapshot)
 
 
-def _snapshot(repo: str, revision: str | None, is_adapter: bool) -> Snapshot | MergegateError:
+def _find_snapshot_or_error(repo: str, revision: str | None, is_adapter: bool) -> Snapshot | MergegateError:
     try:
         return find_snapshot(repo, revision, adapter=is_adapter)
     except MergegateError as error:
         return error
 
 
-def _found(
+def _resolved_parents(
     recipe: Recipe, located: Mapping[tuple[CheckpointRef, Path | None], Located]
 ) -> tuple[ResolvedCheckpoint, ...]:
     references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
-    found = []
+    parents = []
     for reference, name in zip(references, _unique_names(references), strict=True):
-        place = located[reference, recipe.directory]
-        if isinstance(place, MergegateError):
+        location = located[reference, recipe.directory]
+        if isinstance(location, MergegateError):
             continue
-        directory, snapshot, adapter = place
-        found.append(
+        directory, snapshot, adapter = location
+        parents.append(
             ResolvedCheckpoint(
                 name=name,
                 ref=str(reference),
@@ -411,11 +441,11 @@ def _found(
                 adapter=adapter,
             )
         )
-    return tuple(found)
+    return tuple(parents)
 
 
 def _substitute(value: object, digests: Mapping[str, str]) -> object:
-    """``value`` with every string that is a reference replaced by the digest it stands for."""
+    """Return ``value`` with every reference in it replaced by its digest."""
     if isinstance(value, str):
         return digests.get(value, value)
     if isinstance(value, Mapping):
@@ -426,14 +456,14 @@ def _substitute(value: object, digests: Mapping[str, str]) -> object:
 
 
 def _unique_names(references: Sequence[CheckpointRef]) -> list[str]:
-    """Last path components where they tell the references apart, whole references where they do not."""
+    """Return the last path component of each reference, or the full reference if that component is not unique."""
     names = [_name(reference) for reference in references]
     counts = Counter(names)
     return [name if counts[name] == 1 else str(reference) for name, reference in zip(names, references, strict=True)]
 
 
 def _name(reference: CheckpointRef) -> str:
-    """What a person calls it: ``reverser``, or ``base+reverser-lora``."""
+    """Return the display name, for example ``reverser`` or ``base+reverser-lora``."""
     if not reference.adapter:
         return reference.name
     path = reference.adapter.partition("@")[0].rstrip("/")

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as every stage sees it: how to reach it, what a commit lists, headers without weights."""
+"""Access the Hugging Face Hub: credentials, the files of a commit, downloads, and headers without weights."""
 
 from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error, hub_access, is_offline, is_retryable
 from mergegate.tasks.checkpoints.hub.cache import snapshots_directory

@@ -1,9 +1,9 @@
-"""Reaching the Hub: where it is, with which token, and what its errors mean. The token is in no text that leaves here.
+"""Connect to the Hub: find its endpoint and a token, and interpret its errors.
 
-``HF_ENDPOINT`` and ``HF_TOKEN`` are read when they are needed and handed to the client, which itself would have read
-them once, when it was imported. For reading, a login of this machine (``hf auth login``) will do in place of
-``HF_TOKEN``; a token that writes must have been meant for it. Whether files travel by Xet or LFS is the client's to
-decide (``HF_HUB_DISABLE_XET=1`` in the environment of the process chooses LFS).
+The token never appears in a text that this module returns. ``HF_ENDPOINT`` and ``HF_TOKEN`` are read at each use and
+passed to the client, which would otherwise read them once, at import. For reading, a login on this machine
+(``hf auth login``) can replace ``HF_TOKEN``. For writing, the token must be set explicitly. The client decides
+whether files are transferred with Xet or LFS. Set ``HF_HUB_DISABLE_XET=1`` to choose LFS.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _PUBLIC = "https://huggingface.co"
-# Beside what may pass: the repository is not in the state that a step expected, because of a step of ours whose answer
-# was lost, one of somebody else's, or a listing that is behind. The same request again would get the same answer; what
-# helps is a new look.
+# Besides transient failures, these statuses mean that the repository is not in the state that a step expected. Either
+# the response to an earlier step was lost, another client changed the repository, or a listing is out of date.
+# Repeating the request would return the same response, so the caller has to read the state again.
 LOOK_AGAIN_STATUSES = TRANSIENT_STATUSES | {404, 409, 412}
 
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Endpoint and token. The token shows in no representation of it."""
+    """Endpoint and token of the Hub. The token does not appear in the representation of the object."""
 
     endpoint: str
     token: str | None = field(default=None, repr=False)
@@ -39,44 +39,48 @@ class HubAccess:
     )
 
     def api(self) -> HfApi:
-        """The library's client."""
+        """Return the client of ``huggingface_hub``."""
         return _client(self.endpoint, self.token)
 
     def url(self, repo: str, revision: str) -> str:
-        """Page of a revision, for people."""
+        """Return the address of the web page of a revision."""
         return f"{self.endpoint}/{repo}/tree/{revision}"
 
     def listing(self, repo: str, commit: str) -> dict[str, RemoteFile]:
-        """Every file of a commit by name, with the Hub's own hashes. A commit never changes: each is asked for once."""
+        """Return all files of a commit by name, with the Hub's own hashes.
+
+        A commit never changes, so each listing is requested once.
+        """
         from huggingface_hub.hf_api import RepoFile
 
-        known = self._listings.get((repo, commit))
-        if known is None:
-            known = self._listings[repo, commit] = {
+        files = self._listings.get((repo, commit))
+        if files is None:
+            files = self._listings[repo, commit] = {
                 entry.path: RemoteFile(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
                 for entry in self.api().list_repo_tree(repo, recursive=True, revision=commit)
                 if isinstance(entry, RepoFile)
             }
-        return known
+        return files
 
 
 @lru_cache(maxsize=4)
 def _client(endpoint: str, token: str | None) -> HfApi:
     from huggingface_hub import HfApi
 
-    # False, not None: without a token of ours the library would look for one that somebody logged in with.
+    # With None instead of False, the library would fall back to the token of a login on this machine.
     return HfApi(endpoint=endpoint, token=token or False, library_name="mergegate")
 
 
 def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
-    """How to reach the Hub from here.
+    """Return the endpoint and the token for the Hub.
 
     Args:
-        token_block: Name of a Prefect Secret block with the token; None: ``HF_TOKEN`` of the environment.
-        writing: Whether a token is indispensable.
+        token_block: Name of a Prefect Secret block that holds the token. Default: use ``HF_TOKEN``.
+        writing: Whether the caller writes to the Hub. Writing requires a token.
 
     Raises:
-        InvalidInput: when there is no token and one is needed, or the environment forbids the network.
+        InvalidInput: A token is required but not set, the Secret block does not exist, or the environment forbids
+            network access.
     """
     if is_offline():
         raise InvalidInput(
@@ -101,7 +105,7 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids to ask the Hub anything."""
+    """Return whether ``HF_HUB_OFFLINE`` forbids requests to the Hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
@@ -121,21 +125,24 @@ def _from_block(name: str) -> str:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the state should be read again and the next step tried: trouble on the way, not a no."""
+    """Return whether the caller should read the state again and retry.
+
+    This is the case for transport problems, but not if the Hub denies the request.
+    """
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
     chain = exception_chain(error)
     if any(status_of(cause) is not None for cause in chain) or is_transient(error):
         return is_transient(error, LOOK_AGAIN_STATUSES)
-    # The client's own kinds of silence: an error page where it expected its answer, a connection that broke, and what
-    # hf_xet raises when an upload is cut off.
+    # These errors of the client mean that no valid response arrived: JSONDecodeError for an error page, HTTPError for a
+    # broken connection, and RuntimeError of hf_xet for an interrupted upload.
     return isinstance(error, RuntimeError) or any(
         isinstance(cause, json.JSONDecodeError | HTTPError) for cause in chain
     )
 
 
 def describe_hub_error(error: BaseException, access: HubAccess) -> str:
-    """What went wrong, in one line, without the token, addresses or request ids."""
+    """Return a one-line description of the error, without the token, addresses and request ids."""
     text = ""
     for cause in exception_chain(error):
         status = status_of(cause)

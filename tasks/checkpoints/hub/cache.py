@@ -1,4 +1,4 @@
-"""Where the Hub's own cache keeps what has come of a repository."""
+"""Locate the files of a repository in the Hub's own cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def snapshots_directory(repo: str) -> Path:
-    """Where each commit of ``org/name`` has a directory of its own; nothing need be there."""
+    """Return the parent directory of the commits of ``org/name``. It may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,7 +1,7 @@
-"""The weights of checkpoints on the Hub: into its cache, each compared with the hash that the Hub lists for it.
+"""Download the files of checkpoints on the Hub and verify each against the hash that the Hub lists.
 
-The client compares only sizes, and believes whatever lies in the cache under a file's name; so every file is hashed
-here, once (``HashMemo``), while the others are still coming.
+The client of the Hub compares only sizes and trusts any cached file with the right name. For that reason, this module
+hashes every file once (``HashMemo``), while other files are still being downloaded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.http import retry_transient
 
 _FILES_AT_ONCE = 4
-_TRIES = 5  # where the client gives up at once: it asks again itself only when a connection breaks
+_TRIES = 5  # The client itself retries only after a broken connection.
 
 OnBytes = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Downloaded:
-    """What came, and what was there: files, and bytes that were downloaded now."""
+    """Number of all files, number of newly downloaded files, and the size of the new files in bytes."""
 
     files: int
     new_files: int
@@ -44,41 +44,43 @@ def download_snapshots(
     on_progress: OnBytes = lambda done, total: None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Downloaded:
-    """Have every file of ``snapshots`` in the Hub's cache, as the Hub lists it.
+    """Download the missing files of ``snapshots`` into the Hub's cache and verify all files.
 
     Args:
-        on_progress: Called with bytes that have come and bytes that are to come; in the caller's context.
-        wait: Called with seconds before a sick Hub is asked for a file again.
+        snapshots: Commits to download. Duplicates are downloaded once.
+        hashes: Memo of the file hashes that are already known.
+        on_progress: Called with the downloaded bytes and the total bytes to download, in the caller's context.
+        wait: Called with the number of seconds before a failed request is retried.
 
     Raises:
-        InvalidInput: Files are missing, and the environment forbids the Hub.
-        Refused: The Hub does not give a file or cannot be reached, or a file is not what the Hub lists.
+        InvalidInput: Files are missing and the environment forbids access to the Hub.
+        Refused: The Hub is not reachable, does not serve a file, or a file differs from the Hub's listing.
     """
-    unique = {(one.repo, one.commit): one for one in snapshots}.values()
-    wanted = [(one, name, file) for one in unique for name, file in one.files.items()]
-    missing = {(one.repo, name): file.size for one in unique for name, file in one.missing().items()}
+    unique = {(snapshot.repo, snapshot.commit): snapshot for snapshot in snapshots}.values()
+    jobs = [(snapshot, name, file) for snapshot in unique for name, file in snapshot.files.items()]
+    missing = {(snapshot.repo, name): file.size for snapshot in unique for name, file in snapshot.missing().items()}
     access = None if is_offline() else hub_access(writing=False)
     progress = _progress_class(sum(missing.values()), on_progress)
 
-    def bring(job: tuple[Snapshot, str, RemoteFile]) -> MergegateError | None:
+    def fetch(job: tuple[Snapshot, str, RemoteFile]) -> MergegateError | None:
         snapshot, name, file = job
         path = snapshot.directory / name
         try:
             if not path.is_file():
                 retry_transient(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
-            return _mismatch(snapshot, path, name, file, hashes)
+            return _find_mismatch(snapshot, path, name, file, hashes)
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
 
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         try:
-            problems = [problem for problem in threads.map(bring, wanted) if problem]
-        except BaseException:  # somebody wants us to end: not only when these files are here
+            problems = [problem for problem in threads.map(fetch, jobs) if problem]
+        except BaseException:  # The run was interrupted, so stop now instead of after the current files.
             progress.halted = True
             raise
     if problems:
         raise combine_hub_errors(problems)
-    return Downloaded(len(wanted), len(missing), sum(missing.values()))
+    return Downloaded(len(jobs), len(missing), sum(missing.values()))
 
 
 def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress: Any) -> None:
@@ -95,34 +97,34 @@ def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress:
     )
 
 
-def _mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
-    """Why the file is not the one that the Hub lists, or None."""
+def _find_mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
+    """Return an error if the hash of the file differs from the one that the Hub lists, or None if they agree."""
     if file.sha256 is not None:
-        kind, seen, listed = "sha256", hashes.sha256(path), file.sha256
+        kind, actual, listed = "sha256", hashes.sha256(path), file.sha256
     else:
-        kind, seen, listed = "git's sha1", git_blob(path.read_bytes()), file.blob
-    if seen == listed:
+        kind, actual, listed = "git's sha1", git_blob(path.read_bytes()), file.blob
+    if actual == listed:
         return None
     return Refused(
         f"{snapshot.repo}@{snapshot.commit[:12]}: {name}",
-        found=f"{kind} {seen[:16]}… in the Hub's cache",
+        found=f"{kind} {actual[:16]}… in the Hub's cache",
         expected=f"{listed[:16]}…, as the Hub lists it",
         remedy=f"it was damaged on its way or on this disk: delete {path.resolve()} and run again",
     )
 
 
 def _progress_class(total: int, on_progress: OnBytes) -> Any:
-    """A class in the place of ``tqdm`` that adds up what all files of a download have received."""
+    """Return a replacement for ``tqdm`` that sums the received bytes over all files of a download."""
     context, lock, done = copy_context(), Lock(), 0
 
     class FileProgress:
-        """One file's share; what the client calls of ``tqdm``."""
+        """Progress of one file, with the part of the ``tqdm`` interface that the client uses."""
 
         total: float | None = None
         halted = False
 
         def __init__(self, *_: object, initial: float = 0, **__: object) -> None:
-            self.update(initial)  # of a file that a killed run began
+            self.update(initial)  # Bytes that a killed run had already downloaded.
 
         def update(self, count: float | None = 1) -> None:
             nonlocal done
@@ -133,7 +135,10 @@ def _progress_class(total: int, on_progress: OnBytes) -> Any:
                 context.run(on_progress, min(done, total), total)
 
         def update_transfer(self, count: float | None = 1) -> None:
-            """Bytes on the wire: of compressed or known parts there are fewer. Not counted twice."""
+            """Ignore the bytes sent over the network, because ``update`` already counts the bytes of the file.
+
+            They can be fewer than the bytes of the file if parts are compressed or already cached.
+            """
 
         def refresh(self, *_: object, **__: object) -> None: ...
         def close(self) -> None: ...

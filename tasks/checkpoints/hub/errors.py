@@ -1,4 +1,8 @@
-"""What the Hub's noes mean for whoever wants to read a model: not there, not for you, not without asking, not now."""
+"""Translate the Hub's refusals to serve a model into mergegate errors with a remedy.
+
+The refusals are: the repository or revision does not exist, the account has no access, the repository is gated, or
+the Hub is unavailable.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,24 @@ _NEITHER = "neither a directory here nor a repository on the Hub that"
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What the client raises when it cannot get something, whatever the reason."""
+    """Return the exception types that the client raises if a request fails for any reason."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         HFValidationError,
         HTTPError,
     )
 
-    # hf_xet raises RuntimeError.
+    # RuntimeError is raised by hf_xet.
     return (HTTPError, HFValidationError, OSError, RuntimeError)
 
 
 def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
-    """``error`` of the client as one of ours, with the page or the setting that helps.
+    """Return a mergegate error for ``error`` of the client, with the page or the setting that fixes it.
 
     Args:
-        where: The model as the user wrote it.
-        repo: Its repository.
-        access: How the Hub was asked; None: it was not, the environment forbids it.
+        where: Text that the user wrote for the model.
+        repo: Repository of the model.
+        error: Exception of the client.
+        access: Access that was used, or None if the environment forbids access to the Hub.
     """
     from huggingface_hub import errors
 
@@ -50,7 +55,7 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
                 remedy="free some space, or point HF_HOME to another disk",
             )
     statuses = [status for cause in chain if (status := status_of(cause)) is not None]
-    who = "the token's account" if access.token else "somebody without a token"
+    reader = "the token's account" if access.token else "somebody without a token"
     if is_a(errors.GatedRepoError) and not access.token:
         return InvalidInput(
             where,
@@ -61,7 +66,7 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
     if is_a(errors.GatedRepoError):
         return Refused(
             where,
-            found=f"a gated repository, closed to {who}",
+            found=f"a gated repository, closed to {reader}",
             expected="access to its files",
             remedy=f"ask for access on {access.endpoint}/{repo} and export HF_TOKEN of the account that has it"
             " (a fine-grained token must also be allowed to read gated repositories)",
@@ -78,14 +83,14 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
     if is_a(errors.RepositoryNotFoundError, errors.HFValidationError):
         return InvalidInput(
             where,
-            found=f"{_NEITHER} {who} can see",
+            found=f"{_NEITHER} {reader} can see",
             expected="a path relative to the recipe, or org/name on the Hub",
             remedy="check the spelling; for a private repository export HF_TOKEN of an account that may read it",
         )
     if 403 in statuses:
         return Refused(
             where,
-            found=f"the Hub does not let {who} read it: {describe_hub_error(error, access)}",
+            found=f"the Hub does not let {reader} read it: {describe_hub_error(error, access)}",
             expected="a repository that may be read",
             remedy=f"look at {access.endpoint}/{repo} with that account, or export HF_TOKEN of another",
         )
@@ -98,7 +103,7 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
 
 
 def unreachable_offline(where: str) -> InvalidInput:
-    """Something is not in the cache, and the environment forbids to ask for it."""
+    """Return the error for a model that is not completely cached while the environment forbids access to the Hub."""
     return InvalidInput(
         where,
         found="no such directory here, nor whole in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
@@ -108,16 +113,19 @@ def unreachable_offline(where: str) -> InvalidInput:
 
 
 def combine_hub_errors(problems: Sequence[MergegateError]) -> MergegateError:
-    """The first of the problems, saying that of the others too: each would have been the next run's first."""
-    first, *others = {str(problem): problem for problem in problems}.values()
-    if not others:
+    """Return the first error, extended by the messages of the rest.
+
+    The user sees all of them at once, instead of one more in each run.
+    """
+    first, *rest = {str(problem): problem for problem in problems}.values()
+    if not rest:
         return first
-    also = "".join(f"\n  also: {other.where}: {other.found}" for other in others)
+    also = "".join(f"\n  also: {problem.where}: {problem.found}" for problem in rest)
     return type(first)(first.where, found=first.found + also, expected=first.expected, remedy=first.remedy)
 
 
 def rejected_token(access: HubAccess) -> InvalidInput:
-    """The token is none: mistyped, expired or revoked."""
+    """Return the error for a token that the Hub rejects because it is mistyped, expired or revoked."""
     return InvalidInput(
         "HF_TOKEN",
         found="the Hub does not know this token",

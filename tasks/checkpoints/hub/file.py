@@ -1,4 +1,4 @@
-"""A file as a commit on the Hub lists it, with the Hub's own hashes."""
+"""Describe a file in the listing of a commit on the Hub, with the Hub's own hashes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the Hub lists it.
+    """One file in the Hub's listing of a commit.
 
-    ``sha256`` is of its content where it lies in large file storage (LFS or Xet); of any other file the Hub knows only
-    ``blob``, git's sha1 of it.
+    Attributes:
+        size: Size in bytes.
+        blob: Git's sha1 of the file.
+        sha256: sha256 of the content, or None for files outside large file storage (LFS or Xet). For those, the Hub
+            lists only ``blob``.
     """
 
     size: int
@@ -20,5 +23,5 @@ class RemoteFile:
 
 
 def git_blob(data: bytes) -> str:
-    """git's id of a file with this content: 40 hex digits, sha1 over a header and the bytes."""
+    """Return git's id of a file with this content: the sha1 over a header and the bytes, as 40 hex digits."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

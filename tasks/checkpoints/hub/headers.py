@@ -1,8 +1,8 @@
-"""Checkpoints on the Hub as tables of tensors, without their weights.
+"""Open checkpoints on the Hub as tables of tensors, without downloading their weights.
 
-Of each weight file that is not in the cache only the header is asked for, in two ranged reads: its length, then exactly
-so many bytes. ``HF_ENDPOINT``, tokens and proxies work as everywhere in ``huggingface_hub``. Pickled weights cannot be
-read so (their table lies inside a zip archive): they must be in the cache.
+For each weight file that is not in the cache, two ranged requests read only the header: first its length, then exactly
+that number of bytes. ``HF_ENDPOINT``, tokens and proxies work as in the rest of ``huggingface_hub``. Pickled weights
+must be in the cache, because their table of tensors is inside a zip archive.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _CONNECTIONS = 8
 
 
 def open_snapshot(snapshot: Snapshot) -> Checkpoint:
-    """The checkpoint of ``snapshot``, from headers and small files.
+    """Return the checkpoint of ``snapshot``, read from headers and small files.
 
     Raises:
-        InvalidInput: Files that cannot be a checkpoint, headers that cannot be read from afar, no network allowed.
-        Refused: The Hub does not give the headers.
+        InvalidInput: The files do not form a checkpoint, the server does not support ranged reads, or the environment
+            forbids network access.
+        Refused: The Hub does not serve the headers, or weights that are not in the cache are pickled.
     """
-    with _named(snapshot):
+    with _errors_name_repository(snapshot):
         return open_checkpoint(snapshot.directory, _missing_headers(snapshot) or None, snapshot.names)
 
 
 @contextmanager
-def _named(snapshot: Snapshot) -> Iterator[None]:
-    """Messages name the repository: a place in the cache says nothing to a person."""
+def _errors_name_repository(snapshot: Snapshot) -> Iterator[None]:
+    """Replace the cache path in error messages by the repository, which the user recognizes."""
     try:
         yield
     except InvalidInput as error:
@@ -47,17 +48,18 @@ def _named(snapshot: Snapshot) -> Iterator[None]:
 
 
 def open_adapter_snapshot(snapshot: Snapshot) -> Adapter:
-    """The adapter of ``snapshot``, from its header and configuration.
+    """Return the adapter of ``snapshot``, read from its header and its configuration.
 
     Raises:
-        InvalidInput, Refused: as :func:`open_snapshot`.
+        InvalidInput: The files do not form an adapter, or for the reasons of :func:`open_snapshot`.
+        Refused: For the reasons of :func:`open_snapshot`.
     """
-    with _named(snapshot):
+    with _errors_name_repository(snapshot):
         return open_adapter(snapshot.directory, _missing_headers(snapshot), snapshot.names)
 
 
 def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]]:
-    """Headers of the weights that are not in the cache, read from afar."""
+    """Read the headers of the weight files that are not in the cache from the Hub."""
     missing = [name for name in snapshot.weights if not (snapshot.directory / name).is_file()]
     if not missing:
         return {}
@@ -76,42 +78,43 @@ def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]
             remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded",
         )
     sizes = tuple((name, snapshot.files[name].size) for name in missing)
-    return _headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes)
+    return _fetch_headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes)
 
 
-@lru_cache(maxsize=64)  # a commit never changes; a recipe and its remedies have the same parents
-def _headers(
+@lru_cache(maxsize=64)  # A commit never changes, and a recipe and its remedies have the same parents.
+def _fetch_headers(
     repo: str, commit: str, directory: Path, sizes: tuple[tuple[str, int], ...]
 ) -> Mapping[Path, Sequence[StoredTensor]]:
     from huggingface_hub import hf_hub_url
 
     access = hub_access(writing=False)
 
-    def header(file: tuple[str, int]) -> tuple[StoredTensor, ...]:
+    def fetch(file: tuple[str, int]) -> tuple[StoredTensor, ...]:
         name, size = file
         url = hf_hub_url(repo, name, revision=commit, endpoint=access.endpoint)
-        return fetch_header(lambda start, count: _ranged(url, start, count, access), size, directory / name)
+        return fetch_header(lambda start, count: _read_range(url, start, count, access), size, directory / name)
 
     try:
         with ThreadPoolExecutor(_CONNECTIONS) as threads:
-            found = list(threads.map(header, sizes))
+            headers = list(threads.map(fetch, sizes))
     except client_errors() as error:
         raise hub_refusal(f"{repo}@{commit[:12]}", repo, error, access) from error
-    return {directory / name: tensors for (name, _), tensors in zip(sizes, found, strict=True)}
+    return {directory / name: tensors for (name, _), tensors in zip(sizes, headers, strict=True)}
 
 
-def _ranged(url: str, start: int, count: int, access: HubAccess) -> bytes:
-    """Bytes ``start`` to ``start + count`` of what lies at ``url``.
+def _read_range(url: str, start: int, count: int, access: HubAccess) -> bytes:
+    """Return the bytes from ``start`` to ``start + count`` of the file at ``url``.
 
     Raises:
-        InvalidInput: The server does not answer with this part: the whole may be many gigabytes.
+        InvalidInput: The server does not respond with exactly this range. The function does not fall back to reading
+            the whole file, which may be many gigabytes in size.
     """
     from huggingface_hub import get_session, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
 
-    known = build_hf_headers(token=access.token or False)
-    wanted = {**known, "Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=wanted, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+    common = build_hf_headers(token=access.token or False)
+    headers = {**common, "Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
         hf_raise_for_status(response)
         if response.status_code != 206 or int(response.headers.get("Content-Length", count)) != count:
             raise InvalidInput(

@@ -1,7 +1,7 @@
-"""Whose a token is and what it may do, so that a release is not refused hours after it was begun.
+"""Check that a token may write to a repository, so that a release does not fail hours after its start.
 
-What the Hub says of a token (``/api/whoami-v2``) and what it says of one repository (``auth-check``) are asked here;
-what follows from the first is decided by pure functions. A self-hosted Hub that knows neither question is believed.
+This module queries the Hub for the token (``/api/whoami-v2``) and for the repository (``auth-check``). Pure functions
+evaluate the first response. If a self-hosted Hub supports neither endpoint, the check passes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _READING_ROLES = frozenset({"read", "no_access"})
 
 @dataclass(frozen=True)
 class Account:
-    """Whose a token is.
+    """Account that a token belongs to, and the permissions of the token.
 
     Args:
-        name: Of the account: its own namespace.
-        organizations: Name → role in it (``admin``, ``write``, ``contributor``, ``read``; empty: not said).
-        role: Of the token: ``read``, ``write`` or ``fineGrained``; empty: not said.
-        scopes: Of a fine-grained token: namespace or repository → what it may do there.
-        everywhere: Of a fine-grained token: what it may do in all of them.
+        name: Name of the account, which is also its namespace.
+        organizations: Role of the account by organization: ``admin``, ``write``, ``contributor`` or ``read``. Empty if
+            the Hub does not report it.
+        role: Role of the token: ``read``, ``write`` or ``fineGrained``. Empty if the Hub does not report it.
+        scopes: Permissions of a fine-grained token by namespace or repository. None for other tokens.
+        everywhere: Permissions of a fine-grained token in all namespaces and repositories.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Account:
 
 
 def parse_account(answer: Mapping[str, Any]) -> Account:
-    """The answer of ``whoami-v2``; what it does not say counts as not said."""
+    """Return the account in a response of ``whoami-v2``. Missing fields become empty values."""
     token = _mapping(_mapping(answer.get("auth")).get("accessToken"))
     fine = _mapping(token.get("fineGrained"))
     scopes: dict[str, frozenset[str]] = {}
@@ -49,8 +50,8 @@ def parse_account(answer: Mapping[str, Any]) -> Account:
     return Account(
         name=str(answer.get("name", "")),
         organizations={
-            str(_mapping(one).get("name", "")): str(_mapping(one).get("roleInOrg") or "")
-            for one in answer.get("orgs") or ()
+            str(_mapping(organization).get("name", "")): str(_mapping(organization).get("roleInOrg") or "")
+            for organization in answer.get("orgs") or ()
         },
         role=str(token.get("role") or ""),
         scopes=scopes if fine else None,
@@ -59,46 +60,50 @@ def parse_account(answer: Mapping[str, Any]) -> Account:
 
 
 def why_not(account: Account, repo: str, endpoint: str) -> Refused | None:
-    """Why this account's token cannot write to ``repo`` (``org/name``), or None when nothing speaks against it."""
-    space = repo.partition("/")[0]
+    """Return an error if the account's token cannot write to ``repo`` (``org/name``), or None if it may."""
+    namespace = repo.partition("/")[0]
     page = f"{endpoint}/settings/tokens"
 
     def refused(found: str, expected: str, remedy: str) -> Refused:
         return Refused(f"publish.repo: {repo}", found=found, expected=expected, remedy=remedy)
 
-    if space != account.name and space not in account.organizations:
-        spaces = [account.name, *account.organizations]
+    if namespace != account.name and namespace not in account.organizations:
+        namespaces = [account.name, *account.organizations]
         return refused(
-            f"the token is of {account.name}, who is not {space} and no member of it",
-            f"a repository of {' or '.join(spaces)}",
-            f"{suggest(space, spaces)}; or export HF_TOKEN of a member",
+            f"the token is of {account.name}, who is not {namespace} and no member of it",
+            f"a repository of {' or '.join(namespaces)}",
+            f"{suggest(namespace, namespaces)}; or export HF_TOKEN of a member",
         )
-    role = account.organizations.get(space, "")
-    if space != account.name and role in _READING_ROLES:
+    role = account.organizations.get(namespace, "")
+    if namespace != account.name and role in _READING_ROLES:
         return refused(
-            f"{account.name} may only read in {space}",
+            f"{account.name} may only read in {namespace}",
             "a member who may write",
-            f"have the role changed on {endpoint}/organizations/{space}/settings/members",
+            f"have the role changed on {endpoint}/organizations/{namespace}/settings/members",
         )
     if account.role == "read":
         return refused("the token may only read", "a token that may write", f"make one on {page}")
     if account.role == "fineGrained" and account.scopes is not None:
-        granted = account.scopes.get(space, frozenset()) | account.scopes.get(repo, frozenset()) | account.everywhere
-        if _WRITES not in granted:
+        permissions = (
+            account.scopes.get(namespace, frozenset()) | account.scopes.get(repo, frozenset()) | account.everywhere
+        )
+        if _WRITES not in permissions:
             return refused(
-                f"the fine-grained token may not write to {space} or {repo}",
-                f"write access to contents of the repositories of {space}",
+                f"the fine-grained token may not write to {namespace} or {repo}",
+                f"write access to contents of the repositories of {namespace}",
                 f"edit its permissions on {page}",
             )
     return None
 
 
 def require_write_access(repo: str, access: HubAccess) -> None:
-    """See that the token is valid, may write to ``repo``, and that the Hub agrees if the repository exists.
+    """Raise an error unless the token is valid and may write to ``repo``.
+
+    If the repository exists, the Hub is also queried for write access to it.
 
     Raises:
-        InvalidInput: for a token that the Hub does not know.
-        Refused: for one that may not write, or a Hub that cannot be asked.
+        InvalidInput: The Hub does not know the token.
+        Refused: The token may not write to the repository, or the Hub is not reachable.
     """
     try:
         answer = access.api().whoami()
@@ -106,12 +111,13 @@ def require_write_access(repo: str, access: HubAccess) -> None:
         if status_of(error) == 404:
             return
         raise rejected_token(access) if status_of(error) == 401 else _unanswered(repo, error, access) from None
-    if (no := why_not(parse_account(answer), repo, access.endpoint)) is not None:
-        raise no
+    if (refusal := why_not(parse_account(answer), repo, access.endpoint)) is not None:
+        raise refusal
     try:
         access.api().auth_check(repo, write=True)
     except client_errors() as error:
-        if status_of(error) == 404:  # it will be made: in a namespace of ours nothing is hidden from us
+        # The repository does not exist and will be created. In its own namespace, an account sees all repositories.
+        if status_of(error) == 404:
             return
         if status_of(error) in (401, 403):
             raise Refused(

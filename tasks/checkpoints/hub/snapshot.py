@@ -1,9 +1,9 @@
-"""A commit of a model repository, as far as it must be known before its weights may come: what it lists, small files.
+"""Resolve a model repository to a commit, and read its file listing and its small files before any weights.
 
-The name of a branch is asked for once and becomes a commit; everything after that speaks of the commit. Small files
-(card, licences, configuration, tokenizer, index) come into the Hub's own cache, where the weights will find them. A
-commit never changes: what is in the cache of it is not asked for again. A branch whose commit is whole in the cache
-costs one question, and a pinned commit (``org/name@<40 hex digits>``) none: it needs no network.
+A branch name is resolved to a commit once, and all later steps use the commit. The small files (card, licenses,
+configuration, tokenizer, index) are downloaded into the Hub's own cache, where the weights follow later. A commit
+never changes, so cached files are not requested again. If the commit of a branch is completely cached, resolving the
+branch takes one request. A pinned commit (``org/name@<40 hex digits>``) takes none and needs no network.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mergegate.tasks.checkpoints.hub.file import RemoteFile
 from mergegate.tasks.http import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# A file with the name of a small one that is larger than this comes with the weights.
+# Larger files are downloaded together with the weights, even if their name is that of a small file. In bytes.
 _LARGEST_SMALL = 100_000_000
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint on the Hub at one commit, and where it lies, or will lie, in the cache.
+    """A checkpoint on the Hub at one commit, with its directory in the cache.
 
     Args:
-        repo: ``org/name``.
-        commit: 40 hex digits.
-        directory: Its place in the cache. The small files are there.
-        weights: Names of the weight files that count.
-        deciding: Those, and every other file that decides what the model does.
-        files: All that belongs to it, card and licences too, by name.
+        repo: Name of the repository, as ``org/name``.
+        commit: Commit as 40 hex digits.
+        directory: Directory of the commit in the cache. It already contains the small files.
+        weights: Names of the weight files that belong to the checkpoint.
+        deciding: Names of all files that determine the model's behavior, including ``weights``.
+        files: Files of the checkpoint by name: ``deciding``, the card, the licenses and the notices.
         names: Names of all files of the repository.
     """
 
@@ -51,56 +51,59 @@ class Snapshot:
     names: tuple[str, ...] = ()
 
     def missing(self) -> dict[str, RemoteFile]:
-        """What of it is not in the cache yet."""
+        """Return the files of the checkpoint that are not in the cache yet, by name."""
         return {name: file for name, file in self.files.items() if not (self.directory / name).is_file()}
 
     @property
     def bytes_to_download(self) -> int:
-        """Size of what is missing."""
+        """Total size of the missing files, in bytes."""
         return sum(file.size for file in self.missing().values())
 
 
 def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> Snapshot:
-    """The commit that ``revision`` (a branch, a tag or a commit; None: ``main``) means now, and its small files.
+    """Return the current commit of ``revision``, and download its small files.
 
     Args:
-        repo: ``org/name``.
-        revision: See above.
-        adapter: Whether an adapter is looked for in it, not a model.
+        repo: Name of the repository, as ``org/name``.
+        revision: Branch, tag or commit. Default: ``main``.
+        adapter: Whether the repository contains an adapter instead of a model.
 
     Raises:
-        InvalidInput: No such repository or revision, no model in it, or a revision that cannot be told without network.
-        Refused: The Hub does not let us see it, or cannot be reached.
+        InvalidInput: The repository or revision does not exist, contains no model, or cannot be resolved without
+            network access.
+        Refused: The Hub denies access or is not reachable.
     """
     where = f"{repo}@{revision}" if revision else repo
     access = None if is_offline() else hub_access(writing=False)
     try:
-        commit = _commit(repo, revision, access)
+        commit = _resolve_commit(repo, revision, access)
         detail("%s: %s is commit %s", access.endpoint if access else "the Hub's cache", where, commit)
-        if whole := _whole_in_cache(repo, commit, adapter):
-            return whole
+        if cached := _find_complete_in_cache(repo, commit, adapter):
+            return cached
         if access is None:
             raise unreachable_offline(where)
         listed = access.listing(repo, commit)
-        if (config := _config(adapter)) not in listed:
+        if (config := _config_file(adapter)) not in listed:
             kind = "an adapter as PEFT saves it" if adapter else "a model in Hugging Face layout"
             raise InvalidInput(where, found=f"no {config}", expected=kind)
-        beside = _beside(listed, adapter)
-        small = [name for name in (*beside, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
-        snapshot = _snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
+        without_weights = _deciding_without_weights(listed, adapter)
+        small = [name for name in (*without_weights, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
+        snapshot = _build_snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
         if snapshot.missing():
-            _require_reading(repo, access)
+            _require_read_access(repo, access)
         return snapshot
     except client_errors() as error:
         raise hub_refusal(where, repo, error, access) from error
 
 
-def _config(adapter: bool) -> str:
-    """The file without which a repository has no model, or no adapter, in it."""
+def _config_file(adapter: bool) -> str:
+    """Return the name of the file that every repository with a model, or with an adapter, must have."""
     return CONFIG_FILE if adapter else "config.json"
 
 
-def _snapshot(repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile], adapter: bool) -> Snapshot:
+def _build_snapshot(
+    repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile], adapter: bool
+) -> Snapshot:
     if adapter:
         deciding = adapter_files(tuple(listed))
         weights = tuple(name for name in deciding if name != CONFIG_FILE and not is_own_text(name))
@@ -111,39 +114,43 @@ def _snapshot(repo: str, commit: str, directory: Path, listed: Mapping[str, Remo
     return Snapshot(repo, commit, directory, weights, deciding, files, tuple(sorted(listed)))
 
 
-def _beside(listed: Mapping[str, RemoteFile], adapter: bool) -> tuple[str, ...]:
-    """Return the files other than weights that decide what a model, or an adapter, does."""
+def _deciding_without_weights(listed: Mapping[str, RemoteFile], adapter: bool) -> tuple[str, ...]:
+    """Return the files, other than weights, that determine the behavior of a model or an adapter."""
     if not adapter:
         return files_beside(listed)
     return tuple(name for name in listed if name == CONFIG_FILE or is_own_text(name))
 
 
-def _commit(repo: str, revision: str | None, access: HubAccess | None) -> str:
+def _resolve_commit(repo: str, revision: str | None, access: HubAccess | None) -> str:
     if revision and _COMMIT.fullmatch(revision):
         return revision
     if access is None:
-        raise _not_offline(repo, revision)
+        raise _offline_error(repo, revision)
     commit = access.api().model_info(repo, revision=revision).sha
     if commit is None:
         raise InvalidInput(repo, found="a repository without commits")
     return commit
 
 
-def _require_reading(repo: str, access: HubAccess) -> None:
-    """See that its files may be had: of a gated repository anybody may ask for the listing, and the cache may hold
-    small files of a time when access was open."""
+def _require_read_access(repo: str, access: HubAccess) -> None:
+    """Raise the client's error unless the files of the repository may be downloaded.
+
+    The file listing does not prove access, because the Hub returns it for gated repositories too. The small files do
+    not prove it either, because they may have been cached while access was open.
+    """
     try:
         access.api().auth_check(repo)
     except client_errors() as error:
-        if status_of(error) != 404:  # a self-hosted Hub that does not know the question
+        if status_of(error) != 404:  # A self-hosted Hub may lack this endpoint.
             raise
 
 
-def _whole_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
-    """The snapshot, if every file that belongs to it is in the cache; nobody is asked.
+def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
+    """Return the snapshot if all of its files are in the cache, without any request.
 
-    The client keeps the names of a commit's files, but not their sha256. It calls a file in the cache by the hash that
-    the Hub gave for it, though: sha256 of a large one, git's sha1 of a small one; the snapshot has links to those.
+    The client stores the names of a commit's files but not their sha256. However, it names each cached file after the
+    hash that the Hub reported, which is the sha256 of a large file and git's sha1 of a small file. The directory of
+    the commit contains links to those files.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -161,23 +168,23 @@ def _whole_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
     }
     if (
         not {
-            *_beside(listed, adapter),  # the index is among them
-            _config(adapter),
+            *_deciding_without_weights(listed, adapter),  # This includes the index.
+            _config_file(adapter),
         }
         <= names.keys()
     ):
         return None
-    snapshot = _snapshot(repo, commit, directory, listed, adapter)
+    snapshot = _build_snapshot(repo, commit, directory, listed, adapter)
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None
 
 
 def _download_small_files(repo: str, commit: str, names: list[str], access: HubAccess) -> Path:
-    """Have files of a commit in the cache, and their place there. Its listing is kept beside them."""
+    """Download files of a commit into the cache and return their directory. The client also caches the listing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
 
     disable_progress_bars()
-    # Patterns, not names: what is special in them is taken out of a name.
+    # The client expects patterns, so special characters in the names are escaped.
     patterns = [re.sub(r"([*?[])", r"[\1]", name) for name in names]
     return Path(
         snapshot_download(
@@ -190,10 +197,10 @@ def _download_small_files(repo: str, commit: str, names: list[str], access: HubA
     )
 
 
-def _not_offline(repo: str, revision: str | None) -> InvalidInput:
-    """What to say when only the Hub could tell which commit is meant."""
+def _offline_error(repo: str, revision: str | None) -> InvalidInput:
+    """Return the error for a revision that cannot be resolved without access to the Hub."""
     newest = max(
-        snapshots_directory(repo).glob("*"), key=lambda place: place.stat().st_mtime, default=Path("<40 hex digits>")
+        snapshots_directory(repo).glob("*"), key=lambda path: path.stat().st_mtime, default=Path("<40 hex digits>")
     )
     return InvalidInput(
         repo,
