@@ -65,7 +65,8 @@ def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> No
 
 
 def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
-    code = "import sys; sys.argv = ['mergegate', '--help']\nfrom mergegate.flows.cli import main\ntry:\n main()\nfinally:\n"
+    code = "import sys; sys.argv = ['mergegate', '--help']\nfrom mergegate.flows.cli import main\n"
+    code += "try:\n main()\nfinally:\n"
     code += " print(sorted({'torch', 'prefect', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0
