@@ -316,7 +316,7 @@ def _has_other_processes(place: _Place) -> bool:
 
 
 class _ModelProcess:
-    """The parent's handle of a model process."""
+    """Handle of a running model process, used by the process that started it."""
 
     def __init__(self, kind: _Kind) -> None:
         self.kind = kind
