@@ -18,7 +18,7 @@ from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 
 class ResolvedAdapter(BaseModel):
-    """A located adapter that has not been read yet. If it is on the Hub, its weights may not be downloaded yet.
+    """A located but unread adapter. If it is on the Hub, its weights may still have to be downloaded.
 
     Attributes:
         ref: Text after the ``+`` in the recipe.

@@ -42,7 +42,7 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
     Raises:
         InvalidInput: The index is not JSON.
     """
-    names = [name for name in names if not is_module_file(name)]  # Such a file belongs to a layer that is not merged.
+    names = [name for name in names if not is_module_file(name)]  # Files of module directories are not merged.
     if any(name.endswith(".safetensors") for name in names):
         index, single = INDEX_NAME, SINGLE_NAME
         loose = [name for name in names if "/" not in name and name.endswith(".safetensors")]

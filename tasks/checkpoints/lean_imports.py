@@ -21,8 +21,8 @@ _UNASKED = ("boto3", "chardet", "redis", "scipy")
 def import_lean(*modules: str) -> None:
     """Import ``modules`` in order, as if the unused optional packages were not installed.
 
-    If a part of a package is already imported, it may have probed for the optional packages and stored the result.
-    Nothing is hidden from the rest of such a package.
+    If a part of a package is already imported, it may have probed for the optional packages and stored the result. In
+    that case, the rest of the package can import them too.
     """
     for module in modules:
         is_imported = module.partition(".")[0] in sys.modules

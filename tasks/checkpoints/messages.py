@@ -34,12 +34,12 @@ _PLAIN = {
 }
 
 
-def receive(connection: Connection, where: str) -> tuple[Any, ...]:
+def receive(connection: Connection, location: str) -> tuple[Any, ...]:
     """Return the next message. A forged message can only make this function raise.
 
     Args:
         connection: Connection to the model process.
-        where: Location that error messages name.
+        location: Call that the message belongs to, for error messages.
 
     Returns:
         ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
@@ -47,7 +47,7 @@ def receive(connection: Connection, where: str) -> tuple[Any, ...]:
 
     Raises:
         EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.
-        InvalidInput: The message has another form. The error names ``where``.
+        InvalidInput: The message has another form. The error names ``location``.
     """
     try:
         message = connection.recv_bytes(_LONGEST)
@@ -59,7 +59,7 @@ def receive(connection: Connection, where: str) -> tuple[Any, ...]:
         if not all(isinstance(field, field_type) for field, field_type in fields):
             raise ValueError(f"{kind} with {content!r:.100}")
     except Exception as error:
-        raise InvalidInput(where, found=f"an answer that is none: {error}", expected="numbers and texts") from None
+        raise InvalidInput(location, found=f"an answer that is none: {error}", expected="numbers and texts") from None
     return (kind, *content)
 
 

@@ -17,8 +17,8 @@ from mergegate.tasks.store import MANIFEST, NotInKey, digest
 class Model(BaseModel):
     """A checkpoint with known content.
 
-    Two models with equal digests are the same model, whatever their names and directories. For that reason, a parent
-    is evaluated only once, across all runs.
+    Two models with equal digests are the same model, even if their names or directories differ. For that reason, a
+    parent is evaluated only once, across all runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

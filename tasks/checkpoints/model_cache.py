@@ -148,8 +148,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
     """Return a model that the caller owns and may modify.
 
-    All other models are dropped first. Before this module loads another model, the caller must drop this one, for
-    which it registers a function with ``on_unload``.
+    All other models are dropped first. The caller must register a function with ``on_unload`` that drops this model
+    before another one is loaded.
 
     Args:
         model: Model to load.
@@ -236,7 +236,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
-    where = f"{model.name} ({model.directory})"
+    location = f"{model.name} ({model.directory})"
     import_lean("accelerate", "transformers.modeling_utils")
     import transformers
 
@@ -263,12 +263,12 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     except Exception as error:
         if _is_out_of_memory(error):
             raise OutOfModelMemory(
-                where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
+                location, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
             ) from error
         # A damaged file can make transformers, tokenizers or safetensors raise many different types.
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
-            where,
+            location,
             found=f"cannot be loaded: {cause[:300]}",
             expected="a causal language model of transformers in safetensors, with its tokenizer",
         ) from error
@@ -276,5 +276,5 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     bad = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise InvalidInput(where, found=f"no tensor that fits {bad[0]}{more}", expected="a complete checkpoint")
+        raise InvalidInput(location, found=f"no tensor that fits {bad[0]}{more}", expected="a complete checkpoint")
     return LoadedModel(network, tokenizer)

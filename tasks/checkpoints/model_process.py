@@ -109,7 +109,7 @@ def call_model_process(
         function: Module-level function to run.
         arguments: Positional arguments of the function. They must support pickling.
         where: Name of the call in messages.
-        models: Models that ``function`` loads. If empty, a running process is used whichever models it may hold.
+        models: Models that ``function`` loads. If empty, the call can use a running process with any models.
         own_process: Whether the models need a process of their own, because only its end frees their memory.
         network: Whether the call needs network access.
         passing: Names of environment variables that the call needs. Third-party code in the process can read them.
@@ -291,7 +291,7 @@ class _Place:
             _log.info("%s\n%s", question.where, trace)
             raise InvalidInput(question.where, found=error, expected="an answer")
         if kind == "starved":
-            self.end()  # An import or a load may have failed halfway, so the process must not be used again.
+            self.end()  # The process may contain half-imported modules, so it is not reused.
             raise _memory_error(question.where, content[0])
         return content[0]
 
@@ -316,7 +316,7 @@ def _has_other_processes(place: _Place) -> bool:
 
 
 class _ModelProcess:
-    """The parent's handle of a model process."""
+    """Handle of a running model process, used by the process that started it."""
 
     def __init__(self, kind: _Kind) -> None:
         self.kind = kind
@@ -386,28 +386,28 @@ def _confinement(kind: _Kind) -> Confinement:
     )
 
 
-def _death_error(where: str, code: int | None, last_line: str) -> InvalidInput:
+def _death_error(location: str, code: int | None, last_line: str) -> InvalidInput:
     if code is None or code == -signal.SIGKILL:
         return OutOfModelMemory(
-            where,
+            location,
             found="the process that scores was killed by signal 9, as the system does when memory is full",
             expected="memory for the model and a batch",
             remedy=SMALLER,
         )
     if _NO_MEMORY.search(last_line):
-        return _memory_error(where, last_line)
+        return _memory_error(location, last_line)
     cause = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
     return InvalidInput(
-        where,
+        location,
         found=f"the process that scores ended {cause}" + (f": {last_line}" if last_line else ""),
         expected="an answer",
         remedy=SMALLER if code < 0 else "",
     )
 
 
-def _memory_error(where: str, message: str) -> OutOfModelMemory:
+def _memory_error(location: str, message: str) -> OutOfModelMemory:
     return OutOfModelMemory(
-        where,
+        location,
         found=f"the process that scores had no memory left: {message}",
         expected="memory for the data, the model and a batch, within limits.memory if the profile has that",
         remedy=f"a higher limits.memory if the profile has that; {SMALLER}",

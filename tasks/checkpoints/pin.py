@@ -39,7 +39,7 @@ AskHub = Callable[[str, str | None, bool], Snapshot | MergegateError]
 
 
 class ResolvedCheckpoint(BaseModel):
-    """A located parent of the merge that has not been read yet. Weights on the Hub may not be downloaded yet."""
+    """A located but unread parent of the merge. If it is on the Hub, its weights may still have to be downloaded."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +73,7 @@ class ResolvedCheckpoint(BaseModel):
 class PinnedCheckpoint(Model):
     """A pinned parent of the merge.
 
-    Cache keys contain its digest but not its name, so a parent is evaluated once, under whichever name.
+    Cache keys contain its digest but not its name, so a renamed parent is not evaluated again.
     """
 
     ref: Annotated[str, NotInKey]  # Reference that the merge engine uses for the parent.
@@ -148,7 +148,7 @@ def search_parents(recipes: Sequence[Recipe]) -> Search:
 
 
 def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
-    """Return all checkpoints in the recipe, in its order. Local paths are relative to the recipe's directory.
+    """Return the checkpoints in a recipe, in recipe order. Local paths are relative to the recipe's directory.
 
     Raises:
         InvalidInput: A reference is neither a local directory nor a repository.
@@ -211,7 +211,7 @@ def adapter_findings_of_parents(parents: Sequence[ResolvedCheckpoint]) -> tuple[
     """Return the findings about applying the adapters of the parents.
 
     Raises:
-        InvalidInput: The files of an adapter do not form an adapter.
+        InvalidInput: An adapter directory or repository does not contain a valid adapter.
         Refused: The Hub does not serve the headers.
     """
     adapted = [(parent.ref, parent.adapter) for parent in parents if parent.adapter]
@@ -274,7 +274,7 @@ def pin_checkpoints(
 
 
 def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
-    """Return the pinned form of the parents whose file hashes are all known. Reads no file."""
+    """Return the pinned form of the parents whose file hashes are all known. This function hashes no files."""
     pinned: list[PinnedCheckpoint] = []
     for parent in parents:
         paths = [parent.directory / name for name in parent.deciding]

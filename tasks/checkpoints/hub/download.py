@@ -98,7 +98,7 @@ def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress:
 
 
 def _find_mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
-    """Return an error if the hash of the file differs from the one that the Hub lists, or None if they agree."""
+    """Return an error if the hash of the file differs from the Hub's listing, or None if they agree."""
     if file.sha256 is not None:
         kind, actual, listed = "sha256", hashes.sha256(path), file.sha256
     else:

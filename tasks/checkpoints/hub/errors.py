@@ -28,11 +28,11 @@ def client_errors() -> tuple[type[Exception], ...]:
     return (HTTPError, HFValidationError, OSError, RuntimeError)
 
 
-def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
+def hub_refusal(location: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
     """Return a mergegate error for ``error`` of the client, with the page or the setting that fixes it.
 
     Args:
-        where: Text that the user wrote for the model.
+        location: Text that the user wrote for the model.
         repo: Repository of the model.
         error: Exception of the client.
         access: Access that was used, or None if the environment forbids access to the Hub.
@@ -45,11 +45,11 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
         return any(isinstance(cause, kinds) for cause in chain)
 
     if access is None or is_a(errors.OfflineModeIsEnabled):
-        return unreachable_offline(where)
+        return unreachable_offline(location)
     for cause in chain:
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return Refused(
-                where,
+                location,
                 found=f"it cannot be written into the Hub's cache: {cause.strerror}",
                 expected="room, and the right to write",
                 remedy="free some space, or point HF_HOME to another disk",
@@ -58,14 +58,14 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
     reader = "the token's account" if access.token else "somebody without a token"
     if is_a(errors.GatedRepoError) and not access.token:
         return InvalidInput(
-            where,
+            location,
             found="a gated repository, and HF_TOKEN is not set",
             expected="HF_TOKEN of an account that has access",
             remedy=f"ask for access on {access.endpoint}/{repo}, then export HF_TOKEN of that account",
         )
     if is_a(errors.GatedRepoError):
         return Refused(
-            where,
+            location,
             found=f"a gated repository, closed to {reader}",
             expected="access to its files",
             remedy=f"ask for access on {access.endpoint}/{repo} and export HF_TOKEN of the account that has it"
@@ -75,37 +75,37 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
         return rejected_token(access)
     if is_a(errors.RevisionNotFoundError):
         return InvalidInput(
-            where,
+            location,
             found=f"the repository {repo} has no such branch, tag or commit",
             expected="a revision that there is",
             remedy=f"look at {access.url(repo, 'main')}",
         )
     if is_a(errors.RepositoryNotFoundError, errors.HFValidationError):
         return InvalidInput(
-            where,
+            location,
             found=f"{_NEITHER} {reader} can see",
             expected="a path relative to the recipe, or org/name on the Hub",
             remedy="check the spelling; for a private repository export HF_TOKEN of an account that may read it",
         )
     if 403 in statuses:
         return Refused(
-            where,
+            location,
             found=f"the Hub does not let {reader} read it: {describe_hub_error(error, access)}",
             expected="a repository that may be read",
             remedy=f"look at {access.endpoint}/{repo} with that account, or export HF_TOKEN of another",
         )
     return Refused(
-        where,
+        location,
         found=f"not here, and cannot be had from the Hub: {describe_hub_error(error, access)}",
         expected="a directory here, or an answer from the Hub",
         remedy="check spelling and network, or run again later: what has been downloaded stays",
     )
 
 
-def unreachable_offline(where: str) -> InvalidInput:
+def unreachable_offline(location: str) -> InvalidInput:
     """Return the error for a model that is not completely cached while the environment forbids access to the Hub."""
     return InvalidInput(
-        where,
+        location,
         found="no such directory here, nor whole in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
         expected="a path relative to the recipe, or org/name on the Hub",
         remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded, or correct the spelling",
@@ -115,7 +115,7 @@ def unreachable_offline(where: str) -> InvalidInput:
 def combine_hub_errors(problems: Sequence[MergegateError]) -> MergegateError:
     """Return the first error, extended by the messages of the rest.
 
-    The user sees all of them at once, instead of one more in each run.
+    With a combined error, the user does not need one run per problem to find all of them.
     """
     first, *rest = {str(problem): problem for problem in problems}.values()
     if not rest:

@@ -43,8 +43,8 @@ def _errors_name_repository(snapshot: Snapshot) -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        where = error.where.replace(str(snapshot.directory), f"{snapshot.repo}@{snapshot.commit[:12]}")
-        raise InvalidInput(where, found=error.found, expected=error.expected, remedy=error.remedy) from None
+        location = error.where.replace(str(snapshot.directory), f"{snapshot.repo}@{snapshot.commit[:12]}")
+        raise InvalidInput(location, found=error.found, expected=error.expected, remedy=error.remedy) from None
 
 
 def open_adapter_snapshot(snapshot: Snapshot) -> Adapter:

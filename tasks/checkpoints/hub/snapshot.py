@@ -73,19 +73,19 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
             network access.
         Refused: The Hub denies access or is not reachable.
     """
-    where = f"{repo}@{revision}" if revision else repo
+    location = f"{repo}@{revision}" if revision else repo
     access = None if is_offline() else hub_access(writing=False)
     try:
         commit = _resolve_commit(repo, revision, access)
-        detail("%s: %s is commit %s", access.endpoint if access else "the Hub's cache", where, commit)
+        detail("%s: %s is commit %s", access.endpoint if access else "the Hub's cache", location, commit)
         if cached := _find_complete_in_cache(repo, commit, adapter):
             return cached
         if access is None:
-            raise unreachable_offline(where)
+            raise unreachable_offline(location)
         listed = access.listing(repo, commit)
         if (config := _config_file(adapter)) not in listed:
             kind = "an adapter as PEFT saves it" if adapter else "a model in Hugging Face layout"
-            raise InvalidInput(where, found=f"no {config}", expected=kind)
+            raise InvalidInput(location, found=f"no {config}", expected=kind)
         without_weights = _deciding_without_weights(listed, adapter)
         small = [name for name in (*without_weights, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
         snapshot = _build_snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
@@ -93,7 +93,7 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
             _require_read_access(repo, access)
         return snapshot
     except client_errors() as error:
-        raise hub_refusal(where, repo, error, access) from error
+        raise hub_refusal(location, repo, error, access) from error
 
 
 def _config_file(adapter: bool) -> str:
