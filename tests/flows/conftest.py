@@ -48,7 +48,7 @@ def released_with_everything(request: pytest.FixtureRequest, demo_release: Path)
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> tuple[Project, Printed]:
-    """Return a copy of the project with the released demo for this module, and what the run printed."""
+    """Return this module's own copy of the project with the released demo, and the output of its run."""
     root = tmp_path_factory.mktemp("released") / "project"
     shutil.copytree(demo_release, root, symlinks=True)
     return Project(root), Printed(*json.loads((root / "printed.json").read_text()))

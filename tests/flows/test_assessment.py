@@ -298,7 +298,7 @@ def test_what_can_leave_others_out_is_asked_alone() -> None:
 def test_the_first_that_fails_is_what_is_said(
     judged: Callable[..., tuple[Assessment, Bench]], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If two models cannot be scored, the error names the one that a single worker would score first."""
+    """If two models cannot be scored, the error names the model that a single worker would score first."""
 
     def fail(name: str, task: str, doc: int) -> bool:
         raise InvalidInput(name, found="cannot be loaded")

@@ -1,4 +1,4 @@
-"""Every command in the README and docs/ exists with the options shown, and the README's commands do what they say."""
+"""Every command in the README and docs/ exists with the options shown, and the README's commands succeed."""
 
 from __future__ import annotations
 

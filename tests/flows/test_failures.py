@@ -1,4 +1,4 @@
-"""Failures of unattended runs: what a failure leaves behind, and how the next run continues from there.
+"""Failures of unattended runs: the state after a failure, and how the next run continues from it.
 
 The tests prove the rows of the table in ``docs/operations.md`` ("When something goes wrong") that no other file proves,
 and check that every row names a test.

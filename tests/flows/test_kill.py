@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report")
 
-# Runs the command line and dies by SIGKILL, either when a stage has done its work but has not sealed its artifact, or
-# during publication, when the release is written but not yet renamed.
+# Runs the command line and dies by SIGKILL, either after a stage has done its work and before its artifact is sealed,
+# or during publication, when the release is written but not yet renamed.
 DIES = """
     import os, pathlib, signal, sys
     from mergegate.tasks.store import Store
