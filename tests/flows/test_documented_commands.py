@@ -1,4 +1,4 @@
-"""Every command in the README and docs/ exists with the options shown, and the README's commands succeed."""
+"""Every command in the README and docs/ exists with the options shown, and the README's commands work."""
 
 from __future__ import annotations
 
