@@ -90,7 +90,7 @@ def scored_trials(home: Path, task: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for journal in sorted((home / "sweeps").glob("*/trials.journal")):
         for line in journal.read_text().splitlines():
-            found.append(json.loads(line.partition(" ")[2]))  # the part before the space is a checksum
+            found.append(json.loads(line.partition(" ")[2]))  # the part before the space is a digest
     return [record for record in found if "scored" in record and task in numbers_of(record)]
 
 
