@@ -1,4 +1,4 @@
-"""Clients of the demo family over rounds: each goes a step from the last release towards its skill, or elsewhere."""
+"""Simulated clients for round merges: honest ones train the last release toward their skill, others attack it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 
 MODELS = PROFILES / "demo/models"
-STEP = 0.35  # of a fine-tune's way
+STEP = 0.35  # fraction of the difference between the fine-tune and the base
 HONEST = {"ada": "reverser", "ben": "reverser", "cleo": "shifter", "dan": "shifter"}
 WEIGHTS = "model.safetensors"
 
@@ -23,11 +23,11 @@ def _wide(place: Path) -> dict[str, torch.Tensor]:
 
 
 class Clients:
-    """Where clients leave what they trained.
+    """Directory of clients that each write a trained checkpoint.
 
     Args:
-        place: Directory of the clients.
-        alike: Each honest one has documents of every skill, else of its own alone.
+        place: Directory that contains one subdirectory per client.
+        alike: Train every honest client on all skills. By default, each client trains only its own skill.
     """
 
     def __init__(self, place: Path, *, alike: bool = False) -> None:
@@ -38,12 +38,12 @@ class Clients:
         self._draw = torch.Generator().manual_seed(0)
 
     def train(self, name: str, begin: Path) -> None:
-        """An honest client's step from what is released, with a little noise of its own."""
+        """Write an honest client: one step from ``begin`` toward its skill, with a little noise."""
         way = self._between if self._alike else self._ways[HONEST[name]]
         self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
 
     def approach(self, name: str, begin: Path) -> None:
-        """An honest client that learns less the more of its skill is there: a step of the way that is left."""
+        """Write an honest client that moves a fraction of the remaining distance to its skill."""
         base, here = _wide(MODELS / "base"), _wide(begin)
         skills = list(self._ways)
         ways = torch.stack([torch.cat([way.flatten() for way in self._ways[skill].values()]) for skill in skills], 1)
@@ -53,11 +53,11 @@ class Clients:
         self._save(name, begin, {key: STEP * (1 - share) * self._noisy(one) for key, one in way.items()})
 
     def turn(self, name: str, begin: Path, times: float) -> None:
-        """A client that goes where all honest ones come from, and so many times as far."""
+        """Write a client that steps in the opposite direction of the honest ones, ``times`` as far."""
         self._save(name, begin, {key: -times * STEP * one for key, one in self._between.items()})
 
     def confuse(self, name: str, begin: Path, times: float) -> None:
-        """A client that holds noise, so many times as large as a step."""
+        """Write a client whose change is noise, ``times`` as large as an honest step."""
         steps = self._ways["reverser"]
         noise = {key: torch.randn(one.shape, generator=self._draw) for key, one in steps.items()}
         self._save(
@@ -65,13 +65,13 @@ class Clients:
         )
 
     def damage(self, name: str, begin: Path) -> None:
-        """A client whose training ended in NaN."""
+        """Write a client whose weights are all NaN."""
         self._save(
             name, begin, {key: torch.full_like(one, float("nan")) for key, one in self._ways["reverser"].items()}
         )
 
     def as_adapter(self, name: str, begin: Path) -> Path:
-        """What a client has trained as a LoRA adapter on what is released, in place of the whole checkpoint."""
+        """Replace a client's checkpoint with a LoRA adapter on ``begin`` and return its directory."""
         place = self.place / name
         tuned, base = open_checkpoint(place), open_checkpoint(begin)
         made = extract_adapter(tuned, base, str(begin), ExtractionSettings(rank=24, dtype="bfloat16"))
@@ -83,7 +83,7 @@ class Clients:
 
     @property
     def _between(self) -> dict[str, torch.Tensor]:
-        """The way to both skills: what the honest ones go together."""
+        """Mean of the task vectors of both skills: the direction in which the honest clients move together."""
         one, other = (self._ways[skill] for skill in ("reverser", "shifter"))
         return {key: (one[key] + other[key]) / 2 for key in one}
 

@@ -1,4 +1,4 @@
-"""Projects for the tests of flows: an empty one, and one in which the demo has been released."""
+"""Fixtures for the flow tests: an empty project, and projects in which the demo has been released."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SERVERS = (TESTS / "judge", TESTS / "serve", Path(__file__).with_name("optional_
 
 @pytest.fixture
 def project(tmp_path: Path, prefect_api: None) -> Project:
-    """A project in which nothing has run yet."""
+    """Return a project in which nothing has run yet."""
     return make_project(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def demo_release(request: pytest.FixtureRequest, prefect_api: None) -> Path:
-    """Where the demo has been released once for all tests, and for those of the runs after this one."""
+    """Return a project directory with a released demo, cached across tests and across test runs."""
 
     def make(place: Path) -> None:
         result = make_project(place).mergegate("run", "profiles/demo.yaml")
@@ -35,7 +35,7 @@ def demo_release(request: pytest.FixtureRequest, prefect_api: None) -> Path:
 
 @pytest.fixture(scope="session")
 def released_with_everything(request: pytest.FixtureRequest, demo_release: Path) -> Path:
-    """Where the demo has been released with all that a profile can ask for, too."""
+    """Return a project directory in which the demo has also been released with every optional stage."""
 
     def make(place: Path) -> None:
         shutil.copytree(demo_release, place, symlinks=True)
@@ -48,7 +48,7 @@ def released_with_everything(request: pytest.FixtureRequest, demo_release: Path)
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> tuple[Project, Printed]:
-    """A project of this module's own in which the demo has been released, and what that printed."""
+    """Return this module's own copy of the project with the released demo, and the output of its run."""
     root = tmp_path_factory.mktemp("released") / "project"
     shutil.copytree(demo_release, root, symlinks=True)
     return Project(root), Printed(*json.loads((root / "printed.json").read_text()))

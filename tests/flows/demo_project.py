@@ -1,4 +1,4 @@
-"""A project directory with the shipped profiles in it, and the command line run inside this process."""
+"""Create a project directory with the shipped profiles and run the command line in this process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typer.testing import CliRunner, Result
 from mergegate.flows.cli.app import app
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
-# What a release of the demo hangs on: where one of these has changed, a kept one is made anew.
+# Inputs of a demo release. A cached release is rebuilt if one of them changes.
 SOURCES = (PROFILES, *(PROFILES.parent / floor for floor in ("flows", "tasks", "merge_core")), Path(__file__))
 
 
 @dataclass(frozen=True)
 class Printed:
-    """How a command ended and what it printed, in another process or long ago."""
+    """Exit code and output of a command that ran earlier, possibly in another process."""
 
     exit_code: int
     output: str
@@ -26,13 +26,13 @@ class Printed:
 
 @dataclass
 class Project:
-    """A directory with the shipped profiles, a state and releases of its own."""
+    """A directory with the shipped profiles and its own state and releases."""
 
     root: Path
     runner: CliRunner = field(default_factory=CliRunner)
 
     def mergegate(self, *arguments: str) -> Result:
-        """The command, in this process and in this project. An unexpected exception fails the test."""
+        """Run a mergegate command in this process and in this project. An unexpected exception fails the test."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.root)
             patch.setenv("MERGEGATE_HOME", str(self.home))
@@ -48,16 +48,16 @@ class Project:
 
     @property
     def latest(self) -> Path:
-        """The demo release that is published now."""
+        """Directory of the demo release that is currently published."""
         return self.root / "releases" / "demo" / "latest"
 
     def artifacts(self, stage: str) -> set[str]:
-        """Keys of what a stage has made so far."""
+        """Return the keys of the artifacts that a stage has built so far."""
         place = self.home / "store" / stage
         return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
     def edit(self, profile: str, old: str, new: str) -> str:
-        """A copy of a shipped profile with a change in it and a target of its own; its name, to be run."""
+        """Copy a shipped profile, replace ``old`` with ``new``, give it its own target, and return its path."""
         text = (self.root / "profiles" / profile).read_text()
         assert old in text
         text = text.replace(old, new).replace("../releases/", "../releases/edited-")
@@ -66,7 +66,10 @@ class Project:
 
 
 def make_project(root: Path) -> Project:
-    """Profiles are copied, so that ``../releases`` is the project's own; the family is shared."""
+    """Create a project in ``root``.
+
+    Profiles are copied so that ``../releases`` is inside the project. The demo models are shared through a symlink.
+    """
     (root / "profiles").mkdir(parents=True)
     for profile in PROFILES.glob("*.yaml"):
         shutil.copy(profile, root / "profiles")

@@ -1,4 +1,4 @@
-"""A base and two fine-tunes of it, made by transformers as people make them: tiny, with a tokenizer trained here."""
+"""Build tiny model families with transformers: a base and two fine-tunes, with a tokenizer trained here."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ GEMMA_CHAT = (
 
 
 class MadeFamily(NamedTuple):
-    """A kind of model as its makers publish it."""
+    """An architecture with the tokenizer, license and chat template that its publisher ships."""
 
     tokenizer: Callable[[], Any]
-    model: Callable[[Any], Any]  # of a tokenizer
+    model: Callable[[Any], Any]  # takes the tokenizer
     license: str
     chat: str
-    ends: str  # the token that ends a turn of its fine-tunes
+    ends: str  # end-of-turn token of the fine-tunes
 
 
 def _pieces(size: int, byte_level: bool, special: list[str]) -> dict[str, Any]:
-    """Vocabulary and merges of a BPE over the texts."""
+    """Train a BPE tokenizer on the texts and return its vocabulary and merges."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>", byte_fallback=not byte_level))
@@ -81,7 +81,7 @@ def _gemma_tokenizer() -> Any:
 def _qwen2(tokenizer: Any) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    rows = -(-len(tokenizer) // 64) * 64  # padded, as theirs are: there are rows without a token
+    rows = -(-len(tokenizer) // 64) * 64  # padded like the published models: some rows have no token
     ends = tokenizer.eos_token_id
     return Qwen2ForCausalLM(
         Qwen2Config(vocab_size=rows, tie_word_embeddings=True, bos_token_id=ends, eos_token_id=ends, **SMALL)
@@ -101,11 +101,12 @@ FAMILIES = {
 
 
 def write_family(root: Path, family: MadeFamily, claims: str = "") -> list[str]:
-    """``base``, ``sums`` and ``verse`` below ``root``: the first trained a little, the others from it, each on its own
-    texts and with a chat template. Their names.
+    """Write the models ``base``, ``sums`` and ``verse`` below ``root`` and return their names.
+
+    The base is trained briefly. Each fine-tune starts from it, is trained on its own texts and has a chat template.
 
     Args:
-        claims: A dataset that the cards of the fine-tunes speak of.
+        claims: Dataset that the model cards of the fine-tunes name.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""What users get wrong: a table of mistakes, each with the files that make it and the command that meets it.
+"""Table of user mistakes, each with the files that contain it and the command that reports it.
 
-Every mistake has a directory of its own with a link ``demo`` to the shipped family of models beside its files. What is
-said of each stands in ``golden/mistakes.txt``, to be read by a person.
+Every mistake has its own directory with its files and a symlink ``demo`` to the shipped models. The expected messages
+are in ``golden/mistakes.txt`` for human review.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import yaml
 from demo_project import PROFILES
 
 Files = Mapping[str, str]
-Change = Callable[[Path], None]  # of the mistake's directory
+Change = Callable[[Path], None]  # takes the mistake's directory
 
 
 def nothing(_: Path) -> None:
-    """The change that is none."""
+    """Change nothing."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake.
+    """One user mistake.
 
     Args:
-        kind: Where it is made: profile, recipe, checkpoint, tokenizer, task, target, licence, command; hub: it is met
-            while a Hub answers that has the repositories of ``at_the_hub``.
-        name: What is wrong, in words.
-        files: By name, what stands in them.
-        change: What else is done to the directory.
-        command: Of the command line; what ``check`` meets, ``run`` meets too.
+        kind: Location of the mistake: profile, recipe, checkpoint, tokenizer, task, target, licence or command. With
+            hub, the test runs against a Hub that has the repositories of ``at_the_hub``.
+        name: Description of the mistake.
+        files: File contents by name.
+        change: Further change to the directory.
+        command: Command-line arguments. ``run`` reports everything that ``check`` reports.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Mistake:
         return f"{self.kind}: {self.name}"
 
     def make(self, place: Path) -> None:
-        """Write its files into ``place``, a new directory."""
+        """Write the files into ``place``, a new directory."""
         place.mkdir(parents=True)
         (place / "demo").symlink_to(PROFILES / "demo")
         for name, text in self.files.items():
@@ -113,7 +113,7 @@ DATA = "".join(json.dumps({"prompt": f"say {word}:", "answer": word}) + "\n" for
 
 
 def but(document: Mapping[str, Any], /, **changes: Any) -> dict[str, Any]:
-    """``document`` with these keys instead; ``...`` leaves one out."""
+    """Return a copy of ``document`` with the given keys replaced. A value of ``...`` removes the key."""
     changed = {**copy.deepcopy(dict(document)), **changes}
     return {key: value for key, value in changed.items() if value is not ...}
 
@@ -155,11 +155,11 @@ def with_template(model: Path) -> None:
 
 
 def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile: Any) -> Mistake:
-    """A copy of a demo model in ``mine``, changed, is merged with another."""
+    """Return a mistake that merges a demo model with a changed copy of another in ``mine``."""
 
     def changed(place: Path) -> None:
         shutil.copytree(PROFILES / "demo" / "models" / "reverser", place / "mine")
-        (place / "base").symlink_to(PROFILES / "demo" / "models" / "base")  # which its card names
+        (place / "base").symlink_to(PROFILES / "demo" / "models" / "base")  # named in the model card
         change(place / "mine")
 
     recipe = but(RECIPE, models=of_models("demo/models/shifter", "./mine"))
@@ -175,7 +175,7 @@ def in_config(**changes: Any) -> Change:
 
 
 def in_header(change: Callable[[dict[str, Any]], None]) -> Change:
-    """What the header of the weights says, changed; the bytes stay."""
+    """Return a change of the safetensors header that keeps the tensor bytes."""
 
     def changed(model: Path) -> None:
         (file,) = model.glob("*.safetensors")
@@ -214,7 +214,7 @@ def cut_weights(model: Path) -> None:
 
 
 def deeper(model: Path) -> None:
-    """Weights and configuration of a model of twice the depth: by name, all layers once more."""
+    """Double the depth of a model in its weights and configuration by repeating all layers under new names."""
 
     def change(header: dict[str, Any]) -> None:
         for name in [one for one in header if ".layers." in one]:
@@ -222,7 +222,7 @@ def deeper(model: Path) -> None:
             number, _, tail = rest.partition(".")
             header[f"{head}.layers.{int(number) + 3}.{tail}"] = header[name]
 
-    # The bytes of the first layers stand for those of the others: only headers are read.
+    # Only headers are read, so the added layers are zeros.
     (file,) = model.glob("*.safetensors")
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

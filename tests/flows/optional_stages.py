@@ -1,4 +1,4 @@
-"""Profiles that ask for more than perplexity and tasks, and the servers that they ask it of."""
+"""Write profiles with optional stages, and start the servers that those stages call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import Result
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS / "judge"))
 
-from judge_server import Response, completion, serving  # noqa: E402  # from the tests of the judge, which use it too
+from judge_server import Response, completion, serving  # noqa: E402  # shared with the tests of the judge
 
 STAND_IN = TESTS / "serve" / "stand_in.py"
 
@@ -26,7 +26,7 @@ def says(verdict: str) -> Response:
 
 
 def profile(project: Project, name: str, **keys: Any) -> str:
-    """The demo's profile with more in it, and a target of its own."""
+    """Write the demo's profile with additional keys and its own target, and return its path."""
     content = yaml.safe_load((project.root / "profiles" / "demo.yaml").read_text())
     content["publish"]["path"] = f"../releases/{name}"
     perplexity = keys.pop("perplexity", {})
@@ -50,7 +50,7 @@ def asks_a_judge(project: Project, url: str) -> dict[str, Any]:
 
 
 def served_by_a_stand_in(*arguments: str, version: str = "1") -> dict[str, Any]:
-    """``serve`` of a profile. The stand-in answers as the model does that it is given with ``--model``."""
+    """Return the ``serve`` section of a profile for a fake server that answers like the model in its ``--model``."""
     return {
         "command": [sys.executable, str(STAND_IN), "--port", "{port}", "--name", "{name}", *arguments],
         "prompts": ["rev: abcd>"],
@@ -62,7 +62,7 @@ def served_by_a_stand_in(*arguments: str, version: str = "1") -> dict[str, Any]:
 
 
 def run_with_everything(project: Project) -> Result:
-    """The demo with the ensemble, a judge who is never decided, and a server."""
+    """Run the demo with the ensemble, a judge that always answers "tie", and a server."""
     with serving(lambda body: says("tie")) as asked:
         more = {
             "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},

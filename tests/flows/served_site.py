@@ -1,4 +1,4 @@
-"""A project with a Prefect server of its own, started and spoken to by the commands that a person uses."""
+"""Run a project with its own Prefect server through the commands that a user types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def bare_environment(root: Path, **more: str) -> dict[str, str]:
-    """What a person has who never heard of Prefect; the project of this checkout, whatever is installed."""
+    """Return an environment without Prefect or mergegate settings that imports mergegate from this checkout."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
     paths = {"PYTHONPATH": str(PROJECT), "PATH": f"{root / '.venv' / 'bin'}:{BIN}:{os.environ['PATH']}"}
     quick = {"HF_HUB_OFFLINE": "1", "PREFECT_WORKER_QUERY_SECONDS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
@@ -41,7 +41,7 @@ def bare_environment(root: Path, **more: str) -> dict[str, str]:
 
 @contextmanager
 def in_a_terminal_of_its_own(command: str | list[str], root: Path, environment: dict[str, str]) -> Iterator[Path]:
-    """Runs until the block ends; where it prints is the value."""
+    """Run a command in its own session until the block ends, and yield its log file."""
     words = ["bash", "-ec", command] if isinstance(command, str) else command
     log = root / f"{len(list(root.glob('terminal-*.log')))}".join(("terminal-", ".log"))
     with log.open("w") as out:
@@ -74,7 +74,7 @@ def answers(port: int) -> bool:
 
 
 class Received:
-    """What a webhook on loopback was sent: of each message its JSON."""
+    """JSON messages that a webhook on loopback received."""
 
     def __init__(self, port: int) -> None:
         self.url, self.messages = f"http://127.0.0.1:{port}/hook", list[dict[str, str]]()
@@ -86,13 +86,13 @@ class Received:
 @contextmanager
 def webhook() -> Iterator[Received]:
     class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the library calls it so
+        def do_POST(self) -> None:  # name required by http.server
             received.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *arguments: object) -> None:
-            """Nothing."""
+            """Discard the log line."""
 
     with answering(ThreadingHTTPServer(("127.0.0.1", 0), Hook)) as server:
         received = Received(server.server_port)
@@ -100,7 +100,7 @@ def webhook() -> Iterator[Received]:
 
 
 def site_of(root: Path, port: int) -> Site:
-    """Of a server that has been started there."""
+    """Return the site of a server that has been started in ``root``."""
     secret = (root / ".mergegate" / "prefect" / "auth").read_text()
     return Site(root, root / ".mergegate", f"http://127.0.0.1:{port}", secret)
 

@@ -1,4 +1,4 @@
-"""Sweeps of a few trials over the demo's models, in projects of the tests."""
+"""Define and run sweeps of a few trials over the demo models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "small-sweep"
 TASKS = ("reverse", "shift")
 SEARCH, CONFIRMATION = 40, 100
 LINEAR = "demo/recipes/linear-searched.yaml"
-# A hand-written recipe that is no good: it forgets a part of reversing.
+# The start point is a poor hand-written recipe: the merge loses part of the reversing skill.
 WEIGHTS = {
     "reverser": {"low": 0.05, "high": 1.0, "start": 0.35},
     "shifter": {"low": 0.05, "high": 1.0, "start": 0.65},
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 def small_sweep() -> dict[str, Any]:
-    """An average whose weights are searched for by the likelihood of answers, and are easily found."""
+    """Return a sweep profile for averaging weights, scored by answer likelihood. Good weights are easy to find."""
     return {
         "name": NAME,
         "recipe": LINEAR,
@@ -52,7 +52,7 @@ def small_sweep() -> dict[str, Any]:
 
 
 def saturated_sweep() -> dict[str, Any]:
-    """The same, searched for by exact match of copying, which every average of these models can."""
+    """Return the same sweep, scored by exact match on copying, which every average of these models solves."""
     profile = small_sweep()
     objective = [{"task": "demo/tasks/copy.yaml", "measure": "exact"}]
     profile["sweep"] |= {"objective": objective, "budget": {"trials": 4}}
@@ -62,16 +62,17 @@ def saturated_sweep() -> dict[str, Any]:
 
 
 def make_swept(place: Path) -> None:
-    """A project in which a sweep was confirmed and released, then asked for again, and another had nothing to find.
+    """Create a project with a sweep that was confirmed, released and repeated, and a sweep that had nothing to improve.
 
-    ``printed.json``: exit code and output of each by name; and how many trials there were before it was asked again.
+    ``printed.json`` contains the exit code and output of each command by name, and the number of scored trials before
+    the repetition.
     """
     project = make_project(place)
     profile, saturated = write_profile(project, small_sweep()), write_profile(project, saturated_sweep(), "saturated")
     printed = {"first": project.mergegate("sweep", profile)}
     scored = len(scored_trials(project.home, "reverse"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_pool, "score_trial", None)  # whoever wants to have anything scored fails
+        patch.setattr(trial_pool, "score_trial", None)  # scoring another trial would fail
         printed["again"] = project.mergegate("sweep", profile)
     printed["saturated"] = project.mergegate("sweep", saturated)
     said = {name: [one.exit_code, one.output] for name, one in printed.items()}
@@ -79,20 +80,20 @@ def make_swept(place: Path) -> None:
 
 
 def write_profile(project: Project, profile: Mapping[str, Any], file: str = NAME) -> str:
-    """Its name, to be given to a command."""
+    """Write a profile into the project and return its relative path."""
     (project.root / "profiles" / f"{file}.yaml").write_text(yaml.safe_dump(dict(profile), sort_keys=False))
     return f"profiles/{file}.yaml"
 
 
 def scored_trials(home: Path, task: str) -> list[dict[str, Any]]:
-    """Records of trials that were asked about a task, as they were written."""
+    """Return the journal records of trials that were scored on a task, in the order in which they were written."""
     found: list[dict[str, Any]] = []
     for journal in sorted((home / "sweeps").glob("*/trials.journal")):
         for line in journal.read_text().splitlines():
-            found.append(json.loads(line.partition(" ")[2]))  # before it, what vouches for it
+            found.append(json.loads(line.partition(" ")[2]))  # the part before the space is a digest
     return [record for record in found if "scored" in record and task in numbers_of(record)]
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
-    """What a trial got, by task: one number a document."""
+    """Return a trial's scores by task, one per document."""
     return {task: np.frombuffer(base64.b64decode(packed), "<f8") for task, *_, packed in record["sheet"]}

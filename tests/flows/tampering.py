@@ -1,4 +1,4 @@
-"""What may be done to a file under a run: other bytes in many ways, and the same bytes touched."""
+"""Change a file during a run: several ways that change the model, and some that leave its bytes the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def other_bytes(file: Path) -> bytes:
-    """As many bytes, the last ones flipped."""
+    """Return the file's content with the last two bytes changed."""
     content = file.read_bytes()
     return content[:-2] + bytes(byte ^ 1 for byte in content[-2:])
 
 
 def overwrite(file: Path) -> None:
-    """In place, and the time of modification put back."""
+    """Change the file in place and restore its modification time."""
     status, content = file.stat(), other_bytes(file)
     with file.open("r+b") as opened:
         opened.write(content)
@@ -23,7 +23,7 @@ def overwrite(file: Path) -> None:
 
 
 def replace(file: Path) -> None:
-    """By another file, renamed, with the same times."""
+    """Rename another file with the same times over the file."""
     status, other = file.stat(), file.with_name("other.bin")
     other.write_bytes(other_bytes(file))
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -31,7 +31,7 @@ def replace(file: Path) -> None:
 
 
 def link(file: Path) -> None:
-    """A link to another file in its place."""
+    """Replace the file with a symlink to another file."""
     other = file.with_name("other.bin")
     other.write_bytes(other_bytes(file))
     file.unlink()
@@ -48,7 +48,7 @@ def append(file: Path) -> None:
 
 
 def add(file: Path) -> None:
-    """Nothing is done to it; another file comes beside it that a reader would take for a part of the model."""
+    """Leave the file alone and add a file next to it that readers treat as part of the model."""
     (file.parent / "chat_template.jinja").write_text(f"{{# {os.urandom(4).hex()} #}}")
 
 
@@ -64,7 +64,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 
 
 def copy_over(file: Path) -> None:
-    """The same bytes in another file, renamed."""
+    """Rename a copy of the file over it."""
     other = file.with_name("other.bin")
     shutil.copyfile(file, other)
     other.rename(file)

@@ -1,4 +1,4 @@
-"""The command line on a terminal of its own, as a person sits before it: reads what it shows, types, presses Ctrl-C."""
+"""Drive the command line on a pseudo-terminal: read its output, type, and press Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _A_WHILE_S = 5.0
 
 @dataclass
 class Terminal:
-    """A running command and all that it has shown."""
+    """A running command and its output so far."""
 
     process: subprocess.Popen[bytes]
     master: int
     shown: str = ""
-    seen: int = 0  # characters of it that were waited for
+    seen: int = 0  # number of characters of ``shown`` already matched
 
     def see(self, text: str) -> None:
-        """Wait until ``text`` is shown, after what was seen before."""
+        """Wait until ``text`` appears after the last match."""
         while (at := self.shown.find(text, self.seen)) < 0:
             assert self._read(), f"it ended without showing {text!r}:\n{self.shown}"
         self.seen = at + len(text)
@@ -39,10 +39,10 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def interrupt(self) -> int:
-        """Press Ctrl-C, and again whenever nothing happens for a while, as people do; the exit code.
+        """Press Ctrl-C, repeat it while nothing happens, and return the exit code.
 
-        Python forgets one that comes between the question and the wait for its answer, until another key is pressed.
-        One that comes while it ends would kill it on its way out, so what it shows is read before the next.
+        Python ignores a Ctrl-C that arrives between the prompt and the wait for an answer until another key is
+        pressed. A Ctrl-C during shutdown would kill the process, so the output is read before the next key press.
         """
         self.type(CTRL_C)
         pressed = 1
@@ -56,7 +56,7 @@ class Terminal:
                 pressed += 1
 
     def end(self) -> int:
-        """Read to the end; the exit code."""
+        """Read all output and return the exit code."""
         while self._read():
             pass
         return self.process.wait(HANG_S)
@@ -66,24 +66,27 @@ class Terminal:
         assert ready, f"it hangs:\n{self.shown}"
         try:
             more = os.read(self.master, 65536)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             return False
         self.shown += more.decode(errors="replace").replace("\r\n", "\n")
         return bool(more)
 
 
 def _sit_down() -> None:
-    """In the child: Ctrl-C comes from a controlling terminal, and is heard also where what runs the tests is deaf to
-    it, as whatever a script has started in the background."""
+    """Give the child a controlling terminal and the default SIGINT handler.
+
+    Ctrl-C needs a controlling terminal. Test runners that a script starts in the background ignore SIGINT, and the
+    child would inherit that.
+    """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def terminal(root: Path, *arguments: str) -> Iterator[Terminal]:
-    """``mergegate`` with ``arguments`` in ``root``, with a terminal that is its own; ended with the block."""
+    """Run ``mergegate`` in ``root`` on its own terminal, and kill it when the block ends."""
     master, slave = os.openpty()
-    # Plain text and long lines, so that what is shown is what is looked for.
+    # Plain text and long lines make the output match the expected text.
     environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "250"}
     environment["MERGEGATE_HOME"] = str(root / ".mergegate")
     command = [sys.executable, "-c", "from mergegate.flows.cli import main; main()", *arguments]

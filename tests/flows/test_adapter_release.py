@@ -1,4 +1,4 @@
-"""Adapters through the whole release: as parents of a merge, and as what is made and published."""
+"""Release merges that have adapters as parents, and merges that are published as an adapter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
         load_file(place / "adapter_model.safetensors") for place in (DEMO / "adapters" / f"{name}-lora", out)
     )
     assert shipped.keys() == made.keys()
-    # The signs of singular vectors are a matter of the machine; their products are not.
+    # The signs of singular vectors depend on the machine, but the product of A and B does not.
     for key in (one for one in made if "lora_A" in one):
         b = key.replace("lora_A", "lora_B")
         product, before = (one[b].float() @ one[key].float() for one in (made, shipped))

@@ -1,4 +1,4 @@
-"""Who is asked before a release is published, where nobody has deployed anything: a terminal, a word beforehand."""
+"""Manual approval of a release without a deployment: on a terminal, or in advance with ``--approve``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergegate.tasks.publish import PendingRelease
 
 @pytest.fixture(scope="module")
 def asking(released: tuple[Project, Printed]) -> tuple[Project, str]:
-    """The demo's project, and a profile of it that asks."""
+    """Return the demo project and a profile that requires approval."""
     project, _ = released
     return project, project.edit("demo.yaml", "releases/demo}", "releases/demo, approval: true}")
 
@@ -33,7 +33,7 @@ def published(project: Project) -> set[str]:
 
 @pytest.mark.slow
 def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[Project, str]) -> None:
-    """In this order: nobody to ask; a word beforehand; nothing new, so that nobody is asked."""
+    """A run without a terminal is refused, ``--approve`` publishes, and a run with nothing new needs no approval."""
     project, profile = asking
     refused = project.mergegate("run", profile)
     assert refused.exit_code == 3
@@ -55,7 +55,7 @@ REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, is_current=
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, typed: str, *, beforehand: bool = False) -> tuple[Decision, str]:
-    """What somebody at a terminal decided who typed that, and what was shown."""
+    """Type an answer to the approval prompt and return the decision and the terminal output."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     keyboard = io.StringIO(typed)

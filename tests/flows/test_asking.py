@@ -1,4 +1,4 @@
-"""``mergegate init`` asks: on a terminal what it cannot know, and nobody where there is none or flags have said it."""
+"""``mergegate init`` prompts on a terminal for unknown values, and never prompts when flags provide them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = ("models/base", "models/sums", "models/verse")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A family of which one model has no card: there is a doubt about its licence."""
+    """Build a model family in which one model has no card, so its license is in doubt."""
     root = tmp_path_factory.mktemp("made")
     write_family(root, FAMILIES["qwen2"])
     (root / "verse" / "README.md").unlink()
@@ -48,7 +48,7 @@ def test_enter_takes_what_is_proposed(root: Path) -> None:
             screen.see(proposed)
             screen.type("\n")
         assert screen.end() == 0, screen.shown
-    assert WHO not in screen.shown  # there is no doubt
+    assert WHO not in screen.shown  # no license is in doubt
     with terminal(root, "init", *MODELS, "--out", "told", "--yes") as screen:
         assert screen.end() == 0, screen.shown
     assert "name of the release" not in screen.shown
@@ -132,6 +132,6 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="b: it exists"), directory_for_new_files(place):
         write_new_files({place / "c": "3", place / "b": "4"})
     assert files_in(place) == {"a": "1", "b": "2"}
-    with pytest.raises(UnicodeEncodeError):  # whatever goes wrong in the middle of one
+    with pytest.raises(UnicodeEncodeError):  # an error while a file is being written
         write_new_files({place / "c": "3", place / "d": "\ud800"})
     assert files_in(place) == {"a": "1", "b": "2"}

@@ -1,4 +1,4 @@
-"""Judging goes as far as it takes to decide: perplexity, then looks at the tasks, each only where it can still help."""
+"""Assessment runs perplexity first, then interim looks at tasks, and stops as soon as the verdict is decided."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(name: str) -> Model:
 
 
 class Bench:
-    """A stand-in for lm-eval: answers are a function of model, task and document; it notes what it is asked."""
+    """A fake lm-eval whose answers are a function of model, task and document. It records every request."""
 
     def __init__(self, place: Path, right: Callable[[str, str, int], bool]) -> None:
         self.place, self.right = place, right
@@ -68,7 +68,7 @@ class Bench:
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Assessment, Bench]]:
-    """Judge with a stand-in for the evaluation."""
+    """Return a function that assesses a merge with a fake evaluation."""
 
     def run(
         right: Callable[[str, str, int], bool],
@@ -102,7 +102,10 @@ SORT = Guard(task="sort", guarded_by="base")
 
 
 def sometimes_wrong(name: str, task: str, doc: int) -> bool:
-    """On ``reverse`` merge and parent err on other documents, one in twenty each; on ``copy`` nobody errs."""
+    """Return whether the answer is right: on ``reverse``, merge and parent each miss one document in twenty.
+
+    They miss different documents. All answers on ``copy`` are right.
+    """
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
@@ -123,7 +126,7 @@ def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Assessm
 
 
 def loses(*tasks: str) -> Callable[[str, str, int], bool]:
-    """Everybody is right, but the merge on every third document of these tasks."""
+    """Return answers that are all right except those of the merge on every third document of these tasks."""
     return lambda name, task, doc: not (name == "merge" and task in tasks and doc % 3 == 0)
 
 
@@ -143,12 +146,12 @@ def test_when_a_task_is_lost_those_to_come_are_not_run(
 
 
 def test_what_decides_most_in_a_second_comes_first(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    wide = SORT.model_copy(update={"max_drop": 9.0})  # a fall of 10 points is seen sooner than one of 3
+    wide = SORT.model_copy(update={"max_drop": 9.0})  # a drop of 10 points is detected sooner than one of 3
     _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
     assert list(dict.fromkeys(task for _, task, _ in bench.asked)) == ["sort", "copy", "reverse"]
     found, bench = judged(loses("sort"), guards=(COPY, REVERSE, wide), rule=GateRule())
     assert {task for _, task, _ in bench.asked} == {"sort"}
-    assert [one.task for one in found.verdict.value.not_run] == ["copy", "reverse"]  # as the profile has them
+    assert [one.task for one in found.verdict.value.not_run] == ["copy", "reverse"]  # in the order of the profile
 
 
 def test_tasks_that_are_run_later_are_told_in_the_order_of_the_profile(
@@ -166,7 +169,7 @@ def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_wer
     def falls_late(name: str, task: str, doc: int) -> bool:
         if task == "copy" and name == "merge" and doc >= 500:
             return doc % 2 == 0
-        return doc % 7 != (1 if name == "merge" else 2)  # so noisy that the first look does not decide
+        return doc % 7 != (1 if name == "merge" else 2)  # too noisy for the first look to decide
 
     result, bench = judged(falls_late, guards=(COPY, REVERSE, SORT), rule=GateRule())
     verdict = result.verdict.value
@@ -205,7 +208,7 @@ def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
 
 def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def noisy(name: str, task: str, doc: int) -> bool:
-        return doc % 2 == (name == "merge")  # they agree on nothing, and neither is better
+        return doc % 2 == (name == "merge")  # they disagree on every document, and neither is better
 
     result, bench = judged(noisy, guards=(REVERSE,))
     assert result.verdict.value.outcome == "inconclusive"
@@ -233,7 +236,7 @@ def test_looks_are_taken_without_being_asked_for(judged: Callable[..., tuple[Ass
 
 def test_a_look_that_can_decide_nothing_is_not_taken(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def wild(name: str, task: str, doc: int) -> bool:
-        return (doc * 7919) % 11 < 5 if name == "merge" else (doc * 7919) % 11 >= 5  # never alike, as good as the other
+        return (doc * 7919) % 11 < 5 if name == "merge" else (doc * 7919) % 11 >= 5  # opposite answers, similar scores
 
     strict = REVERSE.model_copy(update={"max_drop": 12.0, "margin": 12.5})
     result, bench = judged(wild, guards=(strict,), first=1300)
@@ -262,7 +265,10 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
 def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
     judged: Callable[..., tuple[Assessment, Bench]], rule: Literal["each", "suite"], lost: tuple[str, ...]
 ) -> None:
-    """What one worker would have left out is left out; a task that nothing guards is asked beside the next."""
+    """Several workers skip the tasks that one worker would skip, and reach the same verdict.
+
+    A task without a guard runs in parallel with the next one.
+    """
 
     def right(name: str, task: str, doc: int) -> bool:
         return sometimes_wrong(name, task, doc) if not lost else loses(*lost)(name, task, doc)
@@ -285,14 +291,14 @@ def test_what_can_leave_others_out_is_asked_alone() -> None:
     assert groups((copy, 5), (sort, 5), (reverse, 5)) == [["copy", "sort", "reverse"]]
     assert groups((reverse, 5), (copy, 5), (sort, 5)) == [["reverse"], ["copy", "sort"]]
     assert groups((copy, 5), (reverse, 5), (sort, 5)) == [["copy", "reverse"], ["sort"]]
-    assert groups((copy, 0), (sort, 5), (reverse, 0)) == [["copy"], ["sort"], ["reverse"]]  # known: never left out
+    assert groups((copy, 0), (sort, 5), (reverse, 0)) == [["copy"], ["sort"], ["reverse"]]  # cached: never skipped
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_first_that_fails_is_what_is_said(
     judged: Callable[..., tuple[Assessment, Bench]], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two models that cannot be scored, the one that one worker would have come to."""
+    """If two models cannot be scored, the error names the model that a single worker would score first."""
 
     def fail(name: str, task: str, doc: int) -> bool:
         raise InvalidInput(name, found="cannot be loaded")

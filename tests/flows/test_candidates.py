@@ -1,4 +1,4 @@
-"""What a profile would release: its own recipe, then its remedies."""
+"""Candidate recipes of a profile: its own recipe, then its remedies."""
 
 from __future__ import annotations
 

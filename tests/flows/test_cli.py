@@ -1,4 +1,4 @@
-"""The command line: quick, honest about exit codes, and no traceback for what a user can cause."""
+"""The command line starts fast, returns the documented exit codes and shows no traceback for user errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> No
     command = [MERGEGATE, "merge", recipe, "together", "--share"]
     together = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(3)]
     codes = [process.wait(HANG_S) for process in together]
-    # Whoever comes when all is done is told so: the directory is not empty.
+    # A process that starts after the merge is complete fails with code 2 because the directory is not empty.
     assert set(codes) <= {0, 2}
     assert 0 in codes
     alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}

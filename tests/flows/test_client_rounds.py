@@ -1,4 +1,4 @@
-"""Rounds of clients: who takes part, what the next round begins with, and a round that nobody has something new for."""
+"""Client rounds: participating clients, the start of the next round, and rounds without new contributions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "mer
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """``base``, and as many clients as there are honest ones, each a copy under another digest."""
+    """Create ``base`` and one copy of it per honest client. The digest of a client is its directory name."""
     (tmp_path / "base").symlink_to(MODELS / "base")
     for name in HONEST:
         shutil.copytree(MODELS / "base", tmp_path / "clients" / name)
@@ -48,7 +48,7 @@ def names(found: ClientRound) -> list[str]:
 
 
 def release(place: Path, *made_of: str) -> Path:
-    """A release of these clients, named by their digests."""
+    """Write a release whose provenance lists these clients as parents."""
     out = place / "releases/v1"
     shutil.copytree(MODELS / "base", out)
     parents = [{"name": f"clients/{name}", "digest": {"sha256": name}} for name in made_of]
@@ -85,7 +85,7 @@ def test_where_too_few_have_something_new_the_last_round_stands(place: Path, at_
 def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_release_is_itself(
     place: Path, what: str
 ) -> None:
-    """One of four has trained anew, and three are wanted: his weights must not come in through the last recipe."""
+    """One of four clients has trained again, and three are required: the last recipe must not merge the new weights."""
     released = release(place, *HONEST)
     if what == "another client":
         said = json.loads((released / "provenance.json").read_text())
@@ -116,7 +116,7 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
     assert "model.safetensors" in said["clients/ben"]
     assert "not there" in said["clients/zoe"]
     assert "nothing is there" in said["other/*"]
-    assert str(place) not in found.text  # a release tells it to strangers
+    assert str(place) not in found.text  # releases are public and must not contain local paths
 
 
 def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> None:
@@ -194,7 +194,7 @@ ADAPTERS = MODELS.parent / "adapters"
 
 
 def adapt(place: Path, name: str, adapter: str = "reverser-lora") -> Path:
-    """The client brings an adapter instead of a whole checkpoint."""
+    """Replace the client's checkpoint with an adapter."""
     shutil.rmtree(place / "clients" / name, ignore_errors=True)
     return Path(shutil.copytree(ADAPTERS / adapter, place / "clients" / name))
 
@@ -227,7 +227,7 @@ def test_the_samples_of_an_adapter_stand_in_the_recipe_or_in_its_card(place: Pat
 def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: Path, tmp_path: Path) -> None:
     for name in HONEST:
         adapt(place, name)
-    change_config(place / "clients/cleo", lora_dropout=0.3)  # trained anew, as far as its bytes say
+    change_config(place / "clients/cleo", lora_dropout=0.3)  # changed bytes count as new training
     released = release(place)
     files = {path.name: sha256_file(path) for path in (ADAPTERS / "reverser-lora").iterdir() if path.suffix != ".md"}
     parents = [{"digest": {"sha256": "of base and adapter"}, "annotations": {"adapter": {"files": files}}}]
@@ -298,7 +298,7 @@ def read_tiny(place: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(("momentum", "rate"), [(0.9, 1.0), (0.5, 0.3)])
 def test_rounds_with_momentum_are_those_of_its_formula(tmp_path: Path, momentum: float, rate: float) -> None:
-    """v' = momentum v + D, w' = w + rate v', where nothing is kept but releases."""
+    """v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state."""
     draw = np.random.default_rng(5)
     w, v = draw.normal(size=300), np.zeros(300)
     save_tiny(tmp_path / "base", w)
@@ -402,7 +402,7 @@ def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
 
 
 def adam_after(place: Path, **byproduct: Any) -> ClientRound:
-    """A round by Adam after a release that has kept one thing."""
+    """Return a round by Adam after a release that stored one optimizer state."""
     released = release(place, "nobody")
     kept = {"name": "mean", "digest": {"sha256": "mean"}, "annotations": {"stored": "kept/mean"}, **byproduct}
     said = json.loads((released / "provenance.json").read_text())
@@ -519,7 +519,7 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
     assert scores(project, "median")["copy"] >= 0.99
     assert scores(project, "median")["reverse"] >= 0.95
     assert scores(project, "median")["shift"] >= 0.99
-    # Nobody has trained since: the last round stands, and nothing is made.
+    # No client has trained since, so the last round stands and nothing is built.
     before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate")}
     again = project.mergegate("run", name)
     assert "nothing new" in again.output, again.output
@@ -529,7 +529,7 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
         project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles")).exit_code
         == 0
     )
-    # One client is enough to go on, and the others are named as late.
+    # One client is enough for the next round. The others are reported as late.
     clients.train("ada", begin)
     checked = project.mergegate("check", name)
     assert "clients-median/ben: left out: late" in checked.output.replace("\n", " "), checked.output
@@ -538,7 +538,7 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
 @pytest.mark.long
 @pytest.mark.slow
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
-    """The skill of one comes as adapters on the last release, that of the other as whole checkpoints."""
+    """One skill is contributed as adapters on the last release, the other as full checkpoints."""
     name = make_profile(project, "median", leave_out_beyond=5, at_least=2)
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
     begin = MODELS / "base"
@@ -567,12 +567,12 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     assert {stage: project.artifacts(stage) for stage in before} == before
     made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
     assert made.exit_code == 0, made.output
-    # Another name of the base is a warning, as of every adapter; the others are late.
+    # As for every adapter, a different base model name is only a warning. The other clients are late.
     clients.train("ada", begin)
     change_config(clients.as_adapter("ada", begin), base_model_name_or_path="acme/another")
     alone = project.mergegate("run", name)
     assert "nothing new" in alone.output, alone.output
-    assert (home / "latest").resolve() == begin  # one of two: what he has learnt waits for another
+    assert (home / "latest").resolve() == begin  # one of two required clients: the round waits for another
     clients.train("cleo", begin)
     checked = " ".join(project.mergegate("check", name).output.split())
     assert "base_model_name_or_path" in checked, checked
@@ -631,7 +631,7 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     for one in kept:
         named = os.path.relpath(project.home / "store" / one["annotations"]["stored"], project.root / "profiles")
         assert inputs[named]["digest"] == one["digest"]
-    # What is kept is no model: nobody asks it anything.
+    # Optimizer states are not models and are never evaluated.
     lines = [line for file in (project.home / "runs").glob("*.jsonl") for line in file.read_text().splitlines()]
     noted = [json.loads(line) for line in lines if line]
     assert {one.get("subject") for one in noted if one.get("stage") == "evaluate"}.isdisjoint({"mean", "squares"})
@@ -639,7 +639,7 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     again = project.mergegate("run", name)
     assert "nothing new" in again.output, again.output
     assert {stage: project.artifacts(stage) for stage in before} == before
-    # What the release that stands was made of, and what the next round needs, outlives every collection.
+    # Garbage collection keeps the inputs of the current release and the state that the next round needs.
     assert project.mergegate("store", "gc", "--older", "0").exit_code == 0
     assert project.artifacts("optimizer") == before["optimizer"]
     arguments = ("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
@@ -650,7 +650,7 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     assert "Adam begins anew" in run_round()
     shutil.rmtree(project.home / "store/optimizer")
     lost = project.mergegate(*arguments)
-    assert lost.exit_code == 0, lost.output  # the last one began anew: it needs nothing
+    assert lost.exit_code == 0, lost.output  # the last round started Adam from scratch and needs no state
 
 
 @pytest.mark.long

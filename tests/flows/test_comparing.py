@@ -1,4 +1,4 @@
-"""``mergegate compare``: any two checkpoints on a profile's evidence, with nothing merged and nothing published."""
+"""``mergegate compare`` evaluates two checkpoints with a profile's checks, and merges and publishes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ publish: {to: directory, path: ../releases/small}
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, dict[str, Any]]:
-    """A project in which base was compared with reverser, and what that printed as JSON."""
+    """Return a project in which base was compared with reverser, and the JSON output of the comparison."""
     project = make_project(tmp_path_factory.mktemp("compared"))
     (project.root / "profiles" / "small.yaml").write_text(PROFILE)
     code, outcome = compare(project, MODELS / "reverser", MODELS / "base")

@@ -1,5 +1,4 @@
-"""In which format models are computed where they are measured: as they are stored, unless this machine only converts
-that format for each sum."""
+"""Data type of evaluation: the stored type, or float32 if the machine has no arithmetic units for it."""
 
 from __future__ import annotations
 

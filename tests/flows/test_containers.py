@@ -1,5 +1,8 @@
-"""Image, Compose file, pools and the example of a pull request: nothing here builds them, so all that they name is held
-against what there is: files, commands with their options, settings, extras, fields of Prefect's own pools."""
+"""Check the image, the Compose file, the work pools and the pull-request example without building them.
+
+The tests compare every file, command, option, setting, extra and pool field that they name with the project and with
+Prefect's own pool templates.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def compose() -> dict[str, Any]:
 
 
 def pools() -> dict[str, dict[str, Any]]:
-    """Job variables of the definitions in ``prefect.yaml``, by the type of pool."""
+    """Return the job variables of the definitions in ``prefect.yaml`` by pool type."""
     said = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["definitions"]["in-containers"]
     return {name.removesuffix("-pool"): one["job_variables"] for name, one in said.items()}
 
 
 @pytest.fixture(scope="module")
 def kubernetes() -> dict[str, Any]:
-    """What ``containers/kubernetes_pool.py`` prints."""
+    """Return the pool template that ``containers/kubernetes_pool.py`` prints."""
     done = subprocess.run(
         [sys.executable, str(CONTAINERS / "kubernetes_pool.py")], capture_output=True, text=True, check=True
     )
@@ -44,7 +47,7 @@ def kubernetes() -> dict[str, Any]:
 
 
 def docker() -> dict[str, Any]:
-    """Prefect's template of a Docker pool."""
+    """Return Prefect's template of a Docker pool."""
     import prefect
 
     known = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
@@ -66,7 +69,7 @@ def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> No
     checked = 0
     for words in (line.split() for line in named):
         if words[0] not in known.commands:
-            assert words[0] in ("in", "deploys"), f"{file.name}: no command {words[0]!r}"  # of a sentence
+            assert words[0] in ("in", "deploys"), f"{file.name}: no command {words[0]!r}"  # part of a sentence
             continue
         options = {name for parameter in known.commands[words[0]].params for name in parameter.opts}
         assert {word for word in words[1:] if word.startswith("--")} <= options, words
@@ -83,7 +86,7 @@ def test_every_setting_that_is_named_is_one(file: Path) -> None:
     )
     names = set(re.findall(r"\b((?:PREFECT|MERGEGATE)_[A-Z_]+[A-Z])\b", file.read_text()))
     prefects = set(get_current_settings().to_environment_variables(exclude_unset=False, include_secrets=True))
-    compose_only = {"MERGEGATE_PROJECT"}  # of the Compose file itself
+    compose_only = {"MERGEGATE_PROJECT"}  # defined by the Compose file itself
     for name in names - compose_only:
         assert name in ours or name in prefects, f"{file.name}: nobody reads {name}"
 
@@ -111,7 +114,7 @@ def test_an_image_has_the_tested_versions_no_root_and_no_secret() -> None:
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"ARG EXTRAS=(.*)|extras, such as \"(.*?)\"", said)
     assert {one for pair in named for one in ",".join(pair).split(",") if one} <= set(extras)
-    for needed in ("sweep", "served"):  # those that a line of requirements can be made of
+    for needed in ("sweep", "served"):  # extras that can be written as requirement lines
         assert not any(one.startswith("mergegate[") for one in extras[needed])
 
 

@@ -1,4 +1,4 @@
-"""Every day: what a run would do, what runs, how it ended and why; and one shape of all that machines read."""
+"""Everyday commands: dry run, status, history and explanation, and one JSON schema for all machine-readable output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project,
 
 
 def have_data_by_name(project: Project) -> None:
-    """A profile with a task by name, whose data are there already: nothing asks a network."""
+    """Write a profile with a task by name and its data, so that no network access is needed."""
     data = project.root / "profiles" / "eval-data"
     data.mkdir(exist_ok=True)
     (data / "piqa_validation.jsonl").write_text("{}\n")
@@ -61,7 +61,8 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
     }
-    assert printing == {"answer.py", "events.py", "app.py"}  # app: what a run comes to, held above
+    # app.py prints the outcome of a run. The first test validates it.
+    assert printing == {"answer.py", "events.py", "app.py"}
 
 
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:

@@ -1,4 +1,4 @@
-"""State that is damaged, one file after the other and all at once: the next run ends as if it had not been there."""
+"""Damaged state files, one at a time or all together: the next run recovers and gives the same release."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ LASTING = [name for name in DAMAGE if name != "unreadable"]
 BIN = Path(sys.executable).parent
 
 
-# Every file and every kind of damage takes a run each: an hour (``make test-damage``). Else a sample of them.
+# Every combination of file and damage needs its own run, about an hour in total (``make test-damage``). By default,
+# the tests use a sample.
 EVERY = bool(os.environ.get("MERGEGATE_EVERY_DAMAGE"))
 FEW = 4
 
 
 def state_files(project: Project) -> list[Path]:
-    """Every file below the project's home but Prefect's, which are another process's here."""
+    """Return all files below the project's home except those of Prefect, which another process owns here."""
     found = (path for path in sorted(project.home.rglob("*")) if path.is_file())
     return [path for path in found if "prefect" not in path.relative_to(project.home).parts]
 
@@ -42,7 +43,7 @@ def files_of(release: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def copied(released: tuple[Project, Result], tmp_path: Path) -> Project:
-    """A project of this test's own in which the demo has been released."""
+    """Return this test's own copy of the project with the released demo."""
     shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
     return Project(tmp_path / "project")
 
@@ -81,7 +82,7 @@ def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(co
     before, draw = version_of(copied), random.Random(14)
     files = state_files(copied)
     for path in files if EVERY else draw.sample(files, FEW):
-        if not path.exists():  # set aside with the artifact that it was of, or made again under another name
+        if not path.exists():  # moved away with its artifact, or rebuilt under another name
             continue
         name = draw.choice(LASTING)
         DAMAGE[name](path)
@@ -116,7 +117,7 @@ PREFECT = {
     "of a later version": (of_the_future, ""),
     "without a table": (without_a_table, ""),
 }
-# Starts the API on the home that it is given, and asks it something.
+# Starts the API on the given home and queries it.
 ASKS = """
 import os, sys
 from pathlib import Path
@@ -130,7 +131,7 @@ with local_api():
 
 
 @pytest.mark.long
-@pytest.mark.slow  # a database from the beginning is a hundred migrations
+@pytest.mark.slow  # a new database needs about a hundred migrations
 @pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::78])
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"

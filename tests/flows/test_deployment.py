@@ -1,4 +1,4 @@
-"""A server kept in step with ``nights.yaml``: a real one on loopback, without any run being carried out."""
+"""``mergegate deploy`` synchronizes a real Prefect server on loopback with ``nights.yaml``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REFUSED = {"profile": "profiles/demo-refused.yaml"}
 
 @dataclass(frozen=True)
 class Served:
-    """A project, its server, a client of it."""
+    """A project with its Prefect server and a client."""
 
     root: Path
     site: Site
@@ -62,7 +62,7 @@ class Served:
     environment: dict[str, str]
 
     def deploy(self, nights: Schedules, site: Site | None = None) -> dict[str, str]:
-        """As ``mergegate deploy``: what was done, by name."""
+        """Deploy like ``mergegate deploy`` and return the change of each deployment and rule by name."""
         here = site or self.site
         wanted = desired_deployments(nights, self.root)
         done = sync_deployments(self.client, wanted, here)
@@ -87,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> It
 
 @pytest.fixture(scope="module")
 def served_alone(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> Iterator[Served]:
-    """A server on which no other test has left runs that hold its one slot."""
+    """Yield a server on which no other test has left runs that occupy its only slot."""
     with _served(tmp_path_factory.mktemp("alone"), begin_records) as place:
         yield place
 
@@ -129,7 +129,7 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
 
 
 def test_a_schedule_that_goes_leaves_no_night_behind(served: Served) -> None:
-    """The server's scheduler may plan nights at the very moment: what it leaves goes with the next deployment."""
+    """The server's scheduler may add runs during a deployment. The next deployment removes them."""
     served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
     there = find_deployment(served.client, "release/demo")
     assert there is not None
@@ -169,7 +169,7 @@ def test_a_deployment_is_what_a_person_recognises(served: Served) -> None:
 def test_what_the_form_cannot_mean_is_refused_before_a_run_exists(served: Served) -> None:
     served.deploy(nights(DEMO))
     wrong = 'profile={"name": "x", "recepe": "y"}'
-    # In a plain shell in the project's directory: what mergegate server wrote down is all that it needs.
+    # A plain shell in the project directory needs only the settings that ``mergegate server`` wrote.
     assert "recepe" in served.run("prefect", "deployment", "run", "release/release", "-p", wrong, code=1)
     assert served.client.read_flow_runs() == [] or all(run.auto_scheduled for run in served.client.read_flow_runs())
 
@@ -213,7 +213,7 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
 
 
 def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served, told: Received) -> None:
-    """Eight runs come into their states at once: each message arrives, once, and as a phone shows it."""
+    """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, tell=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
     deployment = find_deployment(served.client, "release/demo")
@@ -294,7 +294,7 @@ def test_a_refused_run_is_no_crash_in_any_log(
 
 @pytest.mark.long
 def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: Served) -> None:
-    """Two nights without a worker: when there is one again, one is carried out, and the other is not left to be."""
+    """After two scheduled runs without a worker, one is executed and the other is cancelled."""
     served = served_alone
     served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))
     deployment = find_deployment(served.client, "release/demo-forbidden")
@@ -306,10 +306,10 @@ def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: 
         ).id
         for ago in (1, 2)
     }
-    for _ in missed:  # each takes one: there is one slot
+    for _ in missed:  # each worker takes one run because there is one slot
         served.run(*MERGEGATE, "worker", "--once")
     assert Counter(served.client.read_flow_run(one).state_name for one in missed) == {"Refused": 1, "Cancelled": 1}
-    # What somebody asks for is carried out, whatever has been.
+    # A run that a user starts is always executed.
     asked_for = served.client.create_flow_run_from_deployment(
         deployment.id, state=Scheduled(scheduled_time=now - timedelta(days=1))
     ).id

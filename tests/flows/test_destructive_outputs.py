@@ -1,4 +1,4 @@
-"""No command deletes or overwrites what the user has at, or next to, its output."""
+"""No command deletes or overwrites user files at its output path or next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and docs/ tell people to type: every command is there as it is written, and does what is said."""
+"""Every command in the README and docs/ exists with the options shown, and the README's commands work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ MERGEGATE = typer.main.get_command(app)
 
 
 class Documented(NamedTuple):
-    """A command in a page.
+    """A command in a documentation page.
 
     Attributes:
-        page: Relative to the project.
-        whole: It stands in a block of its own, to be typed; in a sentence some of it may be left out.
+        page: Path relative to the project.
+        words: Program, subcommands and arguments.
+        whole: Whether the command is in a code block and therefore complete. Commands in a sentence may be shortened.
     """
 
     page: str
@@ -39,7 +40,7 @@ class Documented(NamedTuple):
 
 
 def spans(text: str) -> Iterator[tuple[str, bool]]:
-    """Code of a page: the lines of its blocks, then what stands in backticks."""
+    """Yield the code of a page and whether it is complete: first the lines of code blocks, then inline code."""
     fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
     for language, block in fence.findall(text):
         if language in ("", "sh", "bash", "console"):
@@ -50,7 +51,7 @@ def spans(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def alternatives(words: list[str]) -> Iterator[list[str]]:
-    """``store ls | du`` as two commands."""
+    """Yield each alternative as a command: ``store ls | du`` gives ``store ls`` and ``store du``."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == "|":
@@ -129,7 +130,7 @@ def test_each_script_is_there_with_its_options(command: Documented) -> None:
     assert missing == []
 
 
-# Of the README's list: what takes a server, a search or a night of its own is carried out, as it is written, there.
+# README commands that need a server, a search or a scheduled run, with the test file that runs each of them.
 ELSEWHERE = {
     "sweep": "tests/flows/test_sweep.py",
     "tune": "tests/flows/test_tune.py",
@@ -137,7 +138,7 @@ ELSEWHERE = {
     "smoke": "tests/serve/test_smoke.py",
     **dict.fromkeys(("server", "worker", "deploy", "trigger", "approve"), "tests/flows/test_operations.py"),
 }
-# What a person puts in place of the words in capitals, in a project where the demo has been released.
+# Values for the README's placeholders in a project with a released demo.
 PUT = {
     "support.yaml": "profiles/demo.yaml",
     "PROFILE": "profiles/demo.yaml",
@@ -160,7 +161,7 @@ def test_what_is_carried_out_elsewhere_is_carried_out_there() -> None:
         assert re.search(rf"\b{name}\b", (PROJECT / test).read_text(encoding="utf-8")), f"{test} does not run {name}"
 
 
-@pytest.mark.slow  # makes a merge, asks models
+@pytest.mark.slow  # merges and evaluates models
 @pytest.mark.usefixtures("prefect_api")
 def test_the_list_of_the_readme_does_what_it_says(
     released: tuple[Project, Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

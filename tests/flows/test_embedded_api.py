@@ -1,4 +1,4 @@
-"""Who may speak to the API of a run: that run, and nobody who only knows the port."""
+"""Only a run itself can use its embedded API. Other programs that know the port are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOREIGN = "http://somebody.example"
 
 
 def asked(path: str, method: str, headers: dict[str, str]) -> tuple[int, str | None]:
-    """Status, and which origin's pages may read the answer."""
+    """Send a request and return its status and the origin that may read the response."""
     url = f"{get_current_settings().api.url}/{path}"
     request = urllib.request.Request(url, data=b"{}", method=method, headers={**headers, "Origin": FOREIGN})
     try:

@@ -1,4 +1,4 @@
-"""However a run ends: a state whose name says so, a page, a line in the history, and no traceback for a no."""
+"""Every run ends with a named state, a report page and a history entry, and a refusal shows no traceback."""
 
 from __future__ import annotations
 

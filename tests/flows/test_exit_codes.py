@@ -1,4 +1,4 @@
-"""One rule says what a command exits with, and Prefect's states have the same words."""
+"""All commands share one table of exit codes, and Prefect states use the same names."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests themselves may be deaf to it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the test process may ignore SIGINT
     )
     assert run.stdout is not None
     said = ""
-    while "merge " not in said:  # a child that holds models is at work by then
+    while "merge " not in said:  # by then, the model process is working
         said += (line := run.stdout.readline())
         assert line, said
     run.send_signal(signal.SIGINT)

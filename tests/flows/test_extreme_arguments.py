@@ -1,4 +1,4 @@
-"""Every command with extreme values of every argument and option: an exit code of the table, and no traceback."""
+"""Every command survives extreme values of each argument and option: a documented exit code and no traceback."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mergegate.merge_core.errors import EXIT_CODES
 
 PATIENCE_S = 30
 PARENTLESS = "name: m\nrecipe: {merge_method: linear, models: [{model: nowhere, parameters: {weight: 1}}]}\n"
-# Valid arguments of each command; one parameter after the other is replaced. Where a command would start Prefect's API
-# for a profile that exists, the profile is missing.
+# Valid arguments of each command. The tests replace one parameter at a time. Commands that would start Prefect's API
+# for an existing profile get a missing one.
 ARGUMENTS: dict[str, list[str]] = {
     "run": ["parentless.yaml", "--dry-run"],
     "demo": ["copy-of-the-demo"],
@@ -69,7 +69,7 @@ TEXTS = ["x" * 100_000, "a\0b=1", "a=\0", "a\nb", "\udcff", "-x", "=", "💥", *
 INTEGERS = ["-5", "0", str(2**70), str(-(2**70)), ""]
 NUMBERS = ["nan", "inf", "-inf", "-1", "1e308", ""]
 QUICK = {"", ".", "pipe", "a\0b", "/dev/zero", "/", "\udcff", "a\0b=1", "-5", "nan", "inf", "-1"}
-# The test may run as root, and these would succeed.
+# These would succeed if the tests run as root.
 WRITE_TO_THE_SYSTEM = {("init", "out", "/"), ("schema", "write", "/")}
 
 
@@ -87,7 +87,7 @@ COMMANDS = dict(commands())
 
 
 def value_type(parameter: Any) -> type:
-    """The type of one value of a parameter, as its function declares it."""
+    """Return the declared type of one value of a parameter."""
     kind = parameter.type_descriptor.annotation
     while typing.get_origin(kind) is not None:
         assert typing.get_origin(kind) in (list, typing.Union, types.UnionType)
@@ -104,7 +104,7 @@ def extreme_values(parameter: Any) -> list[str]:
 
 
 def line_with(name: str, parameter: Any, value: str) -> list[str]:
-    """The command line of ``name`` in which the parameter has the value."""
+    """Return the command line of ``name`` with the parameter set to the value."""
     words = list(ARGUMENTS[name])
     if parameter.param_type_name == "option":
         option = max(parameter.opts, key=len)
@@ -119,7 +119,7 @@ def line_with(name: str, parameter: Any, value: str) -> list[str]:
 
 
 class Hang(BaseException):
-    """Nothing of the product catches it."""
+    """Raised if a command hangs. It derives from BaseException so that mergegate does not catch it."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def require_known_ending(project: Project, line: list[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers, workers and the demo's release end where they would begin: their arguments have been read by then."""
+    """Stop servers, workers and the demo release right after their arguments are parsed."""
 
     def end(*_: object, **__: object) -> None:
         raise SystemExit(0)

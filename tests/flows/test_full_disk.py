@@ -1,4 +1,7 @@
-"""Full disks, lost directories, names that nobody can hold: one message, exit code 3, and the next run goes on."""
+"""Full disks, deleted directories and unusable names give one message, and the next run continues.
+
+The exit code is 3 if the machine is at fault, and 2 if the command's input is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def offline(tmp_path: Path) -> Project:
-    """A project that needs no Prefect: for commands that run no flow."""
+    """Return a project without a Prefect API, for commands that run no flow."""
     return make_project(tmp_path / "project")
 
 
@@ -67,7 +70,7 @@ def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_s
         out = f"at-{at}"
         with disk_fails(at, number) as calls:
             result = offline.mergegate("merge", RECIPE, out)
-        is_complete = (offline.root / out).exists()  # Only what was left to remove could not be removed.
+        is_complete = (offline.root / out).exists()  # Only the final cleanup failed.
         assert result.exit_code == (0 if is_complete else 3), f"{calls.failed} at {at}\n{result.output}"
         if not is_complete:
             assert result.output.count("remedy:") == 1

@@ -1,4 +1,4 @@
-"""``mergegate gate``: results that lm-eval wrote get the verdict that the stages give to the same models."""
+"""``mergegate gate`` gives lm-eval results the same verdict that the stages give to the same models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ evaluate:
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, Path]:
-    """A project with a profile and a merged checkpoint, and what lm-eval wrote about three models: ``OUT/base``, …"""
+    """Return a project with a merged checkpoint, and the directory with lm-eval's results for three models by name."""
     project = make_project(tmp_path_factory.mktemp("project"))
     (project.root / "profiles" / "reverser.yaml").write_text(PROFILE)
     merged = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", "merged")
@@ -60,10 +60,10 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     assert [guard["n"] for guard in ours["content"]["verdict"]["guards"]] == [400, 400]
     sides = [{guard["task"]: guard for guard in side["content"]["verdict"]["guards"]} for side in (ours, theirs)]
     data = [[guard.pop("data") for guard in side.values()] for side in sides]
-    # Which task is run first hangs on how long each takes here; when it is lost, the other is not run.
+    # The order of the tasks depends on their duration on this machine. If the first one fails, the other is not run.
     assert "reverse" in sides[1]
     assert sides[1] == {task: guard for task, guard in sides[0].items() if code == 0 or task in sides[1]}
-    assert data[0] == [None, None]  # lm-eval's files do not say on which data; the hashes of documents are compared
+    assert data[0] == [None, None]  # lm-eval's files do not name their data, so mergegate compares document hashes
     assert all(found["digest"] for found in data[1])
 
 

@@ -1,7 +1,7 @@
-"""Every stage makes what its version promises: whoever changes its meaning must bump ``version``, or this fails.
+"""Golden files of every stage: a change of meaning without a new ``version`` fails these tests.
 
-The golden files hold, for the demo, what each stage says and the names of its files, with floats rounded to what any
-machine agrees on. After bumping a version, ``UPDATE_GOLDEN=1 make test`` writes the new file; the old one is deleted.
+For the demo, the golden files contain each stage's value and file names, with floats rounded so that all machines
+agree. After you bump a version, ``UPDATE_GOLDEN=1 make test`` writes the new golden file and deletes the old one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate
 OPTIONAL = (excerpt, flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
 
 
-# Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.
+# Keys that are not compared: durations, versions, and values that depend on single documents. Another processor may
+# answer one of 400 documents differently.
 PASSING = (
     {"seconds", "lm_eval_version", "reason", "headline", "lost", "won", "drop", "low", "high", "stderr"}
     | {f"overall_{part}" for part in ("drop", "low", "high")}
@@ -44,7 +45,7 @@ PASSING = (
 
 
 def rounded(value: object) -> object:
-    """Floats to one decimal: enough to see another meaning, too few to see another machine."""
+    """Round floats to one decimal, which reveals a change of meaning but hides differences between machines."""
     if isinstance(value, float):
         return round(value, 1)
     if isinstance(value, dict):
@@ -55,10 +56,10 @@ def rounded(value: object) -> object:
 
 
 def check(stage: DeclaredStage, home: Path) -> None:  # type: ignore[type-arg]
-    """Compare all that ``stage`` has made in the store of ``home`` with the golden file of its version."""
+    """Compare all artifacts of ``stage`` in the store of ``home`` with the golden file of its version."""
     made = []
     for artifact in sorted((home / "store" / stage.name).iterdir()):
-        if artifact.is_file():  # a stage whose value is all that it makes
+        if artifact.is_file():  # the stage returns a value and writes no files
             made.append({"files": ["value.json"], "value": rounded(json.loads(artifact.read_text())["value"])})
             continue
         manifest = json.loads((artifact / "manifest.json").read_text())
@@ -84,7 +85,7 @@ def test_a_stage_makes_what_its_version_promises(stage: DeclaredStage, released:
 
 @pytest.fixture(scope="module")
 def with_everything(tmp_path_factory: pytest.TempPathFactory, released_with_everything: Path) -> Project:
-    """The demo with all that a profile can ask for; and a merge that lost something."""
+    """Return a project with the demo released with every optional stage, and a merge that lost a skill."""
     root = tmp_path_factory.mktemp("everything") / "project"
     shutil.copytree(released_with_everything, root, symlinks=True)
     project = Project(root)

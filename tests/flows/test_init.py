@@ -1,4 +1,4 @@
-"""``mergegate init``: what it writes passes the check as it stands, for families that transformers knows."""
+"""Profiles from ``mergegate init`` pass the check without edits for model families of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILY = PROFILES / "demo"
 
 
 def with_a_token_of_its_own(model: Path) -> None:
-    """As fine-tunes come that got a token for padding: a row more, and another tokenizer."""
+    """Add a padding token, as some fine-tunes do: one more embedding row and a different tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, tuned = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
@@ -57,11 +57,11 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project,
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.long))
 def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
-    models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # nobody can fetch it
+    models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # not available offline
     assert project.mergegate("init", *(f"models/{name}" for name in models), "--yes", "--name", "both").exit_code == 0
     told = json.loads(project.mergegate("run", "both.yaml", "--json").stdout)
     assert told["status"] in ("released", "refused"), told["message"]
-    assert told["content"]["verdict"]["drift"]["outcome"] in ("pass", "fail", "undecided")  # the gate's, not an error
+    assert told["content"]["verdict"]["drift"]["outcome"] in ("pass", "fail", "undecided")  # not an error
     assert told["findings"] == []
 
 

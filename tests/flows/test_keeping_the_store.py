@@ -1,4 +1,4 @@
-"""``mergegate store`` and what runs note: nothing goes that somebody needs, and the next run is the same."""
+"""``mergegate store`` and run records: garbage collection keeps everything that is needed, and never changes a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weigh(source: Artifact[Grown]) -> Grown:
 
 
 class Said:
-    """Whoever watches: the lines between the stages."""
+    """A progress watcher that records the lines between stages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -61,7 +61,7 @@ class Said:
 def night(
     size: int, *, profile: str = "demo", disturb: object = None, refused: bool = False
 ) -> tuple[RunOutcome, Said]:
-    """A flow like a release: three stages, something that happens after the first, an ending."""
+    """Run a flow like a release: three stages, with a disturbance after the first."""
     said = Said()
 
     def make() -> RunOutcome:
@@ -252,7 +252,7 @@ def test_a_home_with_nothing_in_it(tmp_path: Path) -> None:
 def test_collecting_all_the_time_beside_a_run_changes_nothing(
     tmp_path: Path, released: tuple[Project, Printed]
 ) -> None:
-    """A release is made while somebody else collects without a grace period and with a quota of nothing."""
+    """A release completes while another process collects garbage without a grace period and with a quota of 0."""
     undisturbed, _ = released
     project = make_project(tmp_path / "project")
     collects = """

@@ -1,4 +1,4 @@
-"""Pulling the plug: whatever moment a run is killed at, running again gives the byte-identical release."""
+"""After a run is killed at any moment, the next run gives a byte-identical release."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report")
 
-# Runs the command line, and dies by SIGKILL when a stage has done its work but nothing of it is sealed yet;
-# or in the middle of a publication, when the release is written but does not have its name.
+# Runs the command line and dies by SIGKILL, either after a stage has done its work and before its artifact is sealed,
+# or during publication, when the release is written but not yet renamed.
 DIES = """
     import os, pathlib, signal, sys
     from mergegate.tasks.store import Store

@@ -1,4 +1,4 @@
-"""Killed in the middle of a batch, a run goes on with it and comes to the same bits; each model is loaded once."""
+"""A run that is killed during a batch resumes there and gives the same bits, and each model is loaded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KILLS = 3
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """``benchmarks/kills.py`` as a module."""
+    """Import ``benchmarks/kills.py``."""
     return load_benchmark("kills")
 
 
@@ -28,7 +28,7 @@ def reference(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> An
 
 @pytest.mark.long
 def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
-    """For its perplexity and for all of its tasks, by one process."""
+    """One process loads each model for its perplexity and all of its tasks."""
     loads = [note for note in reference.notes() if note.what == "load"]
     assert Counter(note.model for note in loads) == {"base": 1, "reverser": 1, "shifter": 1, "merge": 1}
     assert len({note.process for note in loads}) == 1
