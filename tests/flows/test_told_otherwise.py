@@ -1,4 +1,4 @@
-"""What one run is told otherwise: what it means, what it cannot mean, and that it is kept with what came of the run."""
+"""Overrides for one run: how ``--set`` is parsed, what it refuses, and that the run's record includes them."""
 
 from __future__ import annotations
 
