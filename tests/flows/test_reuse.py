@@ -94,7 +94,7 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
         for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # A merge without scores in the store.
     ]
     text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: early")
-    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # Decided before a drop of 4 points.
+    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # Decided before a drop of 4.
     recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
     (project.root / "profiles" / "early.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
     before = scored(project)

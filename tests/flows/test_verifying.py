@@ -1,4 +1,4 @@
-"""`mergegate verify` and `reproduce` on the released demo: every change is detected, and the release is reproducible."""
+"""`mergegate verify` and `reproduce` on the released demo: they detect every change and rebuild the release."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_plain_sha256sum_can_check_it_too(release: Path) -> None:
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_byte_flipped_in_any_file_is_found(release: Path, keys: tuple[Path, Path], signed: bool) -> None:
     assert check_release(DirectoryRelease(release)).files == len(files_of(release))
-    elsewhere = release.rename(release.with_name("downloaded"))  # Under this name, the version cannot give the change away.
+    elsewhere = release.rename(release.with_name("downloaded"))  # The version cannot give it away.
     if signed:
         sign_it(elsewhere, keys[0])
     key = keys[1] if signed else None

@@ -1,4 +1,4 @@
-"""The licence stage: what it records of parents, ancestors and acceptances, and when it says no."""
+"""The license stage: what it records about parents, ancestors and acceptances, and when it refuses a merge."""
 
 from __future__ import annotations
 
