@@ -133,7 +133,7 @@ class TestSettings:
 
 
 class TestMemoryOfAChild:
-    """Whichever error a lack of memory causes first is reported as out of memory."""
+    """Any error that a lack of memory causes is reported as out of memory."""
 
     @pytest.mark.parametrize(
         "error",

@@ -23,7 +23,7 @@ Released = tuple[Project, Printed]
 
 
 class Answer(NamedTuple):
-    """What the user sees at the end of a run."""
+    """Outcome of a run as the user sees it."""
 
     status: str
     version: str | None

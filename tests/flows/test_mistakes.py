@@ -1,7 +1,7 @@
 """Every user mistake has a reviewed error message, and ``run`` stops at the first problem that ``check`` finds.
 
-``UPDATE_GOLDEN=1`` rewrites ``golden/mistakes.txt``. Review the new file: each message must say where the problem is,
-what was found, what was expected and what to do, in terms that a user knows.
+``UPDATE_GOLDEN=1`` rewrites ``golden/mistakes.txt``. Review the new file: each message must name the place,
+the value found, the value expected and the remedy, in terms that a user knows.
 """
 
 from __future__ import annotations

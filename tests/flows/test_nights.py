@@ -184,7 +184,7 @@ def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(pr
 
 
 def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project: Path) -> None:
-    """A run that goes silent frees its slot, whichever of Prefect's states it was in."""
+    """A run that goes silent in any of Prefect's states frees its slot."""
     import prefect.states
 
     made = [getattr(prefect.states, name) for name in dir(prefect.states) if name[0].isupper()]

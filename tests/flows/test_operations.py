@@ -132,7 +132,7 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
 
 
 def answered_over_the_api(client: SyncPrefectClient, me: Person, clone: Path, work: Path) -> None:
-    """Answer an approval as Prefect's page does: after invalid input the run keeps waiting, and a no ends it."""
+    """Answer an approval as Prefect's page does: invalid input leaves the run waiting, and a rejection ends it."""
     place = clone / "releases" / "demo-approved"
     place.rename(place.with_name("moved-away"))
     me.types("mergegate trigger demo-approved")

@@ -35,7 +35,7 @@ def shown() -> TerminalProgress:
 
 
 def line(shown: TerminalProgress) -> str:
-    """Return what the terminal shows now."""
+    """Return the text on the terminal."""
     console = Console(file=io.StringIO(), width=120)
     console.print(shown._draw())
     return str(console.file.getvalue()).strip()  # type: ignore[attr-defined]

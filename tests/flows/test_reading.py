@@ -127,7 +127,7 @@ def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Callable[[Path], N
     meanwhile[:] = [lambda: touch(model.directory / WEIGHTS)]
     artifact = copied.build(model)
     assert (artifact.directory / "copy").read_bytes() == expected
-    assert len(read) == 2  # The stage reads again, because it cannot know what the file contained while it was touched.
+    assert len(read) == 2  # The stage reads again, because the file may have had other content while it was touched.
     assert (artifact.directory / "journal read").read_bytes() == b"begun\n"  # The first attempt leaves nothing behind.
 
 

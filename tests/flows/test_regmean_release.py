@@ -134,7 +134,7 @@ def test_a_search_looks_at_the_texts_once(released: Released) -> None:
 
 
 def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """All documents of a task are found in a text that contains them, and no others, whatever letters they share."""
+    """Exactly the documents that a text contains are found in it, even if others share letters with it."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     hashes, limit = HashMemo(tmp_path / "hashes.db"), CountLimit()
     task = pin_data(pin_task("tasks/reverse.yaml", PROFILES / "demo", hashes))

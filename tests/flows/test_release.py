@@ -1,4 +1,4 @@
-"""A release from the user's point of view: it is what it claims, refusals give reasons, and no work is repeated."""
+"""A release from the user's point of view: its claims are true, refusals give reasons, and no work is repeated."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Spy:
 
 
 def run(number: int, **options: object) -> tuple[Artifact[Counted] | Exception, Spy, int]:
-    """Run one stage in one flow; return its result or error, what a watcher saw, and how often the work ran."""
+    """Run one stage in one flow; return its result or error, the progress watcher, and the number of executions."""
     spy, before = Spy(), len(calls)
 
     @flow

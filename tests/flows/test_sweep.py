@@ -97,8 +97,8 @@ def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_i
 ) -> None:
     """The search scores the hand-written recipe on both sets of documents.
 
-    When the engine writes that merge and it is scored one document at a time, it gets exactly these numbers on exactly
-    the documents that the gate has not scored.
+    The engine then writes the same merge, and a plain model scores it one document at a time. The numbers agree on
+    exactly the documents that the gate has not scored.
     """
     project, _, _ = swept
     profile = yaml.safe_load((project.root / "profiles" / f"{small_sweeps.NAME}.yaml").read_text())

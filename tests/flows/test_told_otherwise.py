@@ -1,4 +1,4 @@
-"""Overrides for one run: how ``--set`` is parsed, what it refuses, and that the run's record includes them."""
+"""Overrides for one run: ``--set`` parses them, refuses invalid ones, and records them with the run."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Project:
         return self.root / "demo.yaml"
 
     def run(self, profile: Path) -> tuple[int, str, dict[str, Any]]:
-        """Run the profile; return the exit code, status, and latest provenance, or the answer if nothing is released."""
+        """Run the profile; return the exit code, status, and latest provenance (without a release, the JSON output)."""
         result = mergegate("run", str(profile), "--json")
         answer = json.loads(result.stdout)
         file = self.root / "releases" / "latest" / "provenance.json"

@@ -77,7 +77,7 @@ def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
     assert (found.wins, found.ties, found.losses) == (1, 3, 1)
     assert (found.prompts, found.pairs, found.identical, found.unreadable) == (5, 5, 1, 1)
     assert found.win_rate == 0.5
-    assert found.consistency == 0.5  # Of the four pairs that were judged.
+    assert found.consistency == 0.5  # Four pairs were judged.
     assert found.first_position == 4 / 7
     assert found.length_ratio == 1.5
     assert (found.reference_cut_off, found.merge_cut_off) == (1, 2)
@@ -186,7 +186,7 @@ def test_one_prompt_is_too_few() -> None:
 def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | None, Winner | None]]) -> None:
     other: dict[Winner | None, Winner | None] = {"reference": "merge", "merge": "reference", "tie": "tie", None: None}
     ours = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), first, second))
-    # The order in which the answers were shown is swapped as well.
+    # The answers also change places.
     theirs = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), other[second], other[first]))
     assert theirs.win_rate == pytest.approx(1 - ours.win_rate)
     assert (theirs.wins, theirs.losses, theirs.consistency) == (ours.losses, ours.wins, ours.consistency)

@@ -1,4 +1,4 @@
-"""The judge stage: which requests it sends, how often, and what it stores.
+"""The judge stage: its requests, their number, and the stored records.
 
 The judge is a script behind a real socket.
 """

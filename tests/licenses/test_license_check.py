@@ -1,4 +1,4 @@
-"""The license stage: what it records about parents, ancestors and acceptances, and when it refuses a merge."""
+"""The license stage: its record of parents, ancestors and acceptances, and its refusals."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _may_carry(leading: License, subordinate: License) -> bool:
     parents = (leading, subordinate)
     if _judge(*parents).status != "allowed":
         return False
-    # Without a share-alike license, the merge may carry the license of any parent and include the texts of the others.
+    # Without a share-alike license, the merge may carry any parent's license and include the texts of the others.
     if all(parent.kind != "copyleft" for parent in parents):
         return True
     return leading.id in share_alike_licenses(Case.of(parents, USE, TABLE))

@@ -56,7 +56,7 @@ def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> 
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
     for changed in (f"{text}\nThe model must not be used by competitors.\n", f"Not for sale.\n\n{text}"):
         found = identify_license(changed, TABLE)
-        # A title identifies only agreements with restrictions, whatever else the text contains.
+        # A title identifies only agreements with restrictions, even if the text contains more.
         assert found is None or (found.id == identifier and found.titles and found.restrictive)
 
 
