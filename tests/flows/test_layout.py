@@ -1,4 +1,4 @@
-"""What a run prints fits the terminal: from 80 columns up no line is wrapped, and no name or number is cut."""
+"""Terminal layout: from 80 columns up, no output line wraps and no name or number is cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DROP = "12.5 [0.7, 13.3]"
 
 
 def printed(width: int, draw: object, *, terminal: bool = False) -> list[str]:
-    """Lines as a terminal of so many columns would get them."""
+    """Return the lines that a terminal of the given width receives."""
     console = Console(file=io.StringIO(), width=width, soft_wrap=True, force_terminal=terminal, color_system=None)
     draw(console)  # type: ignore[operator]
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_the_score_table_shows_every_task_whole(width: int, models: int) -> None
         assert sum(line.split()[0] == task for line in lines if line.split()) == 1
     assert text.count(DROP) == len(TASKS)
     for at in range(len(TASKS)):
-        assert f"{10 * at + models - 1}.5" in text  # of the merge
+        assert f"{10 * at + models - 1}.5" in text  # The score of the merge.
     assert f"reverse not run: decided by {TASKS[1]}" in lines
 
 
@@ -72,7 +72,7 @@ def test_every_model_is_named_while_there_is_room(width: int) -> None:
     lines = printed(width, lambda console: print_scores(console, score_table(5)))
     text = "\n".join(lines)
     assert all(model in text for model in MODELS)
-    # The widest form needs no letters.
+    # The widest layout has room for all names, so it needs no letters.
     assert (lines[0].split()[:2] == ["task", MODELS[0]]) is (width == 200)
 
 
@@ -104,7 +104,7 @@ def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool)
     assert all(line.endswith("12.2 s") for line in stages)
     if terminal:
         assert {cell_len(line) for line in stages} == {min(width, 100)}
-    else:  # a log has all of it
+    else:  # A log gets the full text.
         assert "one-word" * 40 in stages[2]
     assert len(lines) == 3 + (1 if width >= 100 else 2)
 
@@ -127,7 +127,7 @@ def test_a_terminal_without_a_cursor_gets_each_line_once(term: str, monkeypatch:
         shown.ended("merge", "", "made", 1.0, "29 tensors")
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert out.count("29 tensors") == 1
-    assert "\x1b[2K" not in out  # of a line that is drawn anew
+    assert "\x1b[2K" not in out  # The escape sequence that redraws a line.
 
 
 def test_a_log_hears_every_half_minute_how_far_a_stage_is() -> None:
@@ -182,7 +182,7 @@ def test_a_pipe_and_json_have_progress_on_standard_error(
 
 
 def described(command: object) -> Iterator[tuple[str, object]]:
-    """Every command with its place, ``store gc``."""
+    """Yield each command with its full name, such as ``store gc``."""
     for name, below in getattr(command, "commands", {}).items():
         yield name, below
         yield from ((f"{name} {inner}", one) for inner, one in described(below))

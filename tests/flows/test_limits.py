@@ -1,4 +1,4 @@
-"""Nothing takes longer than it may: what is over time ends, says so, and goes on in the next run."""
+"""Time limits: work that exceeds its limit stops, reports the limit, and resumes in the next run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for known in ("merge", "gate"):
 
 
 def wait(seconds: float = HANG_S) -> None:
-    """As long as nobody interrupts it; on a lock, as the engine's main thread does."""
+    """Block on a lock until interrupted, as the engine's main thread does."""
     threading.Event().wait(seconds)
 
 
@@ -56,7 +56,7 @@ class TestTimeLimits:
         def careless() -> None:
             try:
                 wait()
-            except Exception:  # as anything on the way may have it
+            except Exception:  # Any code along the way may catch this broadly.
                 wait()
 
         with limited(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
@@ -69,7 +69,7 @@ class TestTimeLimits:
             try:
                 wait()
             finally:
-                wait(0.2)  # longer than the limit itself
+                wait(0.2)  # Longer than the limit itself.
                 cleaned.append(True)
 
         with limited(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
@@ -105,7 +105,7 @@ class TestTimeLimits:
             "import signal, time, mergegate.tasks.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
             "with limits.limited(limits.Limits(run='0.1 s')):\n"
-            "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # as a call that never comes back
+            "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # Simulates a call that never returns.
             "    time.sleep(1000)\n"
         )
         done = subprocess.run(
@@ -133,7 +133,7 @@ class TestSettings:
 
 
 class TestMemoryOfAChild:
-    """Whatever fails first where memory ends is told as that."""
+    """Any error that a lack of memory causes is reported as out of memory."""
 
     @pytest.mark.parametrize(
         "error",
@@ -176,7 +176,7 @@ def unused_asker() -> Connection:
 @pytest.mark.slow
 def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[Project, Printed]) -> None:
     project, _ = released
-    profile = project.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # to be measured
+    profile = project.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
     path = project.root / profile
     path.write_text(path.read_text() + "limits: {stages: {perplexity: 0.3 s}}\n")
     refused = project.mergegate("run", profile)
@@ -191,7 +191,7 @@ def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[P
 
 @pytest.mark.slow
 def test_a_process_has_no_more_memory_than_it_may(project: Project) -> None:
-    end_model_process()  # the one of an earlier test, which may have more
+    end_model_process()  # A process left by an earlier test may have a higher limit.
     profile = project.edit("demo.yaml", "max_increase: 5%", "max_increase: 5%")
     path = project.root / profile
     path.write_text(path.read_text() + "limits: {memory: 100MB}\n")

@@ -1,4 +1,4 @@
-"""The log for machines: each line says whose it is, and nothing that goes wrong with it touches the run."""
+"""The JSON log: every line identifies its run, and a failure to write the log never affects the run."""
 
 from __future__ import annotations
 

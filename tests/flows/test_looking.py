@@ -1,4 +1,4 @@
-"""A night with nothing new is found by a look, and the look is as strict as the run: over every kind of change."""
+"""The dry pass: it finds a scheduled run with no work, and for every kind of change it is as strict as a full run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Released = tuple[Project, Printed]
 
 
 class Answer(NamedTuple):
-    """What a person would have been told."""
+    """Outcome of a run as the user sees it."""
 
     status: str
     version: str | None
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def own(released: Released) -> Project:
-    """The released demo with a family of its own, all of whose files may be changed; nothing of it is to be done."""
+    """Return the released demo, up to date, with its own copy of the model family whose files tests may change."""
     project, _ = released
     family = project.root / "profiles" / "demo"
     source = family.resolve()
@@ -50,7 +50,7 @@ def looked(project: Project, *, overrides: tuple[str, ...] = (), publish: bool =
 
 
 def run(project: Project, monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """The long way."""
+    """Run the release in full, without the dry pass."""
     with monkeypatch.context() as patch:
         patch.setattr(release, "run_release_dry_pass", lambda *_: None)
         printed = project.mergegate("run", PROFILE, "--json")
@@ -62,7 +62,7 @@ def _answer(outcome: RunOutcome | None) -> Answer | None:
     return outcome and Answer(outcome.status, outcome.version, outcome.message)
 
 
-# Every kind of change: what is done to the project, and whether there is something to do then.
+# Every kind of change: the function that applies it to the project, and whether it leaves work to do.
 
 Change = Callable[[Project], None]
 
@@ -77,7 +77,7 @@ def edited(file: str, old: str, new: str) -> Change:
 
 
 def flipped(file: str, at: int = -1) -> Change:
-    """A byte is another one; the size stays."""
+    """Return a change that flips one bit of a file and keeps its size."""
 
     def change(project: Project) -> None:
         path = project.root / file
@@ -100,7 +100,7 @@ def removed(pattern: str) -> Change:
 
 
 def damaged(pattern: str) -> Change:
-    """Of the first file that is found the last byte is another one."""
+    """Return a change that flips one bit in the last byte of the first file that matches the pattern."""
 
     def change(project: Project) -> None:
         flipped(str(min(project.root.glob(pattern)).relative_to(project.root)))(project)
@@ -167,7 +167,7 @@ def test_a_look_says_what_the_run_would_say_or_nothing(
 ) -> None:
     project = Project(tmp_path / "project")
     shutil.copytree(own.root, project.root, symlinks=True)
-    run(project, monkeypatch)  # these are other files: they are hashed
+    run(project, monkeypatch)  # The copied files are new to the hash cache, so this run hashes them.
     assert looked(project) is not None
     change, is_work = CHANGES[kind]
     change(project)
@@ -195,7 +195,7 @@ def test_nothing_new_is_said_without_prefect_and_kept_like_any_run(
     log = own.root / "machines.jsonl"
     monkeypatch.setenv("MERGEGATE_LOG", str(log))
     monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: False)
-    monkeypatch.setattr("mergegate.flows.prefect_api.local_api", None)  # whoever calls it fails
+    monkeypatch.setattr("mergegate.flows.prefect_api.local_api", None)  # Any call fails.
     printed = own.mergegate("run", PROFILE)
     assert printed.exit_code == 0, printed.output
     assert "nothing new" in printed.output

@@ -1,4 +1,4 @@
-"""``mergegate merge`` twice: the same merge is not made again, and anything else does not overwrite it."""
+"""``mergegate merge`` run twice: it does not redo the same merge and does not overwrite anything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def project(tmp_path: Path) -> Project:
     shared = made.root / "profiles" / "demo"
     family = shared.resolve()
     shared.unlink()
-    shutil.copytree(family, shared)  # it is changed here
+    shutil.copytree(family, shared)  # A copy, because tests change it.
     assert made.mergegate("merge", RECIPE, "merged").exit_code == 0
     return made
 
@@ -83,7 +83,7 @@ def test_what_was_removed_is_made_again(project: Project) -> None:
 
 @pytest.mark.slow
 def test_another_text_is_another_merge(project: Project) -> None:
-    """What a model reads before a merge decides it as much as its weights do."""
+    """The calibration texts that models read before a merge determine the result as much as their weights do."""
     recipe = "profiles/demo/recipes/regmean.yaml"
     assert project.mergegate("merge", recipe, "read").exit_code == 0
     before = (project.root / "read/model.safetensors").read_bytes()

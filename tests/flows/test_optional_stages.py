@@ -1,4 +1,4 @@
-"""What a profile may ask for beyond perplexity and tasks: the ensemble, a judge, serving. Each can stop a release."""
+"""Optional stages of a profile: the ensemble, a judge and serving. Each can stop a release."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def outcome(result: Result) -> dict[str, Any]:
 
 @pytest.fixture
 def everything(released_with_everything: Path) -> tuple[Project, dict[str, Any]]:
-    """The demo released with all that a profile can ask for, and how that ended; to be looked at only."""
+    """Return the demo released with every optional stage, and the outcome of that run. Tests must not change it."""
     return Project(released_with_everything), json.loads((released_with_everything / "outcome.json").read_text())
 
 
@@ -39,7 +39,7 @@ def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Rel
     project, _ = released
     with serving(lambda body: says("A")) as asked:
         biased = project.mergegate("run", profile(project, "judged", judge=asks_a_judge(project, asked.url)), "--json")
-    # Not one win survives the swap.
+    # No win survives the swap.
     assert biased.exit_code == 3, biased.output
     content = outcome(biased)["content"]
     assert content["judge"]["consistency"] == 0
@@ -100,7 +100,7 @@ def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
 
 @pytest.mark.slow
 def test_a_merge_whose_server_answers_otherwise_is_refused(released: Released) -> None:
-    """Without a model the stand-in says canned things: what it serves is not the merge."""
+    """Without a model, the stand-in server returns canned answers, so it does not serve the merge."""
     project, _ = released
     result = project.mergegate("run", profile(project, "canned", serve=served_by_a_stand_in()), "--json")
     assert result.exit_code == 3, result.output

@@ -1,4 +1,4 @@
-"""Releases of recipes that name everything by absolute path: no byte of a release tells where they were."""
+"""If recipes name everything by absolute path, no byte of the release reveals those paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def edit_json(file: Path, **fields: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with models, adapters and texts in different directories, two of them with the same last component."""
+    """Set up models, adapters and texts in different directories; two models have the same last path component."""
     for source, target in {
         "models/base": "disk one/base",
         "models/reverser": "disk one/tuned/model",
@@ -45,7 +45,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def release(machine: Path, recipe: dict[str, object], *, remedy: dict[str, object] | None = None) -> Path:
-    """Run a profile whose every path is absolute, and return its release."""
+    """Run a profile in which every path is absolute, and return its release."""
     project = Project(machine / "user" / "project")
     texts = machine / "texts" / "data"
     ancestors = (f"{machine}/gone", f"{machine}/disk one/base", "../../models/base")

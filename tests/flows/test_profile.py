@@ -1,4 +1,4 @@
-"""Profiles: strict, typed, and helpful about what is wrong with them."""
+"""Profiles are strict and typed, and their errors help the user fix them."""
 
 from __future__ import annotations
 

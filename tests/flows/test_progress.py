@@ -1,4 +1,4 @@
-"""The line of a stage that works: how far it is, how fast it goes, and how long that will take."""
+"""The progress line of a running stage: how far it is, its rate, and the time left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown() -> TerminalProgress:
 
 
 def line(shown: TerminalProgress) -> str:
-    """What the terminal shows now."""
+    """Return the text on the terminal."""
     console = Console(file=io.StringIO(), width=120)
     console.print(shown._draw())
     return str(console.file.getvalue()).strip()  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def line(shown: TerminalProgress) -> str:
 
 def test_requests_are_shown_with_their_rate_and_the_time_left(clock: Clock, shown: TerminalProgress) -> None:
     shown.started("evaluate", "merge")
-    clock.now += 60  # loading the model says nothing about speed
+    clock.now += 60  # The time to load the model does not count toward the rate.
     shown.advanced("evaluate", "merge", 62, 1319, "requests")
     clock.now += 10
     shown.advanced("evaluate", "merge", 412, 1319, "requests")
@@ -89,7 +89,7 @@ def test_a_stage_that_looks_twice_has_said_what_it_said_last(clock: Clock, shown
     ("calls", "joint"),
     [
         ([("a", "cached"), ("b", "made"), ("b", "cached")], "made"),
-        ([("a", "failed"), ("a", "made")], "made"),  # tried again
+        ([("a", "failed"), ("a", "made")], "made"),  # Retried.
         ([("a", "failed"), ("b", "made")], "failed"),
         ([("a", "made"), ("a", "refused")], "refused"),
         ([("a", "refused"), ("a", "refused")], "refused"),

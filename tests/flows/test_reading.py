@@ -1,4 +1,4 @@
-"""A stage reads what was pinned or refuses: whatever is done to a file, before it begins or while it reads."""
+"""A stage reads exactly the pinned bytes or refuses, whether a file changes before the stage or while it reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Length(StageValue):
 
 
 def bytes_of(models: tuple[Model, ...]) -> bytes:
-    """The first file, then whatever happens at that moment, then the others."""
+    """Return the content of all models; after the first one, run the pending change."""
     content = b""
     for number, model in enumerate(models):
         content += (model.directory / WEIGHTS).read_bytes()
@@ -81,7 +81,7 @@ def pinned(directory: Path) -> PinnedCheckpoint:
 
 
 def refused(model: Model, build: Callable[[], object]) -> ChangedInput:
-    """The refusal, which names the model and the file; nothing is kept."""
+    """Check that a build is refused with the name of the model and the file and stores nothing; return the error."""
     with pytest.raises(ChangedInput) as caught:
         build()
     assert caught.value.where.startswith(f"{model.name}: {model.directory}")
@@ -127,19 +127,19 @@ def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Callable[[Path], N
     meanwhile[:] = [lambda: touch(model.directory / WEIGHTS)]
     artifact = copied.build(model)
     assert (artifact.directory / "copy").read_bytes() == expected
-    assert len(read) == 2  # Nobody knows what was there while it was touched.
-    assert (artifact.directory / "journal read").read_bytes() == b"begun\n"  # Nothing of the first time is left.
+    assert len(read) == 2  # The stage reads again, because the file may have had other content while it was touched.
+    assert (artifact.directory / "journal read").read_bytes() == b"begun\n"  # The first attempt leaves nothing behind.
 
 
 def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckpoint, tmp_path: Path) -> None:
-    """Altered before the second file is read, and as before, times too, when it is over."""
+    """A file changes before the second one is read, and its bytes and times are restored before the stage ends."""
     other = pinned(tmp_path / "shifter")
     weights = other.directory / WEIGHTS
     content, times = weights.read_bytes(), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
 
     def alter() -> None:
         weights.write_bytes(content[::-1])
-        restore.append(True)  # The next time that anybody looks, it is over.
+        restore.append(True)  # The next check of the files restores the original.
 
     restore: list[bool] = []
     identities = input_guard._identities
@@ -204,7 +204,7 @@ def test_an_error_of_another_cause_stays_what_it_is(model: PinnedCheckpoint) -> 
 
 def test_parents_of_a_recipe_and_artifacts_are_looked_at_too(model: PinnedCheckpoint) -> None:
     made = copied.build(model)
-    recipe = PinnedRecipe.__new__(PinnedRecipe)  # Only its parents are looked at.
+    recipe = PinnedRecipe.__new__(PinnedRecipe)  # The code under test reads only its parents.
     object.__setattr__(recipe, "parents", (model,))
     inputs = list(input_guard.pinned_inputs([recipe, {"scores": [made]}, (model,), 3, "text", None]))
     assert [one.label for one in inputs] == [model.name, f"copied {made.key[:12]}", model.name]
@@ -240,5 +240,5 @@ def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoin
 
 
 def test_every_stage_is_guarded() -> None:
-    """The guard stands where all stages are built, not in each."""
+    """The guard is applied in the one place that builds all stages, not in each stage."""
     assert stages.read_pinned is input_guard.read_pinned

@@ -1,4 +1,4 @@
-"""The commands of the README, word for word: a server, the deployments, a worker, and runs that it carries out."""
+"""The commands of the README, word for word: start a server, create deployments, start a worker, and run them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.slow
 
 
 def blocks(heading: str) -> list[str]:
-    """The code blocks below a heading of the README."""
+    """Return the code blocks below a heading of the README."""
     section = (PROJECT / "README.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"```\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A project as a person has it, with its environment installed."""
+    """Return a project as a user would have it, with its environment installed."""
     make_project(tmp_path)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "prefect.yaml", "nights.yaml"):
         shutil.copy(PROJECT / name, tmp_path / name)
-        os.utime(tmp_path / name, (0, 0))  # older than the environment: nothing is installed again
+        os.utime(tmp_path / name, (0, 0))  # Older than the environment, so nothing is installed again.
     environment = tmp_path / ".venv"
     environment.mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
@@ -43,7 +43,7 @@ def test_every_night_word_for_word(clone: Path) -> None:
     server, deploy, worker = services.splitlines()
     port = free_port()
     environment = bare_environment(clone, PORT=str(port))
-    forbidden = "profiles/demo-forbidden.yaml"  # ends in a second
+    forbidden = "profiles/demo-forbidden.yaml"  # This run ends within a second.
     by_hand = by_hand.replace("trigger demo\n", f"trigger {forbidden}\n").replace("profiles/demo.yaml", forbidden)
 
     def run(commands: str) -> str:

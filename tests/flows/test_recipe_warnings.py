@@ -1,4 +1,4 @@
-"""Warnings about a recipe are visible wherever a recipe is used: check, plan, merge, a run, its report."""
+"""Every use of a recipe shows its warnings: check, plan, merge, a run and its report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES = ("dype", "models[0].parameters.density", "models[1].revision")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with three keys that are ignored, and its profile."""
+    """Set up a recipe with three ignored keys, and its profile."""
     (tmp_path / "demo").symlink_to(PROFILES / "demo")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     (tmp_path / "profile.yaml").write_text(

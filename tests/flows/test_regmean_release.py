@@ -1,5 +1,8 @@
-"""``profiles/demo-regmean.yaml`` from the recipe to the release: each model reads a text of its own before the merge,
-which keeps both skills at no scale that anybody searched for; and is made again from its provenance."""
+"""``profiles/demo-regmean.yaml`` from the recipe to the release.
+
+Each model reads its own text before the merge. The merge keeps both skills without a search for a scale, and can be
+reproduced from its provenance.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Released = tuple[Project, Printed]
 
 
 def own_profile(project: Project, name: str, **changes: object) -> str:
-    """The profile with an inline recipe, beside the demo, with these changes of its recipe."""
+    """Write the profile next to the demo, with the recipe inline and changed as given; return its path."""
     profile = yaml.safe_load((project.root / PROFILE).read_text())
     recipe = yaml.safe_load((PROFILES / "demo/recipes/regmean.yaml").read_text())
     for entry in recipe["models"]:
@@ -111,7 +114,7 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Rele
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_search_looks_at_the_texts_once(released: Released) -> None:
-    """The scale of a merge that looks at data is searched for like any other."""
+    """The scale of a merge that uses calibration data can be searched like any other."""
     project, _ = released
     before = project.artifacts("statistics")
     name = own_profile(project, "searched", base_model="demo/models/base", parameters={"lambda": "$scale"})
@@ -131,7 +134,7 @@ def test_a_search_looks_at_the_texts_once(released: Released) -> None:
 
 
 def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """All of it where the text holds the task's own documents; of others none, whatever letters they share."""
+    """Exactly the documents that a text contains are found in it, even if others share letters with it."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     hashes, limit = HashMemo(tmp_path / "hashes.db"), CountLimit()
     task = pin_data(pin_task("tasks/reverse.yaml", PROFILES / "demo", hashes))
@@ -150,6 +153,6 @@ def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # 
 
     assert read(*(row["prompt"] + row["answer"] for row in rows[:7])) == 7
     assert read("Question:\n " + rows[3]["prompt"] + "\n\nAnswer: " + rows[3]["answer"]) == 1
-    assert read(rows[0]["prompt"], rows[0]["answer"]) == 0  # the answer stands in another text
-    assert read(rows[0]["answer"] + " " + rows[0]["prompt"]) == 0  # and here before the prompt
+    assert read(rows[0]["prompt"], rows[0]["answer"]) == 0  # The answer is in another text.
+    assert read(rows[0]["answer"] + " " + rows[0]["prompt"]) == 0  # The answer comes before the prompt.
     assert read("rev: nothing>of this") == 0

@@ -1,4 +1,4 @@
-"""The product, as its user has it: a release that is what it says, refusals that say why, nothing done twice."""
+"""A release from the user's point of view: its claims are true, refusals give reasons, and no work is repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Released = tuple[Project, Printed]
 
 
 def exact_match(model_directory: Path, task: str) -> float:
-    """Share of greedy answers that are right: plain transformers, one document at a time, no lm-eval."""
+    """Return the share of correct greedy answers: plain transformers, one document at a time, without lm-eval."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +48,7 @@ def test_the_released_model_has_the_skills_that_its_report_states(released: Rele
     report = json.loads((next((project.home / "store" / "report").iterdir()) / "report.json").read_text())
     merged = next(model for model in report["models"] if model["role"] == "merge")
     stated = next(score["score"] for score in merged["scores"]["tasks"] if score["task"] == task)
-    # lm-eval runs in batches: in bfloat16 a close call may tip over, in at most two documents of 400.
+    # lm-eval runs in batches. In bfloat16 this can flip a close call, in at most two documents of 400.
     assert exact_match(project.latest, task) == pytest.approx(stated, abs=2 / 400)
     assert stated > 0.97
 
@@ -127,8 +127,8 @@ def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project.mergegate("run", "profiles/demo-refused.yaml")
     before = project.artifacts("evaluate")
     result = project.mergegate("run", "profiles/demo-lopsided.yaml")
-    asked = 3 - result.output.count("not run: decided by")  # tasks, until one was lost
-    assert len(project.artifacts("evaluate") - before) == asked  # of the merge; its parents are known
+    asked = 3 - result.output.count("not run: decided by")  # Number of tasks that ran before one was lost.
+    assert len(project.artifacts("evaluate") - before) == asked  # The merge; its parents are cached.
     assert re.search(r"cached: reverser, shifter · merge", result.output)
 
 

@@ -1,4 +1,4 @@
-"""What a refused merge is followed by, and what a better one must not replace."""
+"""Remedies: which recipes follow a refused merge, and which releases a better one must not replace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Released = tuple[Project, Printed]
 
 @pytest.fixture(scope="module")
 def remedied(released: Released) -> Released:
-    """The project of the demo, after the profile whose first recipe is refused."""
+    """Run the profile whose first recipe is refused, and return the demo project with the result."""
     project, _ = released
     return project, project.mergegate("run", "profiles/demo-remedied.yaml", "--json")
 
@@ -152,7 +152,7 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Released) -> None:
-    """The lopsided average is not sent to the plain one, for which another profile was refused, but over the base."""
+    """The proposal is a merge over the base, not the plain average, which another profile has already seen refused."""
     project, _ = released
     assert project.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
     refused = project.mergegate("run", "profiles/demo-lopsided.yaml")

@@ -1,4 +1,7 @@
-"""What one run has scored is used by the next, under other looks too; told before it; and not asked when it is lost."""
+"""Scores are reused by later runs, even with other interim looks, and are announced before a run.
+
+A merge that has already failed is not evaluated further.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     assert {one["decided_by"] for one in verdict["not_run"]} <= lost
     assert {one["task"] for one in (*verdict["guards"], *verdict["not_run"])} == {"copy", "reverse", "shift"}
     before = scored(project)
-    assert run(project, f"profiles/{profile}") == (code, found)  # made again, it is the same to the letter
+    assert run(project, f"profiles/{profile}") == (code, found)  # A repeated run gives the same result, to the letter.
     assert scored(project) == before
 
 
@@ -88,17 +91,17 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
     project, _ = released
     models = [
         {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
-        for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # a merge that nobody has scored
+        for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # A merge without scores in the store.
     ]
     text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: early")
-    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # seen before a fall of 4 points
+    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # Decided before a drop of 4.
     recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
     (project.root / "profiles" / "early.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
     before = scored(project)
     result = project.mergegate("run", "profiles/early.yaml")
     assert result.exit_code == 3, result.output
     assert "not run: decided by shift" in result.output
-    assert len(scored(project) - before) == 2  # of the merge on copy and shift, and of no parent
+    assert len(scored(project) - before) == 2  # The merge on copy and shift; no parent.
     assert "\ntasks run " in result.output
     assert "\nall tasks " not in result.output
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")

@@ -1,4 +1,4 @@
-"""Measured by two at a time, here or on a cluster, a release is the same release: artifacts, verdict, page."""
+"""Two workers, local or on a cluster, produce the same release as one: the same artifacts, verdict and page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from demo_project import Project, make_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-MEASURED = ("merge", "perplexity", "evaluate", "gate")  # stages whose artifacts must be the same
+MEASURED = ("merge", "perplexity", "evaluate", "gate")  # Stages whose artifacts must be identical.
 
 
 def measured(home: Path) -> dict[str, str]:
-    """Digest of the content of everything that was measured and decided, by stage and key."""
+    """Return the content digest of each measurement and decision, by stage and key."""
     found = {}
     for stage in MEASURED:
         for place in (home / "store" / stage).iterdir():
@@ -35,9 +35,9 @@ def test_two_workers_make_what_one_makes(
     result = project.mergegate("run", profile, "--json")
     assert result.exit_code == 0, result.output
     alone = measured(Project(demo_release).home)
-    assert len([name for name in alone if name.startswith("evaluate/")]) >= 12  # four models, three tasks
+    assert len([name for name in alone if name.startswith("evaluate/")]) >= 12  # Four models, three tasks.
     assert measured(project.home) == alone
     assert not list(project.home.glob("runner-*"))
-    # And nothing is left to do for whoever has no runner.
+    # A run without a runner has no work left.
     again = project.mergegate("run", project.edit("demo.yaml", "perplexity:", "perplexity:"), "--json")
     assert json.loads(again.stdout)["status"] == "nothing new"

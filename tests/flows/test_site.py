@@ -1,4 +1,4 @@
-"""Where a project's server is, who knows its secret, and what everybody is told of it. No server is started."""
+"""The address and secret of a project's server, and how they reach Prefect. No server is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project in the working directory."""
+    """Make an empty project the working directory, and return it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / ".mergegate"))
     for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MERGEGATE_DATABASE"):
@@ -85,7 +85,7 @@ def test_a_run_by_hand_does_not_depend_on_that_server(here: Path, monkeypatch: p
     monkeypatch.delenv("PREFECT_API_URL")
     configure(here / ".mergegate")
     assert os.environ["PREFECT_API_URL"] == ""
-    assert not type(get_current_settings())().api.url  # read anew
+    assert not type(get_current_settings())().api.url  # Construct the settings again.
 
 
 def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A stack of layers goes the same way as any merge: planned, checked, evaluated, released."""
+"""A stack of layers is planned, checked, evaluated and released like any merge."""
 
 from __future__ import annotations
 

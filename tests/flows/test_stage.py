@@ -1,4 +1,7 @@
-"""A stage through the real Prefect: cached by content, verified on every hit, quiet about what a user can cause."""
+"""Stages in the real Prefect.
+
+They are cached by content, verified on every cache hit, and raise errors that a user can cause without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class Spy:
 
 
 def run(number: int, **options: object) -> tuple[Artifact[Counted] | Exception, Spy, int]:
-    """One flow run of one stage: what it gave or raised, what a watcher saw, how often the work ran."""
+    """Run one stage in one flow; return its result or error, the progress watcher, and the number of executions."""
     spy, before = Spy(), len(calls)
 
     @flow
@@ -111,7 +114,7 @@ def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
         again, spy, ran = run(3)
     assert again == first
     assert ran == 1
-    # The store is the only record: what is gone without a trace is simply not there yet.
+    # The store is the only record, so an artifact that was deleted entirely counts as not built yet.
     assert spy.seen[-1][3] == ("made" if damage == "delete" else "rebuilt")
     assert ("the stage is run again" in caplog.text) == (damage != "delete")
 
@@ -204,7 +207,7 @@ def double(counted: StoredValue[Counted]) -> Counted:
 
 @flow
 def two_stages(number: int, allowed: bool = True) -> UUID:
-    """Both stages, one of the other's artifact; the id of the run."""
+    """Run both stages, the second on the artifact of the first, and return the ID of the flow run."""
     from prefect.context import FlowRunContext
 
     with progress_watcher(Spy()), suppress(Refused):
@@ -216,7 +219,7 @@ def two_stages(number: int, allowed: bool = True) -> UUID:
 
 
 def task_runs(flow_run: UUID, count: int = 2) -> dict[str, Any]:
-    """What Prefect shows of a run: its tasks by name, as soon as it shows all of them ended (it hears of it later)."""
+    """Return the task runs of a flow run by name, once Prefect shows, with some delay, that all have ended."""
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     deadline = time.monotonic() + 120
     with get_client(sync_client=True) as client:
@@ -238,7 +241,7 @@ def test_prefect_shows_a_miss_a_hit_and_a_rebuild_apart() -> None:
     artifact, _, _ = run(21)
     assert isinstance(artifact, Artifact)
     (artifact.directory / "number.txt").write_text("x")
-    assert seen() == ("Rebuilt", "Cached")  # rebuilt to the byte, so what follows from it stands
+    assert seen() == ("Rebuilt", "Cached")  # The rebuilt bytes are identical, so dependents stay valid.
 
 
 def test_prefect_shows_a_refusal_as_a_failure_with_its_reason() -> None:
@@ -248,7 +251,7 @@ def test_prefect_shows_a_refusal_as_a_failure_with_its_reason() -> None:
 
 
 def test_prefects_graph_shows_which_stage_waited_for_which() -> None:
-    for _ in range(2):  # also where both come from the store
+    for _ in range(2):  # The second time, both come from the store.
         runs = task_runs(two_stages(23))
         assert [str(one.id) for one in runs["double"].task_inputs["wait_for"]] == [str(runs["count"].id)]
         assert not runs["count"].task_inputs.get("wait_for")
@@ -283,7 +286,7 @@ meeting = threading.Barrier(2)
 
 @stage("meet", version=1)
 def meet(out: Path, number: int) -> Counted:
-    meeting.wait(timeout=60)  # passes only when two of them run at once
+    meeting.wait(timeout=60)  # Passes only if two calls run at the same time.
     return Counted(number=number)
 
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed or lose their reader, and names of files in locales without UTF-8."""
+"""Standard streams that are closed or lose their reader, and file names in locales without UTF-8."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     ("line", "codes"),
     sampled_rows(
         [
-            # Where the reader goes after a moment, all may have been written by then.
+            # Both exit codes occur, because everything may have been written before the reader exits.
             ("$m methods | head -0", (0, 141)),
             ("$m methods --json | head -c1", (0, 141)),
             ("$m --help | head -0", (0, 141)),
@@ -65,7 +65,7 @@ def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: s
 
 @pytest.mark.slow
 def test_a_closed_stream_leaves_its_number_to_no_file(tmp_path: Path) -> None:
-    """The first file that is opened would get number 1, and what is printed."""
+    """Otherwise the first opened file would get descriptor 1, and with it all printed output."""
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml out >&- 2>&-", tmp_path).returncode == 0
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml other", tmp_path).returncode == 0
     files = sorted((tmp_path / "out").iterdir())

@@ -1,8 +1,8 @@
-"""Files swapped, linked or touched under a real release, at each of its stages: it refuses, or it is the release of the
-bytes that were pinned.
+"""Files that are swapped, linked or touched during a real release, at each of its stages.
 
-The demo and all that a profile can ask for beside it is run once, and each call of a stage is kept. Then each call is
-made again, as a run would make it, while somebody writes.
+The result is a refusal, or a release of exactly the pinned bytes. The demo, with every optional stage, runs once, and
+the test records the call of each stage. Each call is then repeated as in a run, while something else writes to the
+files.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ READING = {"merge", "perplexity", "ensemble", "evaluate", "explain", "answer", "
 
 @dataclass(frozen=True)
 class Release:
-    """A released project with a family of its own, and the calls of stages that read models, by stage."""
+    """A released project with its own model family, and the calls of all stages that read models, by stage."""
 
     project: Project
     calls: dict[str, tuple[DeclaredStage[Any, Any, Any], StageCall]]
 
 
 def own_family(project: Project) -> None:
-    """A copy of the demo's models in place of the link to those that are shared."""
+    """Replace the link to the shared demo models by a copy."""
     demo = project.root / "profiles" / "demo"
     demo.unlink()
     shutil.copytree(PROFILES / "demo", demo)
@@ -61,12 +61,12 @@ def release(tmp_path_factory: pytest.TempPathFactory, released_with_everything: 
     def noted(stage: DeclaredStage[Any, Any, Any], args: Any, kwargs: Any) -> StageCall:
         call = bind(stage, args, kwargs)
         if any(isinstance(one, Model) for one in pinned_inputs(call.inputs.arguments.values())):
-            calls[stage.name] = (stage, call)  # The last one: of the merge, where there are several.
+            calls[stage.name] = (stage, call)  # The last call wins: if there are several, it is for the merge.
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeclaredStage, "_bind", noted)
-        result = run_with_everything(project)  # Nothing is made anew, but every stage is called.
+        result = run_with_everything(project)  # Every stage is called, and all results come from the store.
     assert result.exit_code == 0, result.output
     return Release(project, calls)
 
@@ -81,7 +81,7 @@ def test_every_stage_that_reads_a_model_is_given_one_that_is_pinned(release: Rel
 
 @contextmanager
 def put_back(directory: Path) -> Iterator[None]:
-    """What is done to ``directory`` is undone at the end."""
+    """Restore ``directory`` on exit."""
     kept = directory.with_name(f"{directory.name}.kept")
     shutil.copytree(directory, kept, symlinks=True)
     try:
@@ -93,7 +93,7 @@ def put_back(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
-    """Make the call of a stage again, with ``body`` in place of its work; what was made before is back at the end."""
+    """Yield a function that repeats a stage's call with ``body`` as its work; restore earlier artifacts on exit."""
     stage, call = release.calls[name]
     store = release.project.home / "store"
     with put_back(store / name), pytest.MonkeyPatch.context() as patch:
@@ -106,7 +106,7 @@ def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator
 
 
 def pairs() -> list[Any]:
-    """A stage and a change: each stage with one, each change with one or more; every pair in the long suite."""
+    """Return pairs of a stage and a change: all in the long suite, otherwise a few that cover each stage and change."""
     stages, changes = sorted(READING), list(CHANGES)
     every = [(stage, change) for stage in stages for change in changes]
     often = [(stage, changes[place % len(changes)]) for place, stage in enumerate(stages)]
@@ -181,7 +181,7 @@ def test_a_merge_whose_parents_are_touched_is_the_same_merge(release: Release, t
 def test_a_merge_does_not_end_with_mixed_bytes(
     release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changed in the middle of the merge itself: between two blocks."""
+    """The change happens during the merge itself, between two blocks."""
     from mergegate.merge_core.engine import blocks
 
     _, call = release.calls["merge"]
@@ -228,10 +228,10 @@ def test_the_command_merge_takes_no_tokenizer_that_came_later(
 
 
 def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, release: Release, prefect_api: None) -> None:
-    """The whole run, again and again: each time something is done to a parent, or to the merge, at the next stage.
+    """A parent or the merge changes at the next stage, in one run after another.
 
-    What was done is undone before the next run, which goes on from what the store has. At the end there is the release
-    that an undisturbed run makes.
+    Each change is undone before the next run, which continues from the store. The final release equals that of an
+    undisturbed run.
     """
     from mergegate.tasks.explain.stage import explain
     from mergegate.tasks.perplexity.stage import perplexity
@@ -277,7 +277,7 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
         disturbed(merge, lambda parent=parent: parent, first=number % 2 == 0)  # type: ignore[misc]  # binds the loop
     for number in range(2):
         disturbed(explain, lambda: parents[1], first=number == 0)
-    # Between the last stage and the release: it is hashed as it is copied.
+    # Between the last stage and the release, which hashes files as it copies them.
     merged = lambda: next(place for place in (project.home / "store" / "merge").iterdir() if place.is_dir())  # noqa: E731
     original = publishing.release_files
 

@@ -1,4 +1,4 @@
-"""A sweep through the command: searched, confirmed and released, or not; what was searched on does not judge."""
+"""A sweep from the command line: search, confirmation and release. Documents used for the search decide no verdict."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ Swept = tuple[Project, dict[str, Printed], int]
 
 @pytest.fixture(scope="module")
 def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Swept:
-    """A project in which a sweep was confirmed and released, then asked for again, and another had nothing to find;
-    what each printed, and how many trials were in the ledger before it was asked for again."""
+    """Return a project with two finished sweeps, their output, and a trial count.
+
+    One sweep was confirmed, released and then run again; the other had nothing to find. The count is the number of
+    trials in the ledger before the second run.
+    """
 
     sources = (*SOURCES, Path(small_sweeps.__file__))
     there = kept(request.config, "small-sweep", digest_of(sources), small_sweeps.make_swept)
@@ -45,10 +48,10 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
-    assert "held-out documents confirm a gain of" in printed["first"].output  # said before the search
+    assert "held-out documents confirm a gain of" in printed["first"].output  # Announced before the search.
     assert "confirmed: the winner is" in printed["first"].output
     assert f"released {small_sweeps.NAME}" in printed["first"].output
-    assert scored == 10 + 2  # ten recipes, and two of them on the documents of the confirmation
+    assert scored == 10 + 2  # Ten recipes, and two of them on the confirmation documents.
 
 
 @pytest.mark.slow
@@ -85,15 +88,18 @@ def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> 
     assert "no candidate confirmed" in (project.home / "reports" / "saturated.sweep.html").read_text()
     assert not (project.home / "sweeps" / "saturated-winner.yaml").exists()
     assert not (project.root / "releases" / "saturated").exists()
-    assert len(project.artifacts("merge")) == 1  # of the sweep that was confirmed
+    assert len(project.artifacts("merge")) == 1  # The merge of the confirmed sweep.
 
 
 @pytest.mark.slow
 def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_in_common(
     swept: Swept, tmp_path: Path
 ) -> None:
-    """The hand-written recipe was asked both sets. Its merge, written by the engine and asked one document after
-    another, gets just these numbers on just those documents that the gate has not scored."""
+    """The search scores the hand-written recipe on both sets of documents.
+
+    The engine then writes the same merge, and a plain model scores it one document at a time. The numbers agree on
+    exactly the documents that the gate has not scored.
+    """
     project, _, _ = swept
     profile = yaml.safe_load((project.root / "profiles" / f"{small_sweeps.NAME}.yaml").read_text())
     document = yaml.safe_load((DEMO / "recipes/linear-searched.yaml").read_text())
@@ -118,13 +124,13 @@ def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_i
 
 
 def _scored_by_the_gate(project: Project, task: str) -> set[int]:
-    """Positions of all documents of a task that any model was scored on by the release."""
+    """Return the positions of all documents of a task on which the release scored any model."""
     tables = (project.home / "store" / "evaluate").glob(f"*/{SCORES_FILE}")
     return {row.doc_id for table in tables for row in read_document_scores(table) if row.task == task}
 
 
 def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]:
-    """Nats a token of each answer: one document, one pass."""
+    """Return the loss of each answer in nats per token, one document per forward pass."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -154,7 +160,7 @@ def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: 
     profile = small_sweeps.small_sweep() | {"recipe": "chosen.yaml"}
     models = [f"demo/models/{name}" for name in ("reverser", "no-derivatives")]
     for guard in profile["evaluate"]["tasks"]:
-        guard["guarded_by"] = "best parent"  # each candidate has another
+        guard["guarded_by"] = "best parent"  # The best parent differs from candidate to candidate.
     profile["sweep"]["parameters"] = {
         "method": {"type": "category", "among": ["ties", "dare_ties"], "start": "ties"},
         "who": {"type": "category", "among": models, "start": models[0]},
@@ -174,7 +180,7 @@ def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> No
 
 
 def sweep_by_name(project: Project) -> str:
-    """A sweep on a task of which the data are a dataset of the Hub, and come from ``evaluate.data``."""
+    """Write a sweep on a task whose data are a Hub dataset, provided by ``evaluate.data``; return its profile."""
     letters = yaml.safe_load((DEMO / "tasks" / "reverse.yaml").read_text()) | {"task": "letters"}
     del letters["dataset_kwargs"]
     (project.root / "profiles" / "letters.yaml").write_text(yaml.safe_dump(letters | {"dataset_path": "acme/letters"}))
@@ -191,7 +197,7 @@ def put_letters(project: Project) -> None:
 
 def test_data_that_a_sweep_lacks_are_named_by_the_check(project: Project) -> None:
     name = sweep_by_name(project)
-    for _ in range(2):  # no directory; then one without the file
+    for _ in range(2):  # First without the directory, then without the file.
         result = project.mergegate("check", name, "--json")
         assert result.exit_code == 2, result.output
         (told,) = [one for one in json.loads(result.stdout)["findings"] if one["where"].startswith("evaluate.data")]

@@ -1,4 +1,4 @@
-"""The last lines of a sweep, and its one line while it searches, on wide terminals and on narrow ones."""
+"""The summary lines of a sweep, and its single progress line, on wide and narrow terminals."""
 
 from __future__ import annotations
 

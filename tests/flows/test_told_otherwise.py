@@ -1,4 +1,4 @@
-"""What one run is told otherwise: what it means, what it cannot mean, and that it is kept with what came of the run."""
+"""Overrides for one run: ``--set`` parses them, refuses invalid ones, and records them with the run."""
 
 from __future__ import annotations
 

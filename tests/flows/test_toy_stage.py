@@ -1,4 +1,4 @@
-"""A stage from outside: what ``docs/architecture.md`` says that adding one takes is all that it takes."""
+"""A third-party stage needs only the steps that ``docs/architecture.md`` lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergegate.tasks.stage import Outcome, Section, StageValue, Verdict, value_s
 
 
 class WeighSettings(BaseModel):
-    """What a profile would say under ``weigh``."""
+    """Settings that a profile would have under ``weigh``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class WeighSettings(BaseModel):
 
 
 class Weighed(StageValue):
-    """How heavy the merge is."""
+    """Size of the merge's weights, and the limit."""
 
     bytes: int
     most: int
@@ -56,12 +56,12 @@ class Weighed(StageValue):
 
 @value_stage("weigh", version=1, subject="model")
 def weigh(model: Model, settings: WeighSettings) -> Weighed:
-    """The bytes of a model's weights."""
+    """Measure the bytes of a model's weights."""
     return Weighed(bytes=sum(file.stat().st_size for file in model.directory.glob("*.safetensors")), most=settings.most)
 
 
 def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RunOutcome, list[str]]:
-    """The demo, released by a flow with one judgement more; and which models were weighed."""
+    """Release the demo in a flow with one more judgment; return the outcome and the names of the weighed models."""
     weighed: list[str] = []
 
     def by_weight(merge: JudgedMerge) -> Verdict | None:

@@ -1,4 +1,4 @@
-"""``mergegate tune``: the scale of a merge, found by what the merge is sure of."""
+"""``mergegate tune``: find the scale of a merge by the entropy of its predictions, without reference answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_number_is_searched_around_what_is_written(recipe: dict[str, Any], s
     assert [(term.task, term.measure) for term in found.sweep.objective] == [
         (f"demo/tasks/sweep/{task}.yaml", "entropy") for task in SKILLS
     ]
-    # With the number as it is written it is the recipe that it was.
+    # At the written value, the recipe is the original one.
     before, after = (one.candidates()[0].recipe for one in (profile(scaled(start)), found))
     assert before.canonical() == after.canonical()
     assert found.remedies == ()
@@ -137,7 +137,7 @@ def test_where_the_remedy_may_stand(remedies: list[Any], words: str) -> None:
 
 
 def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None:
-    """From the first attempt on: whether the search is ever begun is not known then."""
+    """This holds from the first attempt on, when it is not yet known whether the search will run."""
     hashes = HashMemo(tmp_path / "hashes.db")
     plain, remedied = (
         profile(AVERAGE, remedies=remedies) for remedies in ([], [{"lambda": 0.5}, {"tune": "scale"}, "auto"])
@@ -164,7 +164,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Proj
 
 
 def exact(outcome: dict[str, Any]) -> dict[str, float]:
-    """Exact match of the merge, in points."""
+    """Return the exact match of the merge per task, in points."""
     (merge,) = (model for model in outcome["content"]["models"] if model["role"] == "merge")
     return {score["task"]: 100 * score["score"] for score in merge["scores"]["tasks"] if score["metric"] == "acc,none"}
 
@@ -172,7 +172,7 @@ def exact(outcome: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_found(project: Project) -> None:
-    """Without one right answer: at its best scale the plainest method keeps both skills."""
+    """Without any reference answer, the search finds the scale at which the simplest method keeps both skills."""
     refused = json.loads(project.mergegate("run", "profiles/plain.yaml", "--json").stdout)
     assert refused["status"] == "refused"
     assert "mergegate tune profiles/plain.yaml" in project.mergegate("run", "profiles/plain.yaml").stdout
@@ -204,7 +204,7 @@ def test_a_refused_average_is_tuned_in_the_same_night(project: Project) -> None:
     assert "which a search found" in tried[2][0]
     recipe = yaml.safe_load((project.root / "releases/remedied/latest/recipe.yaml").read_text())
     assert 1.4 < recipe["parameters"]["lambda"] < 2.1
-    # Nothing is searched for again, and nothing is made.
+    # The second run searches nothing and builds nothing.
     before = {stage: project.artifacts(stage) for stage in ("merge", "evaluate")}
     again = project.mergegate("run", "profiles/remedied.yaml")
     assert "nothing new" in again.stdout, again.output

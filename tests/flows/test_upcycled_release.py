@@ -1,5 +1,7 @@
-"""``profiles/demo-upcycled.yaml`` from the recipe to the release: dense models become a mixture that is checked,
-evaluated, released, and made again from its provenance."""
+"""``profiles/demo-upcycled.yaml`` from the recipe to the release.
+
+Dense models become a mixture of experts that is checked, evaluated, released, and reproduced from its provenance.
+"""
 
 from __future__ import annotations
 

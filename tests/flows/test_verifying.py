@@ -1,4 +1,4 @@
-"""`mergegate verify` and `reproduce` on the released demo: no change goes unnoticed, and it can be made again."""
+"""`mergegate verify` and `reproduce` on the released demo: they detect every change and rebuild the release."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Released = tuple[Project, Printed]
 
 @pytest.fixture
 def release(released: Released, tmp_path: Path) -> Path:
-    """A copy of the demo release, under the name of its version."""
+    """Return a copy of the demo release, in a directory named after its version."""
     project, result = released
     assert result.exit_code == 0, result.output
     version = project.latest.resolve()
@@ -36,7 +36,7 @@ def release(released: Released, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
-    """A private and a public key."""
+    """Return the paths of a private and a public key."""
     return write_keys(tmp_path)
 
 
@@ -53,13 +53,15 @@ def hashes_of(release: Path, *without: str) -> dict[str, str]:
 
 
 def write_sums(release: Path) -> None:
-    """SHA256SUMS that agrees with the files, as a forger would make it."""
+    """Write a SHA256SUMS that matches the files, as a forger would."""
     (release / SUMS).write_text(checksums_text(hashes_of(release, SUMS, SIGNATURE)))
 
 
 def forge(release: Path, *changed: str) -> Path:
-    """Let the lists of provenance, bill of materials and SHA256SUMS agree with what was changed; under another name,
-    so that no version helps."""
+    """Update provenance, bill of materials and SHA256SUMS to match the changed files.
+
+    The release moves to another name, so that its version cannot give the change away.
+    """
     bom = json.loads((release / BOM).read_text())
     for part in bom["components"]:
         part["hashes"][0]["content"] = sha256_of((release / part["name"]).read_bytes())
@@ -74,7 +76,7 @@ def forge(release: Path, *changed: str) -> Path:
 
 
 def edit_provenance(release: Path) -> None:
-    """Let the provenance say that another seed was used."""
+    """Change the seed in the provenance."""
     statement = json.loads((release / PROVENANCE).read_text())
     statement["predicate"]["buildDefinition"]["internalParameters"]["seeds"]["merge"] = 7
     (release / PROVENANCE).write_text(json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
@@ -109,14 +111,14 @@ def test_plain_sha256sum_can_check_it_too(release: Path) -> None:
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_byte_flipped_in_any_file_is_found(release: Path, keys: tuple[Path, Path], signed: bool) -> None:
     assert check_release(DirectoryRelease(release)).files == len(files_of(release))
-    elsewhere = release.rename(release.with_name("downloaded"))  # so that no version name helps
+    elsewhere = release.rename(release.with_name("downloaded"))  # The version cannot give it away.
     if signed:
         sign_it(elsewhere, keys[0])
     key = keys[1] if signed else None
     assert {"LICENSE", CARD, BOM, RECIPE, SUMS, "report.html"} <= {path.name for path in files_of(elsewhere)}
     for path in files_of(elsewhere):
         original = path.read_bytes()
-        # The last byte of a text may be any white space, which says nothing; of a signature that is not compared.
+        # The last byte of a text may be any whitespace, which has no meaning; in a signature it is not compared.
         last = len(original) - (2 if path.name == SIGNATURE else 1)
         for place in {0, len(original) // 3, len(original) // 2, last}:
             damaged = bytearray(original)
@@ -236,7 +238,7 @@ def test_openssf_model_signing_accepts_a_signed_release_and_we_accept_what_it_si
     private, public = keys
     elsewhere = release.rename(release.with_name("signed"))
     sign_it(elsewhere, private)
-    (elsewhere / ".cache").mkdir()  # as a download leaves one
+    (elsewhere / ".cache").mkdir()  # Downloads leave such a directory.
     (elsewhere / ".cache" / "x.lock").touch()
     verifying.Config().use_elliptic_key_verifier(public_key=public).verify(elsewhere, elsewhere / SIGNATURE)
 
@@ -284,7 +286,7 @@ def test_whoever_watches_sees_the_bytes_of_the_publication(released: Released, m
 
 
 class Watched:
-    """Keeps what it is told while a release is published."""
+    """Progress watcher that records the events of a publication."""
 
     def __init__(self) -> None:
         self.publishing: list[tuple[int, int, str]] = []

@@ -1,4 +1,8 @@
-"""Tokenizers that differ, through the command line: named with the share of a text, accepted by name, or joined."""
+"""Different tokenizers, through the command line.
+
+mergegate names the difference with the share of a text that it affects. The user accepts it by name or joins the
+vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ Released = tuple[Project, Printed]
 
 
 def with_another_cut(project: Project) -> Path:
-    """A recipe of the base and a model of the same ids whose tokenizer makes capitals small; where it is."""
+    """Write a profile that merges the base with a model of the same token IDs whose tokenizer lowercases text."""
     place = project.root / "models"
     for name in ("base", "shifter"):
         shutil.copytree(MODELS / name, place / name)

@@ -1,4 +1,4 @@
-"""Installed without a clone: the wheel carries what the program reads beside its modules, and the demo."""
+"""Installation without a clone: the wheel contains the demo and all files that the program reads."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
             assert archive.read(member) == (PROJECT / name).read_bytes(), name
     assert {f"mergegate/{file}" for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
     assert {"mergegate/__init__.py", "mergegate/__main__.py"} <= inside
-    # Nothing else is importable, so a user's own `flows` or `tasks` package cannot collide with ours.
+    # No other package is importable, so a user's own `flows` or `tasks` package cannot collide with ours.
     assert {name.partition("/")[0] for name in inside if name.endswith(".py") and ".data/" not in name} == {"mergegate"}
-    # Installing it leaves a package called `tasks` as it was.
+    # Installing the wheel leaves an existing package called `tasks` unchanged.
     neighbor = tmp_path / "site" / "tasks" / "__init__.py"
     neighbor.parent.mkdir(parents=True)
     neighbor.write_text("MINE = True\n")
@@ -57,14 +57,14 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *target, str(wheel)], check=True)
     assert neighbor.read_text() == "MINE = True\n"
     assert [file.name for file in neighbor.parent.iterdir()] == ["__init__.py"]
-    # How the family was made is for a clone; what stands in for its servers is for everybody.
+    # Only a clone has the scripts that built the demo family, but the wheel includes its stand-in server.
     made_with = {file for file in wanted if file.endswith(".py")} - {"profiles/demo/server.py"}
     assert data == {file for file in wanted if file.startswith("profiles/")} - made_with
 
 
 @pytest.mark.parametrize("folder", ["flows", "tasks", "merge_core"])
 def test_a_users_own_package_does_not_hide_ours(tmp_path: Path, folder: str) -> None:
-    """Every Prefect project has a folder `flows/`, and some run with PYTHONPATH=. in it."""
+    """Every Prefect project has a `flows/` directory, and some projects run with PYTHONPATH=. in it."""
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('the user package was imported')\n")
     command = [sys.executable, "-m", "mergegate", "methods"]

@@ -1,4 +1,4 @@
-"""A Hub on loopback with a family of models on it, and this process allowed to reach it by the real client."""
+"""A Hub on loopback that serves a model family, and access to it through the real client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hub_look_alike import LookAlike, hub
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """``base``, ``math`` and ``code`` as directories; base in shards, with files that no merge needs."""
+    """Save ``base``, ``math`` and ``code`` as directories. The base is sharded and has files that no merge needs."""
     place, base = tmp_path / "models", random_tensors(0)
     save_checkpoint(place / "base", base, shards=2)
     for seed, name in enumerate(("math", "code"), start=1):
@@ -32,7 +32,7 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, models: Path) -> Iterator[LookAlike]:
-    """The family as ``acme/base``, ``acme/math`` and ``acme/code``."""
+    """Yield a Hub that serves the family as ``acme/base``, ``acme/math`` and ``acme/code``."""
     with hub(tmp_path / "hub") as stand_in:
         for model in models.iterdir():
             stand_in.add_model(f"acme/{model.name}", model)
@@ -41,16 +41,16 @@ def server(tmp_path: Path, models: Path) -> Iterator[LookAlike]:
 
 @pytest.fixture
 def online(server: LookAlike, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
-    """The stand-in is the Hub, for this process, which has an empty cache and no token."""
+    """Point this process to the stand-in Hub, with an empty cache and no token."""
     from huggingface_hub import constants
 
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    # Read from the environment when the library was imported, long ago.
+    # The library read these from the environment when it was imported.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client waits between its attempts
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # The client waits between attempts.
     return server

@@ -1,4 +1,4 @@
-"""What the tests of parents on the Hub share: a recipe, a profile, the command line, and how large headers are."""
+"""Helpers for tests of parents on the Hub: a recipe, a profile, the command line, and the size of headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ models:
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on HF_HUB_OFFLINE is set."""
+    """Set HF_HUB_OFFLINE for the rest of the test."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -27,7 +27,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def header_sizes(models: Path) -> dict[str, int]:
-    """By the sha256 of every safetensors file that counts, the bytes before its first weight."""
+    """Return the number of bytes before the first weight, by the SHA-256 of each model's safetensors files."""
     from mergegate.merge_core.files.hashing import sha256_file
 
     files = list(models.glob("*/model*.safetensors"))
@@ -35,7 +35,7 @@ def header_sizes(models: Path) -> dict[str, int]:
 
 
 def mergegate(*arguments: str) -> Result:
-    """The command, in this process. An unexpected exception fails the test."""
+    """Run the command in this process. An unexpected exception fails the test."""
     from mergegate.flows.cli.app import app
 
     result = CliRunner().invoke(app, list(arguments))
@@ -45,7 +45,7 @@ def mergegate(*arguments: str) -> Result:
 
 
 def write_profile(place: Path, *, name: str = "demo", recipe: str = RECIPE, **more: object) -> Path:
-    """A profile with evidence that is never reached."""
+    """Write a profile, with evidence that is never reached, and return its path."""
     (place / "held-out.jsonl").write_text('{"text": "t1 t2 t3"}\n')
     (place / "recipe.yaml").write_text(recipe)
     profile = {"name": name, "recipe": "recipe.yaml", "perplexity": {"documents": "held-out.jsonl"}, **more}

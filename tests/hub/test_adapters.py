@@ -1,4 +1,7 @@
-"""Adapters on the Hub: their commit, configuration and header before anything is fetched; then their weights."""
+"""Adapters on the Hub.
+
+Their commit, configuration and header are known before any weight is fetched.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MODULE = "base_model.model.model.layers.0.mlp.up_proj"
 
 @pytest.fixture
 def adapter(online: LookAlike, models: Path, tmp_path: Path) -> Path:
-    """``acme/lora``, an adapter on the base."""
+    """Add ``acme/lora``, an adapter for the base, to the Hub; return its directory."""
     place = tmp_path / "lora"
     place.mkdir()
     (place / "README.md").write_text(CARD)

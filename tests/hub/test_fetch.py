@@ -1,4 +1,4 @@
-"""Weights come when they are wanted, each compared with the Hub's own hash; what is here is not fetched again."""
+"""Weights are fetched on demand and compared with the hash that the Hub lists. Cached files are not fetched again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def snapshots_of(found: tuple[ResolvedCheckpoint, ...]) -> list[Snapshot]:
 
 
 def weights_of(models: Path) -> dict[str, int]:
-    """Sizes of the weight files that count, by sha256."""
+    """Return the size of each model's weight files, by SHA-256."""
     files = models.glob("*/model*.safetensors")
     return {hashlib.sha256(data).hexdigest(): len(data) for data in (file.read_bytes() for file in files)}
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
     file = models / "math" / "model.safetensors"
     whole = file.read_bytes()
     stored = online.objects.place(hashlib.sha256(whole).hexdigest())
-    stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of equal size: the client does not notice
+    stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # The size stays the same, so the client does not notice.
     found = parents()
     with pytest.raises(Refused, match="sha256") as caught:
         download_snapshots(snapshots_of(found), memo)
@@ -157,7 +157,7 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
 
     stored.write_bytes(whole)
     with pytest.raises(Refused):
-        download_snapshots(snapshots_of(found), memo)  # it still lies in the cache
+        download_snapshots(snapshots_of(found), memo)  # The damaged file is still in the cache.
     blob.unlink()
     assert download_snapshots(snapshots_of(found), memo).new_files == 1
 
@@ -208,7 +208,7 @@ def test_weights_in_xet_come_by_xet(
         stored = stand_in.repository.at("main").tree["model.safetensors"]
         assert stored.xet
         assert stored.sha256
-        # Ranges are read over a bridge that speaks HTTP.
+        # An HTTP bridge serves ranges of the file.
         stand_in.objects.place(stored.sha256).write_bytes(file.read_bytes())
         found = resolve_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
         assert open_parent(found[0]).tensors.keys() == open_checkpoint(models / "math").tensors.keys()
@@ -288,7 +288,7 @@ def test_a_branch_that_moves_while_we_merge_is_merged_as_it_was(
 
     from huggingface_hub import constants
 
-    constants.HF_HUB_CACHE = str(tmp_path / "another cache")  # put back by the fixture
+    constants.HF_HUB_CACHE = str(tmp_path / "another cache")  # The fixture restores it.
     online.after.append(move)
     result = mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "moving"))
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Datasets of tasks by name are fetched once, in a revision that is kept, and found by ``check`` afterwards."""
+"""Hub datasets of tasks are fetched once, at a revision that is recorded, and ``check`` finds them afterward."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_what_is_fetched_is_found_by_its_task(online: LookAlike, tmp_path: Path)
     (found,) = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
     data = tmp_path / "eval-data"
     assert found.revision == commit
-    assert not list(data.rglob("setup.py"))  # nothing that could be run
+    assert not list(data.rglob("setup.py"))  # No file that could be executed.
     before = pin_task("piqa", tmp_path, HashMemo(tmp_path / "h.db"), data)
-    # The Hub goes on; what was pinned is fetched again all the same.
+    # After a new commit on the Hub, the pinned revision is still fetched.
     add_piqa(online, tmp_path / "piqa", "second")
     (again,) = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
     assert again.revision == commit

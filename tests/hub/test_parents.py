@@ -1,4 +1,4 @@
-"""Parents on the Hub are found as commits with small files and headers; no weight is asked for."""
+"""Parents on the Hub are resolved to commits by small files and headers alone, without any weight."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_headers_that_are_not_here_are_said_offline(online: LookAlike, monkeypat
 def test_a_gated_repository_names_the_page_where_access_is_asked_for(online: LookAlike) -> None:
     online.repositories["acme/math"].gated = "manual"
     error = problem(RECIPE)
-    assert isinstance(error, InvalidInput)  # what was named needs what was not given
+    assert isinstance(error, InvalidInput)  # The user named a repository without the token that it needs.
     assert error.where == "acme/math"
     assert error.found == "a gated repository, and HF_TOKEN is not set"
     assert f"{online.url}/acme/math" in error.remedy

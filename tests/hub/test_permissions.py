@@ -1,4 +1,4 @@
-"""Whether a token may write is known before anything is merged."""
+"""The preflight finds out whether a token has write access before anything is merged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def whoami(token: dict[str, Any] | None = None, role: str = "write") -> dict[str
         (whoami(fine(ann=["repo.write"])), "acme/demo", "fine-grained token may not write"),
         (whoami(fine(acme__demo=["repo.write"])), "acme/demo", None),
         (whoami(fine(acme__other=["repo.write"])), "acme/demo", "fine-grained token may not write"),
-        ({"name": "ann", "orgs": [{"name": "acme"}]}, "acme/demo", None),  # an older Hub says no more
+        ({"name": "ann", "orgs": [{"name": "acme"}]}, "acme/demo", None),  # An older Hub sends no more than this.
     ],
 )
 def test_what_the_hub_says_of_a_token_decides(answer: dict[str, Any], repo: str, words: str | None) -> None:
@@ -133,7 +133,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # Root may write anywhere.
     with pytest.raises(Refused, match="may not be written"):
         check_target(DirectoryTarget(path=Path("releases")), tmp_path)
 

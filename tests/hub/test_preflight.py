@@ -1,4 +1,4 @@
-"""``mergegate check`` and ``run`` on parents that lie on the Hub: what is refused is refused before a weight comes."""
+"""``mergegate check`` and ``run`` on parents on the Hub refuse bad inputs before they fetch any weight."""
 
 from __future__ import annotations
 

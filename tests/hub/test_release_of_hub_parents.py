@@ -1,4 +1,4 @@
-"""A whole release of parents on the Hub: fetched once, pinned to commits, merged anew when a branch has moved."""
+"""A full release of Hub parents: they are fetched once, pinned to commits, and merged again when a branch moves."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Project:
-    """A profile whose parents lie on a stand-in, released into a directory."""
+    """A profile whose parents are on a stand-in Hub, released to a directory."""
 
     root: Path
     stand_in: LookAlike
 
     def write(self, revision: Callable[[str], str] = lambda repo: "") -> Path:
-        """The profile, with every parent at ``revision(repo)``."""
+        """Write the profile with every parent at ``revision(repo)``, and return its path."""
         recipe = (DEMO / "recipes" / "ties.yaml").read_text()
         for name in PARENTS:
             recipe = re.sub(rf"\.\./models/{name}\b", f"acme/{name}{revision(f'acme/{name}')}", recipe)
@@ -40,7 +40,7 @@ class Project:
         return self.root / "demo.yaml"
 
     def run(self, profile: Path) -> tuple[int, str, dict[str, Any]]:
-        """Exit code, status and the provenance of what is released then."""
+        """Run the profile; return the exit code, status, and latest provenance (without a release, the JSON output)."""
         result = mergegate("run", str(profile), "--json")
         answer = json.loads(result.stdout)
         file = self.root / "releases" / "latest" / "provenance.json"

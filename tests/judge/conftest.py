@@ -1,4 +1,4 @@
-"""The tiny models are those of the evidence tests."""
+"""Share the tiny models of the evidence tests."""
 
 from __future__ import annotations
 

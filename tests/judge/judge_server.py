@@ -1,4 +1,4 @@
-"""A chat server on a real loopback socket that says what a script tells it to, and remembers what it was asked."""
+"""A scripted chat server on a real loopback socket that records the requests it receives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loopback import answering
 
 @dataclass(frozen=True)
 class Response:
-    """What the server answers."""
+    """One answer of the server."""
 
     status: int = 200
     body: str = ""
@@ -27,7 +27,7 @@ Script = Callable[[dict[str, Any]], Response]
 
 @dataclass
 class Asked:
-    """What came in."""
+    """The requests that the server received."""
 
     url: str
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -36,20 +36,20 @@ class Asked:
 
 
 def completion(content: object, model: str = "judge-1") -> Response:
-    """A chat completion whose text is ``content``, or its JSON."""
+    """Return a chat completion whose text is ``content``, encoded as JSON unless it is a string or None."""
     text = content if isinstance(content, str) or content is None else json.dumps(content)
     return Response(body=json.dumps({"model": model, "choices": [{"message": {"content": text}}]}))
 
 
 @contextmanager
 def serving(script: Script) -> Iterator[Asked]:
-    """Answer every POST as ``script`` says."""
+    """Answer every POST with the result of ``script``."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:  # the name that http.server looks for
+        def do_POST(self) -> None:  # http.server requires this name.
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 asked.bodies.append(body)
@@ -63,7 +63,7 @@ def serving(script: Script) -> Iterator[Asked]:
             self.wfile.write(response.body.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the test reads ``Asked``."""
+            """Log nothing; the test reads ``Asked``."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

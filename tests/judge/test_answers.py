@@ -1,4 +1,4 @@
-"""Answers: greedy like plain transformers, alike for both models, turn by turn."""
+"""Answers are greedy like those of plain transformers, identical for both models, and generated turn by turn."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ask(
 
 
 def greedy(model: Model, text: str, most: int, special: bool = True) -> tuple[str, bool]:
-    """The most likely token, again and again: one prompt at a time, without a cache."""
+    """Generate the most likely token repeatedly, for one prompt at a time and without a cache."""
     network = AutoModelForCausalLM.from_pretrained(model.directory)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     start = tokenizer(text, add_special_tokens=special).input_ids
@@ -68,7 +68,7 @@ def test_answers_are_the_greedy_ones_in_any_batch(tmp_path: Path, model: Model, 
     assert [found[str(n + 1)].cut_off[0] for n in range(12)] == [cut for _, cut in wanted]
     assert value.cut_off == sum(cut for _, cut in wanted)
     assert value.characters == sum(len(text) for text, _ in wanted)
-    assert 0 < value.cut_off < 12  # some end by themselves, some do not: this can fail
+    assert 0 < value.cut_off < 12  # Some answers end by themselves and some do not, so this check can fail.
 
 
 def test_the_second_turn_follows_the_answer_to_the_first(tmp_path: Path, model: Model) -> None:
@@ -100,7 +100,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     config = json.loads((model.directory / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "repetition_penalty": 9.0, "num_beams": 3}
     (model.directory / "generation_config.json").write_text(json.dumps(config))
-    end_model_process()  # or it has the model still
+    end_model_process()  # Otherwise it still holds the model.
     assert ask(tmp_path, model, asked)[1] == plain
 
 
@@ -111,4 +111,4 @@ def test_a_prompt_that_fills_the_context_is_named(tmp_path: Path, model: Model) 
 
 def test_an_answer_ends_where_the_context_ends(tmp_path: Path, model: Model) -> None:
     _, found = ask(tmp_path, model, [["a" * 60], ["abc"]], max_new_tokens=500, batch_size=1)
-    assert found["1"].answers == (greedy(model, "a" * 60, 64 - 61)[0],)  # of the 64, one is begin of text
+    assert found["1"].answers == (greedy(model, "a" * 60, 64 - 61)[0],)  # One of the 64 tokens begins the text.

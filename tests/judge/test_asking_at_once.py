@@ -1,4 +1,4 @@
-"""Asking many things at a time of a judge that somebody listens to slowly."""
+"""Concurrent requests to a judge whose replies are consumed slowly."""
 
 from __future__ import annotations
 

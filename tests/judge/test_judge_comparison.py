@@ -1,4 +1,4 @@
-"""From judgements to a verdict: swaps, clusters, intervals, and a judge that is not to be trusted."""
+"""From judgments to a verdict: swapped order, clusters, intervals, and a judge that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensio
 
 
 def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0) -> list[Judgment]:
-    """What was said of one pair: with the reference first, then with the merge first."""
+    """Return both judgments of one pair: with the reference first, then with the merge first."""
     return [said(prompt, turn, "reference first", first), said(prompt, turn, "merge first", second)]
 
 
@@ -70,14 +70,14 @@ def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
     judgements = [
         *both("won", "merge", "merge"),
         *both("lost", "reference", "reference"),
-        *both("biased", "reference", "merge"),  # whoever comes first
+        *both("biased", "reference", "merge"),  # The judge prefers the first answer.
         *both("unread", "merge", None),
     ]
     found = verdict(judgements, [("equal", 0)])
     assert (found.wins, found.ties, found.losses) == (1, 3, 1)
     assert (found.prompts, found.pairs, found.identical, found.unreadable) == (5, 5, 1, 1)
     assert found.win_rate == 0.5
-    assert found.consistency == 0.5  # of the four that were judged
+    assert found.consistency == 0.5  # Four pairs were judged.
     assert found.first_position == 4 / 7
     assert found.length_ratio == 1.5
     assert (found.reference_cut_off, found.merge_cut_off) == (1, 2)
@@ -105,7 +105,7 @@ def test_the_interval_is_that_of_graded_scores_over_prompts_not_over_turns() -> 
 
 
 def test_equal_answers_do_not_come_last() -> None:
-    # Each is a tie, and bets on what comes late must not know that nothing happens there any more.
+    # Equal answers are ties. Placed last, they would tell bets on the late pairs that nothing more can happen.
     names = [f"p{n}" for n in range(200)]
     tied = [(name, 0) for name in names[100:]]
     lost = [judgement for name in names[:100] for judgement in both(name, "reference", "reference")]
@@ -186,7 +186,7 @@ def test_one_prompt_is_too_few() -> None:
 def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | None, Winner | None]]) -> None:
     other: dict[Winner | None, Winner | None] = {"reference": "merge", "merge": "reference", "tie": "tie", None: None}
     ours = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), first, second))
-    # The order in which they were shown is swapped with them.
+    # The answers also change places.
     theirs = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), other[second], other[first]))
     assert theirs.win_rate == pytest.approx(1 - ours.win_rate)
     assert (theirs.wins, theirs.losses, theirs.consistency) == (ours.losses, ours.wins, ours.consistency)

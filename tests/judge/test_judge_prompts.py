@@ -1,4 +1,4 @@
-"""Prompts for the judge: two formats, pinned by content, sampled the same way every time."""
+"""Prompts for the judge: two formats, pinned by content, with a deterministic sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking a chat server: what is sent, what is tried again, and what is said when it will not do."""
+"""Requests to a chat server: what mergegate sends, when it retries, and which errors it reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(asked: Asked, waits: list[float] | None = None, **server: Any) -> Reply:
 
 
 def in_turn(*responses: Response) -> Callable[[dict[str, Any]], Response]:
-    """A script that answers one thing after another, and then the last for ever."""
+    """Return a script that gives the responses in order and repeats the last one forever."""
     left = list(responses)
     return lambda body: left.pop(0) if len(left) > 1 else left[0]
 
@@ -118,7 +118,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
     with serving(in_turn(completion("fine"))) as gone:
         pass
     with pytest.raises(InvalidInput, match=r"no answer .*after 2 attempts"):
-        ask(gone, attempts=2)  # nothing listens on that port any more
+        ask(gone, attempts=2)  # The port no longer has a listener.
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(401, "api_key_env"), (403, "api_key_env"), (404, "judge.model")])

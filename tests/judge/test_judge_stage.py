@@ -1,4 +1,7 @@
-"""The stage: who is asked what, how often, and what is kept. The judge is a script behind a real socket."""
+"""The judge stage: its requests, their number, and the stored records.
+
+The judge is a script behind a real socket.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) 
 
 
 def shown(body: dict[str, Any]) -> tuple[str, str]:
-    """The two answers, as the judge sees them."""
+    """Return the two answers as the judge sees them."""
     text = body["messages"][1]["content"]
     a, b = (
         re.search(rf"<<< answer {name} \w+\n(.*?)\n>>> end of answer {name}", text, re.DOTALL) for name in ("A", "B")
@@ -70,7 +73,7 @@ def opinion(verdict: str) -> Response:
 
 
 def prefers(better: Callable[[str, str], bool]) -> Callable[[dict[str, Any]], Response]:
-    """A judge for whom A is better if ``better(a, b)``."""
+    """Return a script for a judge that prefers A if ``better(a, b)``, otherwise B."""
     return lambda body: opinion("A" if better(*shown(body)) else "B")
 
 
@@ -97,7 +100,7 @@ def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model
     rates = {rate.name: rate.win_rate for rate in verdict.dimensions}
     assert rates["relevance"] == 0.5
     assert rates["correctness"] == pytest.approx(verdict.win_rate)
-    assert rates["clarity"] == 0.5  # whoever comes first: a win that does not survive the swap
+    assert rates["clarity"] == 0.5  # The judge prefers the first answer here, so no win survives the swap.
     assert verdict.length_ratio == pytest.approx(sum(len(m) for _, m in pairs) / sum(len(r) for r, _ in pairs))
     assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical)
 
@@ -165,7 +168,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     third = make_model(tmp_path_factory.mktemp("third") / "merge", seed=5)
     with serving(alphabetical) as asked:
         run(tmp_path, models, asked.url)
-        with progress_watcher(Listener()):  # type: ignore[arg-type]  # whatever a watcher is told
+        with progress_watcher(Listener()):  # type: ignore[arg-type]  # It accepts every event.
             run(tmp_path, (models[0], third), asked.url)
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 

@@ -1,4 +1,4 @@
-"""The rubric: what the judge sees, and what is taken for its opinion."""
+"""The rubric: the prompt for the judge, and the replies that count as a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The licence algebra: a table of merges with their verdicts, the laws, and what a verdict carries."""
+"""The license algebra: a table of merges and their verdicts, its laws, and the content of a verdict."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def _wording(combination: Combination, kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("licenses", "use", "license"),
     [
-        # permissive: the strongest of them
+        # Permissive: the strongest one applies.
         ("apache-2.0 mit", SELL, "apache-2.0"),
         ("mit cc0-1.0", SELL, "mit"),
         ("mit isc", SELL, "mit"),
         ("apache-2.0 cc-by-4.0", SELL, "cc-by-4.0"),
         ("cc0-1.0 unlicense", SELL, "cc0-1.0"),
         ("bsd-3-clause zlib", SELL, "zlib"),
-        # one licence stays, or several side by side
+        # One license applies, or several together.
         ("llama3.1 llama3.1", LLAMA, "llama3.1"),
         ("llama3.1 apache-2.0", LLAMA, "llama3.1"),
         ("llama3.1 llama3.3", LLAMA, "other: llama3.1-and-llama3.3"),
@@ -76,13 +76,13 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         ("deepseek bigcode-openrail-m", SELL, "other: bigcode-openrail-m-and-deepseek"),
         ("deepseek openrail++", SELL, "other: deepseek-and-openrailplusplus"),
         ("modified-mit apache-2.0", SELL, "other: modified-mit"),
-        # non-commercial, asked for research
+        # Non-commercial licenses, used for research.
         ("cc-by-nc-4.0 apache-2.0", STUDY, "cc-by-nc-4.0"),
         ("cc-by-nc-4.0 llama3.1", LLAMA_STUDY, "other: cc-by-nc-4.0-and-llama3.1"),
         ("cc-by-nc-sa-4.0 cc-by-nc-4.0", STUDY, "cc-by-nc-sa-4.0"),
         ("mrl apache-2.0", LAB, "other: mrl"),
         ("exaone exaone", _use("research", "public", False, "acme/exaone-mix"), "other: exaone"),
-        # share-alike
+        # Share-alike.
         ("cc-by-sa-4.0 apache-2.0", SELL, "cc-by-sa-4.0"),
         ("cc-by-sa-4.0 gpl-3.0", SELL, "gpl-3.0"),
         ("cc-by-sa-3.0 cc-by-sa-4.0", SELL, "cc-by-sa-4.0"),
@@ -94,7 +94,7 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         ("lgpl-2.1 lgpl-3.0", SELL, "gpl-3.0"),
         ("mpl-2.0 eupl-1.1", SELL, "gpl-2.0"),
         ("cc-by-nc-sa-2.0 cc-by-nc-sa-3.0", STUDY, "cc-by-nc-sa-3.0"),
-        # private: nothing is passed on
+        # Private: the merge is not distributed.
         ("mrl apache-2.0", _use("research", "private"), "other: mrl"),
         ("llama3.1 apache-2.0", _use(visibility="private"), "llama3.1"),
     ],
@@ -183,7 +183,7 @@ def test_every_hub_licence_alone_is_judged_and_keeps_its_identifier(license: str
         assert verdict.card == {"license": "unknown" if license == "other" else license}
 
 
-# ---------------------------------------------------------------- the laws
+# ---------------------------------------------------------------- laws
 
 MODELS = st.builds(
     Licensed,

@@ -1,4 +1,4 @@
-"""The licence stage: what it records of parents, ancestors and acceptances, and when it says no."""
+"""The license stage: its record of parents, ancestors and acceptances, and its refusals."""
 
 from __future__ import annotations
 

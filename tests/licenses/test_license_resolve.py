@@ -1,4 +1,4 @@
-"""Reading what a model declares: ordinary cards, odd cards, and the way up to its ancestors."""
+"""Reading a model's declared license: ordinary cards, malformed cards, and the path to its ancestors."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, obje
         model = _model(Path(directory), f"---\n{yaml.safe_dump(fields)}---\n")
         (parent, *_) = lineage(CardSource(model), _nowhere, TABLE).models
         one = fields.get("license")
-        # What YAML 1.1 takes for a date is text here, as in JSON.
+        # A value that YAML 1.1 reads as a date is text here, as in JSON.
         named = isinstance(fields.get("license_name"), str | datetime.date)
         if not isinstance(one, str | list | datetime.date) and not named:
             assert parent.license.id == "unknown"
@@ -253,7 +253,7 @@ def test_a_base_that_lies_beside_the_model_is_found_by_the_last_part_of_its_name
 def test_a_base_under_another_name_is_found_by_what_its_config_calls_it(tmp_path: Path) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base")
     _config(_model(tmp_path / "downloaded", license="mit"), _name_or_path="acme/base")
-    # A fine-tune of it says its name as well, and what it was made from.
+    # A fine-tune of the base has the same name in its config, and its card names the base model.
     _config(_model(tmp_path / "tuned", license="gpl-3.0", base_model="acme/base"), _name_or_path="acme/base")
     assert [found.license for found in walk(CardSource(model), _nowhere)] == [(), ("mit",)]
 

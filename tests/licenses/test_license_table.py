@@ -1,4 +1,4 @@
-"""The licence table: complete, unambiguous, and safe to override."""
+"""The license table is complete, unambiguous, and safe to override."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_an_entry_says_hangs_together(table: LicenseTable, identifier: str)
 
 def test_no_value_of_the_table_depends_on_how_yaml_reads_yes_and_no() -> None:
     class Yaml12(yaml.SafeLoader):
-        """Reads only true and false as booleans, as YAML 1.2 does."""
+        """YAML loader that reads only true and false as booleans, as YAML 1.2 does."""
 
     Yaml12.yaml_implicit_resolvers = {
         letter: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:bool"]

@@ -1,4 +1,4 @@
-"""The shipped licence texts, and how a licence file beside a model is recognised by them: surely, or not at all."""
+"""The shipped license texts, and how they identify a model's license file: with certainty or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHIPPED_TEXTS = {file.name.removesuffix(".txt"): file for file in TEXTS.glob("*.
 MIT = SHIPPED_TEXTS["mit"].read_text()
 GEMMA = SHIPPED_TEXTS["gemma"].read_text()
 
-# Texts that are unavailable offline, or are none: what the release then lacks is an open obligation.
+# Licenses whose text is not available offline or does not exist. A release under one of them lists the missing text as
+# an open obligation.
 WITHOUT_TEXT = """
 apple-amlr baichuan bsd cc chatglm databricks-open-model-license deepfloyd-if-license
 fair-noncommercial-research-license gfdl gpl grok2-community h-research hunyuan-community intel-research internlm
@@ -55,7 +56,7 @@ def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> 
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
     for changed in (f"{text}\nThe model must not be used by competitors.\n", f"Not for sale.\n\n{text}"):
         found = identify_license(changed, TABLE)
-        # What is recognised by its title is an agreement with restrictions, whatever else stands in it.
+        # A title identifies only agreements with restrictions, even if the text contains more.
         assert found is None or (found.id == identifier and found.titles and found.restrictive)
 
 
@@ -146,7 +147,7 @@ def test_every_title_and_link_belongs_to_one_licence() -> None:
 
 
 def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
-    """Licence of a model with this card and these files, and the one that its file contradicts it by."""
+    """Return the license of a model with this card and these files, and the license of the file that contradicts it."""
     (tmp_path / "README.md").write_text(card)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -164,9 +165,9 @@ def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
         ("license: gemma", ("gemma", None)),
         ("license: apache-2.0", ("apache-2.0", "gemma")),
         ("license: other\nlicense_name: qwen", ("qwen", "gemma")),
-        ("license: [mit, apache-2.0]", ("unknown", None)),  # which one, nobody knows
+        ("license: [mit, apache-2.0]", ("unknown", None)),  # It is unclear which one applies.
         ("license: 3.0", ("unknown", None)),
-        ("license: acme-terms", ("other", None)),  # it names one, and not this one
+        ("license: acme-terms", ("other", None)),  # The card names a license, but not that of the file.
     ],
 )
 def test_the_file_decides_where_the_card_is_silent_and_contradicts_it_where_it_is_not(
@@ -191,7 +192,7 @@ def test_a_broken_card_may_hide_a_licence_so_the_file_does_not_decide(tmp_path: 
         ("cc", "cc-by-nc-4.0", ("cc-by-nc-4.0", None)),
         ("openrail", "creativeml-openrail-m", ("creativeml-openrail-m", None)),
         ("bsd", "gpl-3.0", ("bsd", "gpl-3.0")),
-        ("lgpl", "gpl-3.0", ("lgpl", None)),  # unknown stays unknown
+        ("lgpl", "gpl-3.0", ("lgpl", None)),  # Unknown stays unknown.
     ],
 )
 def test_the_file_says_which_of_a_family_of_licences_is_meant(

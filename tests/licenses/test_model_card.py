@@ -1,4 +1,4 @@
-"""Model cards: whatever license huggingface_hub reads from one, the license check reads it too or raises a doubt."""
+"""Model cards: the license check reads every license that huggingface_hub reads, or it raises a doubt."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ STARTS = st.sampled_from(["", "\ufeff", "\ufeff\ufeff", "\u200b", "<!-- x -->", 
 
 @st.composite
 def cards(draw: st.DrawFn) -> bytes:
-    """Cards with one front matter that is in order, or off by a blank, a line break, a fence or a line."""
+    """Draw a card whose front matter is valid, or off by a blank, a line break, a fence or a line."""
     end = draw(BREAKS)
     lines = [draw(FENCES), *draw(st.lists(LINES, max_size=5)), draw(FENCES), *draw(st.lists(LINES, max_size=3))]
     text = draw(STARTS) + draw(BLANKS) + end.join(lines) + draw(st.sampled_from(["", end]))
