@@ -2,8 +2,8 @@
 
     python tests/merge_core/family_table.py
 
-The command tries all families, which takes some minutes, and writes the table. ``test_families.py`` repeats the trials
-and compares.
+The command tries all families, which takes some minutes, and writes the table.
+``test_families.py`` repeats the trials and compares the results with the table.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from mergegate.merge_core.errors import InvalidInput
 
 # One family for each way in which a layer's index can matter.
 SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")
-# Names on disk that differ from those in memory, experts stored one by one, heads with biases, a table with an unusual
-# name.
+# Families with other names on disk than in memory, separate experts, heads with biases, or an unusual table name.
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
@@ -310,7 +309,7 @@ def test_the_depth_of_a_text_part_that_names_none_is_written() -> None:
     }
 
 
-# Slices (model, first layer, number of layers) of families whose layers alternate in computation, tensors or both.
+# Slices as (model, first layer, number of layers).
 CUT = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)), min_size=1, max_size=3
 )
@@ -345,6 +344,7 @@ def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tup
         assert torch.equal(logits(family, load(family, Path(place) / "out")), expected)
 
 
+# Families whose layers alternate in computation, in tensors, or in both.
 CUT_ANYWHERE = ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"]
 
 

@@ -39,7 +39,7 @@ def test_where_nothing_can_be_written_a_kernel_works_all_the_same() -> None:
 
 
 def test_what_keeps_everything_compiles_nothing_that_drops_elements(wide: Path) -> None:
-    """Rules that drop elements used to take most of the compile time before a first merge."""
+    """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))
     run(MERGE_FUSED, wide, NUMBA_CACHE_DIR=str(wide / "cache"))
     compiled = {name.split("-")[0] for name in kept(wide / "cache")}

@@ -24,8 +24,7 @@ from mergegate.merge_core.methods.matrices import GRAIN_ROWS
 from mergegate.merge_core.recipe import InputMeasurements
 
 Array = np.ndarray
-# A square, a tall and a wide matrix, each spanning several groups of rows and a remainder, and tensors that are not
-# linear layers.
+# A square, a tall and a wide matrix with several groups of rows and a remainder each, and tensors of other kinds.
 SHAPES = {
     "model.embed_tokens.weight": (24, 36),
     "model.layers.0.self_attn.q_proj.weight": (36, 36),
@@ -256,9 +255,7 @@ def test_spectral_methods_are_those_of_whole_matrices(
 
 @pytest.mark.parametrize("weight", [1.0, 0.6])
 def test_svc_treats_what_another_method_has_merged(root: Path, weight: float) -> None:
-    """A recipe with two documents applies SVC to the TIES merge, which also supplies all tensors that are not
-    matrices.
-    """
+    """A recipe of two documents applies SVC to the matrices of a TIES merge and keeps its other tensors."""
     models = [{"model": name, "parameters": {"weight": 1.0, "density": 0.4}} for name in NAMES]
     ties = {"merge_method": "ties", "base_model": "base", "models": models, "dtype": "float32"}
     elected = merged(planned(root, ties))
@@ -310,7 +307,7 @@ def test_knots_is_ties_in_shared_directions(root: Path, density: float) -> None:
             np.testing.assert_array_equal(other[name], found[0][name], err_msg=name)
 
 
-# --- Promises ---
+# --- Promises of the methods ---
 
 
 def test_equal_moments_give_exactly_the_mean(root: Path) -> None:
@@ -409,9 +406,7 @@ TURNED = {"gate_up_proj": (3, 2 * GRAIN_ROWS + 44, 24), "down_proj": (3, 12, 2 *
 
 @pytest.fixture(scope="module")
 def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer of three experts ``[experts, in, out]``. The second has only squared inputs, the last has no
-    measurements.
-    """
+    """A layer of three experts ``[experts, in, out]``, with full moments, with squares only, and with none."""
     place = tmp_path_factory.mktemp("turned")
     made = np.random.default_rng(5)
     for name in ("base", *NAMES):
@@ -467,7 +462,7 @@ def test_regmean_solves_experts_that_lie_the_other_way_round(turned: Path, scale
     assert costs.folds(first) == 1
 
 
-# --- Refusals ---
+# --- Recipes that are refused ---
 
 
 def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configurations with the same meaning compare equal. transformers' networks and configuration classes are the oracle."""
+"""Configurations with the same meaning compare equal. The oracles are networks and config classes of transformers."""
 
 from __future__ import annotations
 

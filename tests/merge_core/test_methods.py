@@ -19,7 +19,7 @@ models:
 base_model: base
 """
 ONE = "\nbase_model: base\nmodels: [{model: a}]\n"
-FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # The quoted base is the only model besides ``a``.
+FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # The quotes keep the test from reading ``model: b``.
 TWO = "\nmodels: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.2}}]\n"
 THREE = "\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
 WEIGHTS, DENSITIES = [0.7, 0.5, -0.3], [0.4, 0.6, 1.0]

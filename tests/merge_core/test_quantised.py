@@ -107,7 +107,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, block: int) -> N
 
 @pytest.mark.parametrize("method", ["linear", "slerp"])
 def test_a_merge_is_that_of_the_decoded_parents(tmp_path: Path, method: str) -> None:
-    """A quantized parent can also merge with one that is not quantized."""
+    """The parents can be quantized, plain, or one of each."""
     quantised, plain = [], []
     for seed in range(2):
         weights = fp8_weights(seed)

@@ -3,8 +3,7 @@
 ``make .tokenizers/ready`` fetches the tokenizers. The share of changed tokens depends on the text: GPT-2 with
 Anthropic's tokens appended changes 14 % of the tokens of the 60 lines below, and 39 % of those of 30 lines of this
 project's code and 30 of its documentation. So the tests compare the shares with a union that is built and measured
-here
-in a different way, on the same lines.
+here in a different way, on the same lines.
 """
 
 from __future__ import annotations

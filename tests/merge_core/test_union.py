@@ -243,7 +243,7 @@ def test_what_a_recipe_cannot_mean_is_refused_with_its_place(tmp_path: Path, blo
 
 
 def strangers(root: Path, **changes: Any) -> tuple[Tokenizer, Tokenizer]:
-    """Write two byte-level tokenizers trained on different texts."""
+    """Write models with byte-level tokenizers of 300 and 330 tokens, and return both tokenizers."""
     first, second = byte_level(300), byte_level(330)
     content = content_of(second)
     content["model"] |= changes
@@ -273,7 +273,7 @@ def test_strangers_come_into_the_vocabulary_in_the_way_that_is_named(tmp_path: P
     for token, number in one.get_vocab().items():
         assert union.token_to_id(token) == number
     cuts = [[t.encode(text).tokens for text in (*TEXTS, WORDS)] for t in (one, two, union)]
-    if way == "appended":  # The union has all of the second one's merges.
+    if way == "appended":  # The second has all merges of the first, so the union splits like it.
         assert cuts[2] == cuts[1] != cuts[0]
     else:
         assert cuts[2] == cuts[0] != cuts[1]

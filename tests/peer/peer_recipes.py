@@ -47,8 +47,7 @@ parameters:
 """
 _BASED = "base_model: base\n"
 
-# Layers cut, moved and repeated. Parameters at every level, where the narrower one wins, and gradients that restart in
-# each slice.
+# Layers cut, moved and repeated. Narrower parameters win at every level, and gradients restart in each slice.
 _CUT = """
 slices:
   - sources:
@@ -239,8 +238,7 @@ def _and(parameters: str) -> str:
     return f", {parameters}" if parameters else ""
 
 
-# The kinds of recipes in mergekit's examples directory, applied to the tiny models. Name → (recipe, name of the final
-# document or None).
+# The kinds of recipes in mergekit's examples, for the tiny models. Name → (recipe, name of the final document or None).
 EXAMPLES: dict[str, tuple[str, str | None]] = {
     "a weighted average in half precision": (
         "models:\n"

@@ -173,7 +173,7 @@ def test_svc_of_what_another_method_has_merged(
 def test_wudi_in_closed_form_is_where_adam_is_going(
     given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
 ) -> None:
-    """FusionBench takes 300 Adam steps of at most 1e-5 from the sum of the task vectors, so only losses compare."""
+    """FusionBench takes 300 Adam steps of at most 1e-5 from the sum of task vectors, so the test compares losses."""
     for name, found in ours(root, "wudi", "ridge: 1e-6").items():
         base = given[f"{name}/base"].double()
         deltas = [given[f"{name}/model{i}"].double() - base for i in range(MODELS)]
@@ -191,8 +191,8 @@ def test_wudi_in_closed_form_is_where_adam_is_going(
 def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     """FusionBench computes only KnOTS's shared directions, and a mean in them must be the plain mean.
 
-    The caller chooses the merge inside these directions. mergegate uses TIES there, which ``test_matrix_methods``
-    compares with its formula.
+    The caller chooses the merge inside these directions. mergegate uses TIES there, and
+    ``test_matrix_methods`` compares that with its formula.
     """
     for name in MATRICES:
         base = given[f"{name}/base"]

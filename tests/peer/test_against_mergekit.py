@@ -167,8 +167,7 @@ def test_the_recipe_means_the_same_to_fused_kernels(peer: Peer, name: str, tmp_p
 
 def compare(peer: Peer, family: str, name: str, ours: Tensors) -> None:
     # Largest difference per tensor, relative to the tensor's largest magnitude. In float32, sums depend on their order.
-    # In float64, only a wrong formula can differ, except that mergekit computes the factors of ramplus_tl in float32
-    # there too.
+    # In float64, only a wrong formula can differ, except that mergekit keeps ramplus_tl's factors in float32.
     limit = 1e-6 if not family.startswith("exact") or name.startswith("ramplus_tl") else 1e-12
     theirs = peer.theirs(family, name)
     assert ours.keys() == theirs.keys()
@@ -190,8 +189,7 @@ def test_random_masks_keep_as_much_and_the_same_norm(peer: Peer, method: str, tm
         for change in results - base:
             whole = [np.abs(part).sum() for part in np.split(delta, ends)]
             left = [np.abs(part).sum() for part in np.split(change, ends)]
-            # A mask sometimes drops all elements of a 16-element tensor. In the others, rescaling restores the full
-            # sum.
+            # A mask sometimes drops all 16 elements of a tensor. In the others, rescaling restores the full sum.
             assert sum(part == 0 for part in left) <= 2
             for part, expected in zip(left, whole, strict=True):
                 assert part in (0, pytest.approx(expected, rel=1e-5))

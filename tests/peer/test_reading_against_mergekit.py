@@ -1,8 +1,7 @@
-"""mergegate and mergekit 0.1.5 read recipes alike, including null or empty values, unknown keys and unused parameters.
+"""mergegate and mergekit 0.1.5 read recipes alike, including null values, unknown keys and unused parameters.
 
-mergekit merges every recipe of a generated family. mergegate must accept what mergekit accepts, refuse what it
-refuses,
-and give the same weights. The few differences are listed with the reason.
+mergekit merges every recipe of a generated family. mergegate must accept and refuse the same recipes and give the same
+weights. The few differences are listed with the reason.
 """
 
 from __future__ import annotations
