@@ -1,4 +1,4 @@
-"""Tiny models and adapters on them, both written by the libraries themselves; and what PEFT makes of the two."""
+"""Builds tiny models and adapters with transformers and PEFT, and the merged weights that PEFT gives for them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 
 
 def make_base(place: Path, family: str, dtype: torch.dtype, **more: Any) -> Path:
-    """A model of random weights in the layout of its family."""
+    """Save a model with random weights in the on-disk layout of its family."""
     torch.manual_seed(0)
     model = MODELS[family](**more).to(dtype)
     for name, parameter in model.named_parameters():
@@ -125,7 +125,7 @@ def load_base(place: Path, dtype: torch.dtype) -> Any:
 
 
 def make_adapter(base: Path, place: Path, dtype: torch.dtype, *, seed: int = 1, **config: Any) -> Path:
-    """An adapter on ``base`` as training would leave it: every number of it has moved."""
+    """Save an adapter on ``base`` whose parameters have all moved, as after training."""
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -143,7 +143,7 @@ def make_adapter(base: Path, place: Path, dtype: torch.dtype, *, seed: int = 1, 
 
 
 def unloaded_by_peft(base: Path, adapter: Path, place: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What PEFT makes of base and adapter, as it is stored."""
+    """Return the tensors that PEFT stores after merging the adapter into the base."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def read_all(place: Path) -> dict[str, torch.Tensor]:
 
 
 def applied_by_us(base: Path, adapter: Path, place: Path, *, block: int = 1 << 20) -> dict[str, torch.Tensor]:
-    """The same by streaming, in blocks of ``block`` elements."""
+    """Return the tensors that mergegate streams for the same adapter, in blocks of ``block`` elements."""
     checkpoint = apply_adapter(open_checkpoint(base), open_adapter(adapter))
     recipe = load_recipe({"merge_method": "passthrough", "models": [{"model": "m"}]})
     merge_weights(
@@ -168,7 +168,10 @@ def applied_by_us(base: Path, adapter: Path, place: Path, *, block: int = 1 << 2
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Tensors that are not the same bits, with their largest relative difference; a tensor that one lacks: inf."""
+    """Return the largest relative difference of each tensor that is not bit-identical.
+
+    A tensor that only one side has, or whose dtype or shape differs, counts as infinitely different.
+    """
     found = {name: float("inf") for name in ours.keys() ^ theirs.keys()}
     for name in ours.keys() & theirs.keys():
         one, other = ours[name], theirs[name]

@@ -1,4 +1,4 @@
-"""An adapter applied while streaming is what PEFT's merge_and_unload makes of it, bit by bit, for every kind of it."""
+"""An adapter applied while streaming matches PEFT's ``merge_and_unload`` bit for bit, for every kind of adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mergegate.merge_core.adapters.arithmetic import Grid, Product
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
-# name → (family, how the model differs, the adapter's configuration)
+# Name → (family, changes to the model's configuration, the adapter's configuration).
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("llama", {}, {"target_modules": LINEAR}),
     "patterns": (
@@ -82,7 +82,7 @@ COLUMN_NORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def both(
     place: Path, kind: tuple[str, dict[str, Any], dict[str, Any]], dtype: torch.dtype, block: int = 1 << 20
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Stored tensors of the base, of what we make of base and adapter, and of what PEFT makes."""
+    """Return the stored tensors of the base, of mergegate's result and of PEFT's result."""
     family, model, config = kind
     base = make_base(place / "base", family, dtype, **model)
     adapter = make_adapter(base, place / "adapter", dtype, **config)
@@ -101,7 +101,7 @@ def test_is_what_peft_makes_of_it(
     base, ours, theirs = both(tmp_path, KINDS[kind], dtype)
     assert differences(ours, theirs) == {}
     assert differences(ours, base) != {}
-    # So is what is compiled, which only large weights are worth.
+    # Compiled kernels, which mergegate normally uses for large weights only, must give the same bits.
     monkeypatch.setattr(arithmetic, "_COMPILED_FROM_ELEMENTS", 0)
     assert differences(applied_by_us(tmp_path / "base", tmp_path / "adapter", tmp_path / "compiled"), theirs) == {}
 
@@ -123,7 +123,7 @@ def test_an_embedding_is_rounded_twice_as_peft_rounds_it(
 def test_norms_of_columns_are_those_of_peft_within_a_rounding(
     tmp_path: Path, kind: str, dtype: torch.dtype, within: float
 ) -> None:
-    """Summed in float64 in one pass; PEFT sums in float32, in an order of its own."""
+    """mergegate sums in float64 in one pass, PEFT in float32 in its own order, so the norms differ by one rounding."""
     base, ours, theirs = both(tmp_path, COLUMN_NORMS[kind], dtype)
     assert max(differences(ours, theirs).values(), default=0.0) <= within
     assert differences(ours, base) != {}
@@ -142,7 +142,7 @@ def test_blocks_of_any_size_give_the_same_bytes(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("rows", [17, 257, 1031])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tile_has_the_bits_of_the_whole_product(rows: int, columns: int, transposed: bool) -> None:
-    """Otherwise a large weight would differ from PEFT's where a small one does not."""
+    """Tiling must not change a product: large weights have to match PEFT as exactly as small ones."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(1, columns if transposed else rows, 8, generator=generator)
     right = torch.randn(1, 8, rows if transposed else columns, generator=generator)
@@ -165,7 +165,7 @@ def test_an_adapter_in_bfloat16_on_a_float16_base(tmp_path: Path) -> None:
 
 
 def test_factors_of_single_experts_fit_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
-    """As libraries wrote them while each expert was a module of its own."""
+    """Older libraries wrote one pair of factors per expert, when each expert was a separate module."""
     base = make_base(tmp_path / "base", "mixtral", torch.float32)
     fused = make_adapter(base, tmp_path / "fused", torch.float32, target_modules=["q_proj"])
     tensors = load_file(fused / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Adapters with each other: what comes out, applied to the base, is what merging the whole models gives."""
+"""Combining adapters and applying the result to the base equals merging the full models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = ["q_proj", "down_proj"]
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base and two adapters of ranks 4 and 2, which share a module and differ in others."""
+    """Models and adapters to combine, among them ``one`` (rank 4) and ``two`` (rank 2), which share a module."""
     place = tmp_path_factory.mktemp("combined")
     base = make_base(place / "base", "llama", torch.float32)
     make_adapter(base, place / "one", torch.float32, target_modules=LINEAR)
@@ -46,7 +46,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(method: str, *names: str, base: str = "base", **more: Any) -> dict[str, Any]:
-    """A recipe; the density of methods that have none is left out."""
+    """Return a recipe, with a density only for methods that have one."""
     sparse = {} if method in ("linear", "task_arithmetic") else {"density": 0.6}
     if method.startswith("breadcrumbs"):
         sparse["gamma"] = 0.05
@@ -92,7 +92,7 @@ def merged_whole(family: Path, recipe: dict[str, Any], out: Path) -> dict[str, t
     ],
 )
 def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_path: Path, method: str) -> None:
-    """The same masks, signs and thresholds: the method sees the same differences."""
+    """The method sees the same differences either way, so masks, signs and thresholds agree."""
     recipe = written(method, "one", "two", output="adapter", rank=64)
     found = combined(family, recipe, tmp_path / "adapter")
     assert found.error < 1e-5
@@ -101,7 +101,8 @@ def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_p
     for name in before:
         change = float((whole[name] - before[name]).double().norm())
         distance = float((theirs[name] - whole[name]).double().norm())
-        # Thresholds and signs are taken of (base + Δ) - base there, of Δ here: single elements may tip over.
+        # The full merge takes thresholds and signs from (base + Δ) - base, the combination from Δ. Rounding may
+        # therefore move single elements across a threshold.
         assert distance <= (2e-2 if method not in ("linear", "task_arithmetic") else 1e-5) * change + 1e-7, name
 
 

@@ -1,4 +1,4 @@
-"""What is extracted from a fine-tune is read by PEFT without a key left over, and leaves the error that is reported."""
+"""PEFT reads an extracted adapter without leftover keys, and the reported error is the error that remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tuned(base: Path, place: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of ``base`` with each tensor changed."""
+    """Write a copy of ``base`` with ``change`` applied to each tensor."""
     place.mkdir()
     for file in base.iterdir():
         if file.suffix == ".safetensors":
@@ -40,7 +40,7 @@ def tuned(base: Path, place: Path, change: Callable[[str, torch.Tensor], torch.T
 
 
 def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Everything but the towers of images and the first layer's query."""
+    """Return the tensor with noise added, except in the vision tower, the projector and the first layer's query."""
     if "vision_tower" in name or "projector" in name or "layers.0.self_attn.q_proj" in name:
         return tensor
     generator = torch.Generator().manual_seed(len(name))
@@ -99,7 +99,7 @@ def test_what_did_not_change_is_left_out(tmp_path: Path) -> None:
     found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
     assert list(found.adapter.factors) == ["model.layers.1.mlp.up_proj"]
     assert (found.adapter.whole, found.adapter.biases) == ({}, {})
-    # The same number everywhere is a matrix of rank one, but for the rounding of each sum.
+    # A constant difference has rank one, up to the rounding of each sum.
     assert found.error < 1e-5
     assert found.unchanged == len(read_all(base)) - 1
 
@@ -190,7 +190,7 @@ def test_a_sum_of_thin_products_is_cut_as_a_whole_decomposition_cuts_it(rank: in
 
 
 def test_experts_that_are_fused_under_other_names_are_refused(tmp_path: Path) -> None:
-    """Granite's have no module in memory by the name that they have on disk: PEFT would leave them out."""
+    """Granite's fused experts have no module in memory by their name on disk, so PEFT would skip them."""
     base = make_base(tmp_path / "base", "granite", torch.float32)
     changed = "model.layers.1.block_sparse_moe.input_linear.weight"
     fine_tune = tuned(base, tmp_path / "tuned", lambda name, tensor: tensor + 0.01 * (name == changed))

@@ -1,4 +1,4 @@
-"""What cannot be applied to stored weights is refused by name; and no tensor of an adapter is left out in silence."""
+"""Adapters that cannot be applied to stored weights are refused by name, and no adapter tensor is silently dropped."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_keys_of_a_later_version_that_are_not_set_are_not_refused(kept: Path, ad
 
 
 def test_an_untrained_pissa_adapter_is_refused(tmp_path: Path) -> None:
-    """Added to the stored base it would move each weight by more than half of its norm."""
+    """Added to the stored base, it would move each weight by more than half of its norm."""
     from peft import LoraConfig, get_peft_model
 
     base = make_base(tmp_path / "base", "llama", torch.float32)

@@ -1,4 +1,4 @@
-"""A base and three fine-tunes, small enough for every test."""
+"""Provides a base and three fine-tunes, small enough for every test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def family(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
-    """Bfloat16 checkpoints with a tensor of several grains, so that blocks and ties matter."""
+    """Bfloat16 checkpoints with a tensor of several grains, so that blocks and equal magnitudes matter."""
     base = {"model.embed_tokens.weight": torch.randn(1100, 64, generator=torch.Generator().manual_seed(0)) * 0.02}
     config = {"num_hidden_layers": 0}
     save_checkpoint(tmp_path / "base", {name: t.bfloat16() for name, t in base.items()}, config=config)

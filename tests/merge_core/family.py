@@ -1,4 +1,4 @@
-"""Tiny random checkpoints for the tests of merge_core, and merging them in one call."""
+"""Builds tiny random checkpoints for the tests of merge_core and merges them in one call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
 from mergegate.merge_core.recipe import InputMeasurements
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
-# Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a process of its own.
+# Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a separate process.
 MERGE_FUSED = """
 from pathlib import Path
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -47,7 +47,7 @@ merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="
 
 
 def shapes(layers: int = LAYERS, tokens: int = TOKENS) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a small Llama."""
+    """Return the names and shapes of a small Llama's tensors."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (tokens, HIDDEN)}
     for layer in range(layers):
         found[f"model.layers.{layer}.self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
@@ -61,7 +61,7 @@ def shapes(layers: int = LAYERS, tokens: int = TOKENS) -> dict[str, tuple[int, .
 def random_tensors(
     seed: int, around: Mapping[str, torch.Tensor] | None = None, **sizes: int
 ) -> dict[str, torch.Tensor]:
-    """Random float32 weights, or small random differences to ``around``."""
+    """Return random float32 weights, or ``around`` with small random differences added."""
     generator = torch.Generator().manual_seed(seed)
     scale = 0.1 if around else 1.0
     drawn = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes(**sizes).items()}
@@ -111,20 +111,20 @@ def save_family(root: Path) -> Path:
 
 
 def save_tokenizer(directory: Path, tokens: list[str]) -> None:
-    """Write a tokenizer.json with these tokens at ids 0, 1, ..."""
+    """Write a tokenizer.json that gives the tokens the ids 0, 1, ..."""
     vocab = {token: number for number, token in enumerate(tokens)}
     (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}))
 
 
 def entry(method: str, model: str) -> str:
-    """A model of a recipe, with a text of its own where the method reads some."""
+    """Return a recipe's entry for a model, with a calibration text if the method reads one."""
     return f"{{model: {model}, text: {model}}}" if merge_methods()[method].traits.reads_text else f"{{model: {model}}}"
 
 
 def read_recipe(text: str, root: Path) -> Recipe:
-    """The recipe, prepared: of models in ``root`` that read texts, what these showed is drawn at random."""
+    """Load a recipe and prepare it, with random measurements for models in ``root`` that read calibration texts."""
     recipe = load_recipe(text)
-    if recipe.needs_distances:  # Their voices stay what the recipe says.
+    if recipe.needs_distances:  # Keep the weights that the recipe sets.
         recipe = replace(recipe, places={})
     if not recipe.texts:
         return recipe
@@ -142,7 +142,7 @@ def read_recipe(text: str, root: Path) -> Recipe:
 
 
 def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
-    """Write how much each element of a model matters, drawn at random; a few matter to nobody."""
+    """Write random importance for each element of a model's float tensors, zero for about half of the elements."""
     place.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     kept = {}
@@ -154,7 +154,7 @@ def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
 
 
 def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
-    """Write moments of few inputs, drawn at random, of every matrix of a linear layer."""
+    """Write moments of five random inputs for every linear layer of a model."""
     place.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     kept = {}
@@ -174,7 +174,7 @@ def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **sett
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint as float64."""
+    """Return all tensors of a checkpoint as float64."""
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors.update({name: tensor.double().numpy() for name, tensor in load_file(file).items()})
@@ -182,7 +182,7 @@ def load(directory: Path) -> dict[str, np.ndarray]:
 
 
 def recipe_of(method: str) -> str:
-    """A recipe that makes use of everything a method can do with ``base``, ``a``, ``b`` and ``c``."""
+    """Return a recipe that uses every feature of a method, with models ``base``, ``a``, ``b`` and ``c``."""
     models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
     models |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "a, b")
     parameters = {

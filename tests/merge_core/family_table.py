@@ -1,8 +1,9 @@
-"""The table of families in ``docs/families.md``: what happens to each, found by trying it.
+"""Writes the table of families in ``docs/families.md``, by trying each merge feature with each family.
 
     python tests/merge_core/family_table.py
 
-tries all of them (some minutes) and writes the table; ``test_families.py`` tries them again and compares.
+The command tries all families, which takes some minutes, and writes the table.
+``test_families.py`` repeats the trials and compares the results with the table.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _COLUMNS = ("family", "whole", "slices", "vocabulary", "adapters", "experts")
 
 
 def depth(family: TinyFamily) -> int:
-    """Number of layers of its checkpoint, of each stack where there are two."""
+    """Return the number of layers in a family's checkpoint, per stack for families with an encoder and a decoder."""
     return 3 if family.model_type in ("whisper", "t5") else LAYERS
 
 
 def cuts(family: TinyFamily) -> dict[str, Cut]:
-    """Two models joined; a layer left out; a layer twice."""
+    """Return three cuts: two models joined, one model without a layer, and one model with a layer repeated."""
     n = depth(family)
     return {
         "joined": [("a", 0, n - 1), ("b", 1, n)],
@@ -45,13 +46,13 @@ def cuts(family: TinyFamily) -> dict[str, Cut]:
 
 
 def recipe_of(cut: Cut) -> str:
-    """A stack of slices."""
+    """Return a passthrough recipe that stacks the slices of a cut."""
     slices = "".join(f"- sources: [{{model: {model}, layer_range: [{start}, {end}]}}]\n" for model, start, end in cut)
     return f"merge_method: passthrough\nslices:\n{slices}"
 
 
 def merge_or_refuse(text: str, root: Path, out: str) -> str | None:
-    """Merge; where the plan blocks, the key or tensor that the refusal names."""
+    """Merge, or return the key or tensor that the blocking finding names."""
     recipe = load_recipe(text)
     planned = plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
     if planned.plan is None or planned.blocking:
@@ -64,15 +65,15 @@ def merge_or_refuse(text: str, root: Path, out: str) -> str | None:
 
 
 def parents_of(family: TinyFamily, root: Path) -> dict[str, Any]:
-    """Two checkpoints, ``root / "a"`` and ``root / "b"``, and the models that transformers reads from them."""
+    """Save checkpoints ``root / "a"`` and ``root / "b"``, and return the models that transformers loads from them."""
     return {name: load(family, make(family, root / name, seed)) for seed, name in enumerate("ab")}
 
 
 def tried(family: TinyFamily, models: Mapping[str, Any], root: Path) -> dict[str, str]:
-    """What happens to whole models and to each of :func:`cuts`: ``✓``, or the key of the refusal.
+    """Merge full models and each of :func:`cuts`, and return ``✓`` or the key of the refusal for each.
 
     Raises:
-        AssertionError: Neither: the result does not load cleanly, or differs from the models put together in memory.
+        AssertionError: A result does not load cleanly, or differs from the same models combined in memory.
     """
     found = {}
     for name, text in {"whole": WHOLE, **{name: recipe_of(cut) for name, cut in cuts(family).items()}}.items():
@@ -92,7 +93,7 @@ def tried(family: TinyFamily, models: Mapping[str, Any], root: Path) -> dict[str
 
 
 def cells(found: Mapping[str, str]) -> tuple[str, str]:
-    """``whole`` and ``slices`` of a row."""
+    """Return the ``whole`` and ``slices`` cells of a row."""
     keys = dict.fromkeys(key for name, key in found.items() if name != "whole" and key != DONE)
     refused = "refused: " + "; ".join(f"`{key}`" for key in keys)
     passed = [name for name, key in found.items() if name != "whole" and key == DONE]
@@ -101,22 +102,22 @@ def cells(found: Mapping[str, str]) -> tuple[str, str]:
 
 
 def parts(family: TinyFamily, models: Mapping[str, Any], root: Path) -> tuple[str, str, str]:
-    """``vocabulary``, ``adapters`` and ``experts`` of a row.
+    """Return the ``vocabulary``, ``adapters`` and ``experts`` cells of a row.
 
     Raises:
-        AssertionError: One of them is neither right nor refused.
+        AssertionError: One of the results is wrong but was not refused.
     """
     return try_vocabulary(family, models, root), try_adapter(family, models, root), try_experts(family, models, root)
 
 
 def row_of(family: TinyFamily, root: Path) -> list[str]:
-    """All cells of a family's row, found by trying them on one pair of models."""
+    """Return all cells of a family's row, by running the trials on one pair of models."""
     models = parents_of(family, root)
     return [*cells(tried(family, models, root)), *parts(family, models, root)]
 
 
 def rows() -> dict[str, list[str]]:
-    """The table as it stands in the document: name → the cells behind it."""
+    """Return the rows of the table in the document, as family name → cells."""
     found = {}
     for line in DOCUMENT.read_text("utf-8").splitlines():
         match = _ROW.match(line)
@@ -126,7 +127,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def write(outcomes: Mapping[str, list[str]]) -> None:
-    """Put the table into the document."""
+    """Write the table into the document."""
     text = DOCUMENT.read_text("utf-8")
     lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
     lines += [f"| {' | '.join((name, *found))} |" for name, found in outcomes.items()]

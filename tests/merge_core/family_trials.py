@@ -1,7 +1,7 @@
-"""What else is tried with each family of the table: another vocabulary, an adapter, experts in two layouts.
+"""Tries a different vocabulary, an adapter, and two layouts of experts with each family of the table.
 
-Each of the three gives ``✓``, a dash where there is nothing to try, or the reason why not; a result that is neither
-right nor refused ends it. The oracles are transformers and PEFT in memory.
+Each of the three trials gives ``✓``, a dash if there is nothing to try, or the reason for a refusal. A result that is
+wrong but not refused fails the trial. The oracles are transformers and PEFT in memory.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ TIES = (
     "merge_method: ties\nbase_model: {}\nparameters: {{weight: 0.7, density: 0.5}}\n"
     "models: [{{model: {}}}, {{model: {}}}]\n"
 )
-# PEFT does not adapt what the kernels of these read the weights of.
+# PEFT does not adapt some layers of these families, because their kernels read the weights directly.
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def refused(said: Finding | InvalidInput) -> str:
-    """How a cell says it: the key or tensor that the message names; a message without a way out is none."""
+    """Return the table cell for a refusal: the key or tensor that the message names.
+
+    A message without a remedy or an expected value fails the trial.
+    """
     assert said.remedy or said.expected, said
     return f"refused: `{said.where.rsplit(': ', 1)[-1]}`"
 
 
 def merged(text: str, tables: Mapping[str, Checkpoint], out: Path) -> str | None:
-    """Merge; where it is refused, by which key or tensor."""
+    """Merge, or return the table cell for the refusal."""
     try:
         planned = plan_with_findings(load_recipe(text), tables)
     except InvalidInput as error:
@@ -61,16 +64,16 @@ def merged(text: str, tables: Mapping[str, Checkpoint], out: Path) -> str | None
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
-    """Stored tensors."""
+    """Return all stored tensors of a checkpoint."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str) -> None:
-    """The same names, formats and bits.
+    """Require the same tensor names, dtypes and bits.
 
     Raises:
-        AssertionError: With the names that differ.
+        AssertionError: Some tensors differ. The message names them.
     """
     different = sorted(ours.keys() ^ theirs.keys())
     different += [
@@ -82,7 +85,7 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A random adapter on every linear layer and all fused experts of a model, against PEFT's ``merge_and_unload``."""
+    """Compare an adapter on all linear layers and fused experts of a model with PEFT's ``merge_and_unload``."""
     import peft
 
     model = copy.deepcopy(parents["a"])
@@ -117,10 +120,10 @@ def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
 
 
 def require_known_names(family: TinyFamily, model: Any, stored: Checkpoint) -> None:
-    """What is stored has the name that an adapter must call it by, or the family is refused when one is extracted.
+    """Require that adapters can address every stored tensor by name, or that mergegate refuses to extract one.
 
     Raises:
-        AssertionError: A name that memory does not have: PEFT would leave such a tensor of an adapter out.
+        AssertionError: A name does not exist in memory, so PEFT would drop that tensor of an adapter.
     """
     try:
         names = {memory_name(name, stored) for name in stored.tensors if ".experts." not in name}
@@ -130,7 +133,7 @@ def require_known_names(family: TinyFamily, model: Any, stored: Checkpoint) -> N
 
 
 def adaptable(model: Any) -> list[str]:
-    """Names of the linear layers that PEFT takes; no head that is tied to the embedding."""
+    """Return the names of the linear layers that PEFT adapts, without a head that is tied to the embedding."""
     tied = {id(model.get_input_embeddings().weight)}
     return [
         name
@@ -142,9 +145,9 @@ def adaptable(model: Any) -> list[str]:
 
 
 def try_vocabulary(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A union with a model that has one token more and the others in another order: rows go by token, everywhere.
+    """Build a union with a model that has one more token and a different order, and require that rows follow tokens.
 
-    Which tensors have such rows is seen from transformers: those that it resizes.
+    The trial covers every tensor that transformers resizes with the vocabulary.
     """
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(11))
     words = {f"t{number}": number for number in range(TOKENS)}
@@ -193,9 +196,9 @@ def _sizes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int
 
 
 def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """Models in the layout of the disk and in that of memory, merged within each and across: the same numbers.
+    """Require the same merge from checkpoints in the disk layout, in the memory layout, and in a mixture of both.
 
-    Where both layouts hold all experts in one tensor, what is tried is that one expert decides nothing in another.
+    If both layouts store all experts in one tensor, only :func:`require_single` distinguishes the experts.
     """
     if not any(".experts" in name for name, _ in parents["a"].named_modules()):
         return NOTHING
@@ -234,10 +237,10 @@ def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
 
 
 def require_single(family: TinyFamily, root: Path) -> None:
-    """In the layout of memory no expert decides anything in another: the first one's numbers are made a hundredfold.
+    """Require that experts are independent in the memory layout, by scaling the first expert's weights by 100.
 
     Raises:
-        AssertionError: Something of another expert is no longer the same.
+        AssertionError: The result of another expert has changed.
     """
     louder = {}
     for name in "abc":

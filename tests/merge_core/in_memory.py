@@ -1,7 +1,7 @@
-"""The oracle for merges of structure: models of transformers whose layers are moved about in memory.
+"""The oracle for merges of structure: rearranges the layers of transformers models in memory.
 
-Nothing of ours is used. A layer keeps what it was built as (its kind is in the module), and the lists of the
-configuration that the forward pass reads are taken from the parents, entry by entry.
+It uses no mergegate code. A layer keeps its module, which determines its kind. The lists of the configuration that the
+forward pass reads are rebuilt from the parents' entries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# What stands after the layers, beside them in the module that holds them, and at the top.
+# Modules after the layers in the module that contains them, and heads at the top level.
 _AFTER = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 _HEADS = ("lm_head", "embed_out", "cls", "classifier", "generator_predictions", "generator_lm_head")
 _LISTS = (
@@ -27,7 +27,7 @@ _LISTS = (
 
 
 def layers_of(model: nn.Module, depth: int) -> tuple[nn.Module, str]:
-    """The module that holds the text's layers, and the attribute that they are."""
+    """Return the module that contains the text layers, and the name of its attribute for them."""
     for path, module in model.named_modules():
         if any(sense in path for sense in ("vision", "visual", "audio", "mtp")):
             continue
@@ -42,7 +42,7 @@ def layers_of(model: nn.Module, depth: int) -> tuple[nn.Module, str]:
 
 
 def average(models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module:
-    """The first model with the weighted sum of all parameters and buffers, in float32."""
+    """Return a copy of the first model with the weighted sum of all parameters and buffers, in float32."""
     result = copy.deepcopy(models[0])
     states = [model.state_dict() for model in models]
     with torch.no_grad():
@@ -54,9 +54,9 @@ def average(models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module:
 
 
 def stack(picks: Sequence[tuple[nn.Module, int]], depth: int) -> Any:
-    """A model of the layers ``picks``, each of a model that has ``depth`` of them.
+    """Return a model with the layers ``picks``, taken from models with ``depth`` layers each.
 
-    Embeddings and what stands beside are the first model's, norm and heads the last one's.
+    Embeddings and the remaining parts come from the first model, the norm and the heads from the last one.
     """
     first, last = picks[0][0], picks[-1][0]
     result: Any = copy.deepcopy(first)
@@ -100,14 +100,14 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _cut(config: Any, indices: Sequence[int], depth: int) -> None:
-    """Gives the configuration the depth and, of lists with an entry a layer, the entries of these layers."""
+    """Set the configuration's depth, and keep only the entries of these layers in its lists."""
     cut = {}
     for name in _LISTS:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and len(value) == depth:
             cut[name] = [value[index] for index in indices]
     cut["num_hidden_layers"] = len(indices)
-    # Some are computed and cannot be set: a class of its own has them as plain values.
+    # Some keys are computed properties and cannot be set. A subclass overrides them with plain values.
     config.__class__ = type(type(config).__name__, (type(config),), cut)
     for name, value in cut.items():
         if name in vars(config):

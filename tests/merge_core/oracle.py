@@ -1,7 +1,7 @@
-"""The merge methods once more: float64, whole tensors, written from the papers' and the peer's formulas.
+"""Reference implementations of the merge methods: float64, whole tensors, written from the papers and mergekit.
 
-Nothing here is shared with the product. Each function takes the base (or None) and the models' tensors and the
-parameters by their recipe names, and returns the merged tensor.
+They share no code with the product. Each function takes the base (or None), the models' tensors, and the parameters by
+their recipe names. It returns the merged tensor.
 """
 
 from __future__ import annotations

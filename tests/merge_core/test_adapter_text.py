@@ -1,4 +1,4 @@
-"""What lies next to an adapter's weights belongs to the model with the adapter applied: its tokenizer and templates."""
+"""A tokenizer and templates next to an adapter's weights belong to the model with the adapter applied."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULE = "base_model.model.model.layers.0.mlp.up_proj"
 
 
 def save_adapter(directory: Path) -> Path:
-    """Write a LoRA adapter of one module, as PEFT does."""
+    """Write a LoRA adapter of one module, in PEFT's format."""
     directory.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "base", "target_modules": ["up"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -43,7 +43,7 @@ def save_adapter(directory: Path) -> Path:
 
 
 def save_text(directory: Path, tokens: tuple[str, ...] | None, template: str | None) -> None:
-    """Write a tokenizer, unless ``tokens`` is None, and a chat template."""
+    """Write the tokenizer and the chat template that are not None."""
     if tokens is not None:
         write_tokenizer(directory, with_added(byte_level(), *tokens))
     if template is not None:
@@ -56,7 +56,7 @@ def opened(root: Path, *adapters: str) -> Mapping[str, Checkpoint]:
 
 
 def library(directory: Path) -> tuple[int, object]:
-    """Return number of tokens and chat template of the tokenizer that transformers loads."""
+    """Return the number of tokens and the chat template of the tokenizer that transformers loads."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(directory)

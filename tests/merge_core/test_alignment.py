@@ -1,4 +1,4 @@
-"""``tokenizer_source``: rows follow their tokens, wherever each model has them."""
+"""With ``tokenizer_source``, rows follow their tokens, even if the ids differ between models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 
 @pytest.fixture
 def shuffled(tmp_path: Path) -> Path:
-    """``a`` has tokens t0..t23; ``b`` has them in reverse, and two more in front."""
+    """Model ``a`` with tokens t0 to t23, and ``b`` with the same tokens reversed, after two others."""
     save_checkpoint(tmp_path / "a", random_tensors(0))
     save_checkpoint(tmp_path / "b", random_tensors(1, tokens=26), config={"eos_token_id": 1})
     save_tokenizer(tmp_path / "b", ["new", "<eos>", *[f"t{n}" for n in reversed(range(24))]])

@@ -1,4 +1,4 @@
-"""Parents saved by different classes of one family: with and without the prefix of the base network, or a head."""
+"""Parents can be saved by different classes of one family, with or without the base network's prefix or a head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BERT, ROBERTA = transformers.BertConfig(**SIZES), transformers.RobertaConfig(**S
 LLAMA, TIED = (transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied) for tied in (False, True))
 GPT2 = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
 MISTRAL = transformers.MistralConfig(**SIZES, num_key_value_heads=2)
-# Class of the first model, class of the second.
+# Configuration, class of the first model, class of the second model.
 PAIRS = [
     (BERT, "BertForMaskedLM", "BertModel"),
     (BERT, "BertModel", "BertForMaskedLM"),
@@ -70,9 +70,9 @@ def merge(root: Path) -> PlannedMerge:
 
 
 def assert_average(root: Path, class_name: str, first: Any, second: Any) -> None:
-    """Assert that transformers loads the result into a class, and that it computes the average of two networks.
+    """Assert that transformers loads the result into a class and that it computes the average of two networks.
 
-    Parameters that the second network lacks are those of the first.
+    Parameters that the second network lacks come from the first one.
     """
     merged, info = getattr(transformers, class_name).from_pretrained(root / "out", output_loading_info=True)
     assert (info["missing_keys"], info["unexpected_keys"]) == (set(), set())

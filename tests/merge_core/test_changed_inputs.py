@@ -1,4 +1,4 @@
-"""The engine reads each input from one open file, which is the same one until the result is sealed."""
+"""The engine reads each input from one open file, which must stay unchanged until the result is sealed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parents(tmp_path: Path) -> Path:
 
 
 def overwrite(file: Path) -> None:
-    """Other bytes in place, and the time of modification put back."""
+    """Change bytes of a file in place and restore its modification time."""
     status = file.stat()
     with file.open("r+b") as opened:
         opened.seek(-2, os.SEEK_END)
@@ -51,7 +51,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "truncated": lambda file: os.truncate(file, 100),
     "appended": lambda file: file.open("ab").write(b"x") and None,
     "removed": Path.unlink,
-    "touched": Path.touch,  # It has no hash to tell that from the others.
+    "touched": Path.touch,  # Without a hash, the engine cannot tell a touched file from a changed one.
 }
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_sealed_when_the_last_look_says_no(parents: Path) -> None:
 
 
 def test_what_was_merged_before_a_change_is_not_gone_on_with(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when size and time of modification are as before."""
+    """The merge starts over even if size and modification time are unchanged."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(Exception, match="Input/output error"):

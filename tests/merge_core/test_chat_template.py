@@ -1,4 +1,4 @@
-"""The result's chat template is the one that was asked for, in every file where a reader looks."""
+"""The result has the chat template that the recipe requests, in every file in which a library looks for one."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def ends_of(merged: Path) -> object:
 @pytest.mark.parametrize(
     ("wanted", "base", "tuned", "found"),
     [
-        ("", 1, [1, 5], 1),  # The result has no other template than its own.
+        ("", 1, [1, 5], 1),  # The result keeps its own template.
         ("chat_template: auto", 1, [1, 5], [1, 5]),
         ("chat_template: auto", [2, 1], 5, [2, 1, 5]),
         ("chat_template: auto", [5, 1], 5, [5, 1]),
-        ("chat_template: auto", None, 5, None),  # The result had no end that one could add to.
+        ("chat_template: auto", None, 5, None),  # The result has no end token to add to.
         ("chat_template: auto", 1, None, 1),
         ("chat_template: 'of b {{ x }}'", 1, 5, [1, 5]),
         ("chat_template: 'of nobody {{ x }}'", 1, 5, 1),
@@ -142,7 +142,7 @@ declared = st.one_of(
 
 
 def write_templates(directory: Path, in_settings: object, default: str | None, more: dict[str, str]) -> None:
-    """Write a tokenizer and its chat templates in every place where a library may look for them."""
+    """Write a tokenizer and its chat templates in every place in which a library may look for them."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t1"}
     if in_settings is not None:
         settings |= {"chat_template": in_settings}
@@ -199,7 +199,7 @@ def test_auto_counts_templates_of_every_form(family: Path) -> None:
     write_templates(family / "b", [{"name": "default", "template": "of b"}], None, {})
     write_templates(family / "c", None, "of b", {"tool_use": "tools of c"})
     merge_text(f"{LINEAR}chat_template: auto\n", family)
-    assert library_templates(family / "out") == {"default": "of b"}  # b comes first, and names nothing else
+    assert library_templates(family / "out") == {"default": "of b"}  # b comes first and names no other template.
 
 
 def test_a_chosen_template_leaves_no_other_ones_behind(family: Path) -> None:

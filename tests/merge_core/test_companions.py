@@ -1,4 +1,4 @@
-"""A merge carries what its parents have next to their weights, or a finding says what it does not carry."""
+"""A merge carries over the files next to its parents' weights, or reports which ones it leaves out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POOLING = {
     "sentence_bert_config.json": '{"max_seq_length": 64}',
     "config_sentence_transformers.json": '{"__version__": {"transformers": "4"}, "prompts": {}}',
 }
-# A parent is complete without these: other layouts of the weights, training states, pictures, the card.
+# A parent is complete without these files: other layouts of the weights, training states, pictures, the model card.
 LEFTOVERS = (
     *("README.md", "LICENSE", "NOTICE.txt", ".gitattributes", "mergekit_config.yml", "logo.png", "assets/plot.png"),
     *("pytorch_model.bin", "model.q4.gguf", "tf_model.h5", "onnx/model.onnx", "params.json", "original/params.json"),

@@ -1,4 +1,4 @@
-"""What is wrong with a merge is found from headers, configs and tokenizers, all at once."""
+"""Every incompatibility in headers, configs and tokenizers is reported in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of config.json that mergegate interprets are typed where a checkpoint is opened, for every parent."""
+"""The config.json keys that mergegate interprets are type-checked for every parent when its checkpoint is opened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALUES = {
     "list of objects": st.just([{}]),
     "object": st.just({"a": 1}),
 }
-# One key of each type, with what its value may be.
+# One key of each type, with the kinds of values that it allows.
 EXAMPLES: dict[str, set[str]] = {
     "hidden_size": {"whole number"},
     "num_attention_heads": {"whole number"},
@@ -58,7 +58,7 @@ EXAMPLES: dict[str, set[str]] = {
 
 
 def allowed(key: str) -> set[str]:
-    """The kinds of values of a key: those of the example with its type."""
+    """Return the kinds of values that a key allows, which are those of the example with the same type."""
     kind = CONFIG_KEYS[key]
     return next(kinds for example, kinds in EXAMPLES.items() if CONFIG_KEYS[example] == kind)
 
@@ -123,7 +123,7 @@ def test_every_configuration_that_transformers_writes_is_accepted(tmp_path: Path
         try:
             config = CONFIG_MAPPING[kind]()
             texts = [config.to_json_string(use_diff=use_diff) for use_diff in (True, False)]
-        except Exception:  # a class without defaults
+        except Exception:  # The class has no defaults.
             continue
         tried += 1
         for text in texts:

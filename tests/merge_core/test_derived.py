@@ -1,4 +1,4 @@
-"""A tensor that is computed while it is read is merged like one that is stored, whatever the size of the blocks."""
+"""A tensor computed while it is read merges like a stored one, at any block size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a name means, and what is said when it is not the one that was wanted."""
+"""A device name resolves to a device, with a clear message if it is not the requested one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, as far as counting them goes."""
+    """Make torch report two GPUs."""
     monkeypatch.setattr("mergegate.merge_core.engine.devices.has_cuda_driver", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The engine: bytes that depend on nothing but recipe, inputs and seed; and no finished-looking ruins."""
+"""The engine's bytes depend only on recipe, inputs and seed, and an interrupted merge never looks finished."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bytes_do_not_depend_on_blocks_or_threads(wide: Path, method: str, kerne
 def test_blocks_that_stay_for_the_next_pass_are_not_read_again_and_change_no_byte(
     wide: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None stays, or one, or all: then each input is read once, however often a method looks."""
+    """Retaining no, some or all blocks gives the same bytes, and with all retained, each input is read once."""
     read, read_into, seen = list[int](), blocks.read_into, []
     monkeypatch.setattr(blocks, "read_into", lambda fd, into, *at: (read.append(len(into)), read_into(fd, into, *at)))
     for kept in (0, 1 << 20, 1 << 30):
@@ -79,7 +79,7 @@ def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
 
 @pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
 def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
-    """Importing it takes longer than merging a small model, and threads of its own would disturb ours."""
+    """Importing torch takes longer than merging a small model, and its threads would compete with the engine's."""
     code = MERGE_FUSED + 'import sys\nprint("torch" in sys.modules)\n'
     (wide / "recipe.yaml").write_text(text)
     run = subprocess.run([sys.executable, "-c", code], cwd=wide, capture_output=True, text=True, check=True)
@@ -89,7 +89,7 @@ def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
 def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nothing may wait in memory: every byte is read back.
+    # Let nothing wait in memory, so that every byte is read back.
     monkeypatch.setattr("mergegate.merge_core.engine.writer.WAITING_BYTES", 0)
     record = merge_text(TIES, wide, block_elements=16384)
     for name, digest in record.files.items():
@@ -228,7 +228,7 @@ def test_nan_in_a_parent_is_refused(tmp_path: Path, way: dict[str, str]) -> None
 @pytest.mark.parametrize("way", [{"kernels": "torch"}, {"kernels": "fused"}])
 def test_infinity_out_of_finite_parents_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
     tensors = random_tensors(0)
-    tensors["model.norm.weight"][3] = 6e4  # two of them are beyond float16
+    tensors["model.norm.weight"][3] = 6e4  # The sum of the two parents exceeds float16.
     for name in "ab":
         save_checkpoint(tmp_path / name, tensors)
     text = LINEAR.replace("weight: 1", "weight: 1, normalize: false") + "dtype: float16"

@@ -1,7 +1,7 @@
-"""Slices compute what the stack of layers computes, or are refused by name: for every family, and for any cut.
+"""For every family and any cut, slices match the stack of layers in memory or are refused by name.
 
-The oracle is transformers: parents and results are loaded by it, and compared with its own modules moved about in
-memory (``in_memory.py``); for kinds of layers alone, with its own reading of the configuration.
+The oracle is transformers. It loads parents and results, which are compared with its own modules rearranged in memory
+(``in_memory.py``). For the kinds of layers alone, the oracle is its own reading of the configuration.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from transformers import AutoConfig
 from mergegate.merge_core.architecture import LayerOrigin, described_families, stacked_config
 from mergegate.merge_core.errors import InvalidInput
 
-# One of each way in which a layer's number can decide something.
+# One family for each way in which a layer's index can matter.
 SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")
-# Names on disk that are not those of memory, experts one by one, heads with biases, a table by a name of its own.
+# Families with other names on disk than in memory, separate experts, heads with biases, or an unusual table name.
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
@@ -62,7 +62,7 @@ def test_the_table_has_a_row_for_every_family_that_is_tried() -> None:
 
 def test_every_family_that_is_described_is_tried_or_refused() -> None:
     tried_types = {family.model_type for family in FAMILIES}
-    parts = {"qwen2_vl_text", "qwen2_5_vl_text"}  # tried within the networks that have them
+    parts = {"qwen2_vl_text", "qwen2_5_vl_text"}  # Tried within the networks that contain them.
     untried = {
         name
         for family in described_families()
@@ -78,13 +78,13 @@ PICKS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), min_size=1, m
 
 
 def origins(config: dict[str, Any], depth: int, picks: list[tuple[int, int]]) -> list[tuple[LayerOrigin, ...]]:
-    """Layers of a stack of slices ``(start, count)`` of one model, as far as it goes."""
+    """Return the origins of a stack of slices ``(start, count)`` of one model, cut off at its depth."""
     numbers = [index for start, count in picks for index in range(start % depth, min(depth, start % depth + count))]
     return [(LayerOrigin("a", config, index, depth),) for index in numbers]
 
 
 def of_the_library(config: dict[str, Any], index: int) -> tuple[Any, ...]:
-    """What transformers makes of layer ``index``, by its own code for each family."""
+    """Return transformers' settings of layer ``index``, read by its own code for each family."""
     read: Any = AutoConfig.for_model(**config)
     found: list[Any] = []
     for key in ("layer_types", "layers_block_type", "no_rope_layers", "layers_num_experts", "mlp_layer_types"):
@@ -119,7 +119,7 @@ def written(kind: str, values: dict[str, int]) -> dict[str, Any]:
 
 
 def stacked_or_named(config: dict[str, Any], layers: list[Any], keys: list[str]) -> dict[str, Any] | None:
-    """The result's configuration; None where it is refused, with one of ``keys``."""
+    """Return the result's configuration, or None if it is refused because of one of ``keys``."""
     try:
         return stacked_config(config, layers, "slices")
     except InvalidInput as error:
@@ -257,7 +257,7 @@ def test_a_number_that_another_family_reads_refuses_no_stack(family: str, window
     config = {"model_type": family, "num_hidden_layers": 6, "max_window_layers": 28, **flags}
     result = stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
     assert (result["num_hidden_layers"], result["max_window_layers"]) == (7, 28)
-    if family == "smollm3":  # what the library reads does not depend on the key
+    if family == "smollm3":  # The layers that transformers builds do not depend on this key.
         read = [AutoConfig.for_model(**{**result, "max_window_layers": number}) for number in (0, 28)]
         assert read[0].layer_types == read[1].layer_types
 
@@ -309,7 +309,7 @@ def test_the_depth_of_a_text_part_that_names_none_is_written() -> None:
     }
 
 
-# Each family once, where layers alternate in what they compute, in their tensors, in both.
+# Slices as (model, first layer, number of layers).
 CUT = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)), min_size=1, max_size=3
 )
@@ -317,7 +317,7 @@ CUT = st.lists(
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Two checkpoints of some families, with the models; made when they are first asked for."""
+    """A cache of two checkpoints per family with their loaded models, filled on first use."""
     return {}
 
 
@@ -344,6 +344,7 @@ def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tup
         assert torch.equal(logits(family, load(family, Path(place) / "out")), expected)
 
 
+# Families whose layers alternate in computation, in tensors, or in both.
 CUT_ANYWHERE = ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"]
 
 
@@ -387,7 +388,7 @@ def test_the_parts_for_images_come_whole_from_one_parent(
     assert len(beside) > 10
     assert all(torch.equal(out[name], a[name]) for name in beside)
     assert not any(torch.equal(a[name], b[name]) for name in beside)
-    # The text's own: embeddings of the first, norm of the last.
+    # The text parts come from both parents: the embeddings from the first, the norm from the last.
     (norm,) = [
         name
         for name in a

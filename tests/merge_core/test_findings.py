@@ -1,4 +1,4 @@
-"""Many findings of one cause are said once, and none is lost."""
+"""Findings with one cause are reported together, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No merge reads a NaN or an infinity and goes on, whatever the method, the format, and where it stands."""
+"""Every merge refuses NaN and infinite inputs, for any method, format and position."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mergegate.merge_core.engine import blocks, finite
 from mergegate.merge_core.errors import InvalidInput
 
 EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
-TOKENS, HIDDEN = 300, 64  # more than a grain, so that small blocks cut the tensor into several
+TOKENS, HIDDEN = 300, 64  # More than a grain, so that small blocks split the tensor.
 BAD = (float("nan"), float("inf"), float("-inf"))
 FORMATS = ("bfloat16", "float16", "float32", "float64")
 STORED = {dtype.torch_name: dtype for dtype in BY_CODE.values()}
 CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
-# What the methods ask for: models beside the base, and parameters that must be given.
+# The models (besides the base) and parameters that each method requires.
 MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
 MODELS |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "ab")
 WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
 PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3", "adam": "rate: 0.01"}
 USUAL = {"weight": 0.5, "density": 0.4}
-# Further passes, and rows in place of grains.
+# Variants that make further passes or work on rows instead of grains.
 VARIANTS = {
     "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"],
     "model_stock": ["filter_wise: true"],
@@ -54,7 +54,7 @@ CASES = [
 
 
 def models_of(method: str) -> list[str]:
-    """Names of all that the recipe of ``method`` reads."""
+    """Return the names of all models that the recipe of ``method`` reads."""
     return [*([] if method in WITHOUT_BASE else ["base"]), *MODELS.get(method, "abc")]
 
 
@@ -66,7 +66,7 @@ def recipe_of(method: str, parameters: str) -> str:
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sound checkpoints in every format: ``<format>/<name>``."""
+    """Checkpoints without NaN or infinity in every format, as ``<format>/<name>``."""
     root = tmp_path_factory.mktemp("family")
     generator = torch.Generator().manual_seed(0)
     around = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -80,7 +80,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, float]]) -> Path:
-    """The family in a format, in ``root``, with these elements of the embeddings of some models replaced."""
+    """Copy one format of the family into ``root`` and replace some elements of some models' embeddings."""
     from safetensors.torch import load_file, save_file
 
     for name in ("base", "a", "b", "c"):
@@ -101,7 +101,7 @@ def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, floa
 
 
 def refused(text: str, root: Path, model: str, count: int, tensor: str = EMBEDDINGS, **how: object) -> InvalidInput:
-    """The refusal of a merge, which must name model, tensor and count, and leave nothing that looks finished."""
+    """Require a refusal that names model, tensor and count and leaves no finished-looking output. Return it."""
     with pytest.raises(InvalidInput) as caught:
         merge_text(text, root, **how)
     assert caught.value.where == f"{model}: {tensor}"
@@ -191,7 +191,7 @@ def test_every_number_of_sixteen_bits_is_judged_right(chosen: str, fused: bool) 
     tensor = torch.from_numpy(every.copy()).view(getattr(torch, chosen))
     expected = int((~torch.isfinite(tensor)).sum())
     assert finite.count_non_finite(every, STORED[chosen], fused=fused) == expected
-    ones = np.full(1 << 16, 0xFFFF, np.uint16).view(np.uint8)  # as many as a counter of their own width cannot hold
+    ones = np.full(1 << 16, 0xFFFF, np.uint16).view(np.uint8)  # One more NaN than a 16-bit counter can hold.
     assert finite.count_non_finite(ones, STORED[chosen], fused=fused) == 1 << 16
 
 
@@ -207,7 +207,7 @@ def test_all_models_that_are_broken_are_named(family: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
 def test_a_tensor_that_is_copied_is_looked_at_too(family: Path, tmp_path: Path, method: str) -> None:
-    """One that the others do not have is copied, not merged: it is read all the same."""
+    """A tensor that the other models lack is copied instead of merged, but still checked."""
     from safetensors.torch import load_file, save_file
 
     spoil(family, "float32", tmp_path, {"base": {}})
@@ -230,7 +230,7 @@ def test_a_merge_that_is_resumed_refuses_again(family: Path, tmp_path: Path) -> 
 def test_nothing_is_read_once_more_for_it(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """As many bytes are read with the rule as without it."""
+    """The merge reads as many bytes with the check as without it."""
     read: list[int] = []
     original = blocks.read_into
 
@@ -249,7 +249,7 @@ def test_nothing_is_read_once_more_for_it(
 
 
 def vocabularies(root: Path, rows: dict[str, Iterable[str]], bad: tuple[str, int]) -> Path:
-    """Checkpoints whose rows stand for these tokens; one row of one of them is broken."""
+    """Write checkpoints whose rows belong to these tokens, with one broken row in one of them."""
     for seed, (name, tokens) in enumerate(rows.items()):
         tokens = list(tokens)
         drawn = torch.randn(len(tokens), HIDDEN, generator=torch.Generator().manual_seed(seed))
@@ -264,7 +264,7 @@ BY_TOKENS = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters:
 
 
 def test_a_row_that_is_lent_is_counted_where_it_belongs(tmp_path: Path) -> None:
-    vocabularies(tmp_path, {"a": "xyzw", "b": "xyw"}, ("a", 2))  # b lacks z and borrows it
+    vocabularies(tmp_path, {"a": "xyzw", "b": "xyw"}, ("a", 2))  # b lacks z and borrows the row.
     error = refused(BY_TOKENS, tmp_path, "a", 1)
     assert not re.search(r"in b", error.found)
 

@@ -1,4 +1,4 @@
-"""Merging by importance against the formula in float64, through the engine, and what it promises of special cases."""
+"""Merges by importance match the float64 formula through the engine and keep their promises in special cases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def importance(root: Path) -> dict[str, list[Array]]:
 
 
 def formula(values: list[Array], matters: list[Array], weights: tuple[float, ...]) -> Array:
-    """As it is published; where nothing matters, the weighted mean."""
+    """Return the published formula's result, or the weighted mean where the importance is zero."""
     total = sum(much * weight for much, weight in zip(matters, weights, strict=True))
     above = sum(one * much * weight for one, much, weight in zip(values, matters, weights, strict=True))
     mean = sum(one * weight for one, weight in zip(values, weights, strict=True)) / sum(weights)
@@ -80,7 +80,7 @@ def test_about_a_base_at_a_scale(root: Path) -> None:
 
 
 def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
-    """Only ratios matter: squares of derivatives are as small as float32 can be."""
+    """Squared derivatives can be as small as float32 allows, so only the ratios of importance may matter."""
     merge_text(recipe(), root)
     expected = load(root / "out")
     for model in MODELS:
@@ -92,7 +92,7 @@ def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
 
 
 def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
-    merge_text(recipe(), root)  # Draws it.
+    merge_text(recipe(), root)  # This draws the importance.
     place = root / "importance" / "b"
     file = place / importance_file_name(0)
     kept = load_file(file)

@@ -1,4 +1,4 @@
-"""Output heads: the stored bytes decide what a head is, whatever config.json says and whichever model comes first."""
+"""The stored bytes define the output head, regardless of config.json and of the order of the models."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODELS = st.tuples(st.sampled_from([True, False, None]), st.sampled_from(["none"
 
 
 def save_model(directory: Path, seed: int, flag: bool | None, head: Head, shards: int = 1) -> dict[str, torch.Tensor]:
-    """Save a small Llama; returns its tensors, with the head that it computes with."""
+    """Save a small Llama and return its tensors, including the head that it computes with."""
     shutil.rmtree(directory, ignore_errors=True)
-    # Multiples of 1/8: sums of them are exact in every order.
+    # With multiples of 1/8, sums are exact in every order.
     tensors = {name: (8 * tensor).round() / 8 for name, tensor in random_tensors(seed).items()}
     if head == "none":
         del tensors[HEAD]

@@ -1,4 +1,4 @@
-"""What the merge record says about an output that no healthy network has."""
+"""The merge record reports outputs that no healthy network has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORM = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """Two related checkpoints."""
+    """Two related checkpoints, ``a`` and ``b``."""
     base = random_tensors(0)
     save_checkpoint(tmp_path / "a", base)
     save_checkpoint(tmp_path / "b", random_tensors(1, base))
@@ -25,7 +25,7 @@ def pair(tmp_path: Path) -> Path:
 
 
 def passthrough(scale: float) -> str:
-    """A recipe that scales one tensor of a."""
+    """Return a recipe that scales one tensor of ``a``."""
     values = f"{{scale: [{{filter: layers.1.mlp.up_proj, value: {scale}}}, {{value: 1}}]}}"
     return f"merge_method: passthrough\nmodels: [{{model: a, parameters: {values}}}]\n"
 

@@ -1,4 +1,4 @@
-"""Interference: tallies that are what float64 numpy says of whole tensors, however they were read."""
+"""Interference tallies match float64 numpy on whole tensors, however the tensors are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure(root: Path, *names: str, merge: str | None = None) -> Interference:
 
 
 def vectors(root: Path, *names: str) -> list[np.ndarray]:
-    """Whole task vectors in float64, all tensors in one row, from the first of ``names``."""
+    """Return flat float64 task vectors of the other models, relative to the first of ``names``."""
     origin, *others = (load(root / name) for name in names)
     flat = [np.concatenate([(np.float32(m[n]) - np.float32(origin[n])).ravel() for n in origin]) for m in others]
     return [vector.astype(np.float64) for vector in flat]
@@ -92,7 +92,7 @@ def test_sign_conflict_counts_what_two_parents_move_noticeably_and_oppositely(fa
     base, *parents = (load(family / name) for name in ("base", "a", "b", "c"))
     moved = opposed = 0
     pairs = np.zeros((3, 2), int)
-    for name in base:  # all of them smaller than a grain, so that the root mean square is that of the tensor
+    for name in base:  # Each tensor is smaller than a grain, so a grain's root mean square is the tensor's.
         deltas = np.stack([np.float32(p[name]) - np.float32(base[name]) for p in parents]).reshape(3, -1)
         limits = NOTICEABLE * np.sqrt((deltas.astype(np.float64) ** 2).mean(axis=1, keepdims=True))
         signs = np.where(np.abs(deltas) > limits, np.sign(deltas), 0)
@@ -103,7 +103,7 @@ def test_sign_conflict_counts_what_two_parents_move_noticeably_and_oppositely(fa
     whole = found.whole
     assert (whole.moved, whole.opposed) == (moved, opposed)
     assert whole.conflict == opposed / moved
-    assert 0.65 < opposed / moved < 0.8  # chance is 3 in 4 for three that have nothing to do with each other
+    assert 0.65 < opposed / moved < 0.8  # By chance, three unrelated task vectors conflict in 3 of 4 weights.
     assert list(zip(whole.pair_moved, whole.pair_opposed, strict=True)) == [tuple(pair) for pair in pairs.tolist()]
     assert whole.pair_conflict(2, 0) == pairs[1, 1] / pairs[1, 0]
 
@@ -208,7 +208,7 @@ def assert_alike(one: Tally, other: Tally) -> None:
 def test_the_fused_tally_is_that_of_numpy(length: int, models: int, bf16: bool, with_merge: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(models + with_merge, length)).astype(np.float32)
-    rows[1:] = np.where(rng.random(rows[1:].shape) < 0.4, rows[:1], rows[1:])  # many weights are not moved at all
+    rows[1:] = np.where(rng.random(rows[1:].shape) < 0.4, rows[:1], rows[1:])  # Many weights do not move at all.
     data = (rows.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if bf16 else rows
     starts = np.arange(len(rows), dtype=np.int64) * length
     block = StoredBlock(data.ravel(), starts, length, 0, 4096)
@@ -231,7 +231,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_memory_stays_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
-    """Three models of 256 MB in one tensor each, in a process of its own."""
+    """Three models of 256 MB in one tensor each are measured in a separate process."""
     rows = torch.zeros(32768, 2048, dtype=torch.bfloat16)
     for at, name in enumerate(("base", "a", "b")):
         rows[at] = 1

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept where they can be, and are not needed where they cannot; nobody waits for unneeded ones."""
+"""Compiled kernels are cached if possible, work without a cache, and are compiled only when a merge needs them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_where_nothing_can_be_written_a_kernel_works_all_the_same() -> None:
 
 
 def test_what_keeps_everything_compiles_nothing_that_drops_elements(wide: Path) -> None:
-    """Without their tables no rule's code is compiled: that took most of the seconds before a first merge."""
+    """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))
     run(MERGE_FUSED, wide, NUMBA_CACHE_DIR=str(wide / "cache"))
     compiled = {name.split("-")[0] for name in kept(wide / "cache")}

@@ -1,4 +1,4 @@
-"""Checkpoints of one architecture, laid out differently: older names, layers behind the last, packed weights."""
+"""Checkpoints of one architecture can differ in layout: older names, layers after the last one, packed weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def findings(root: Path, text: str = WHOLE) -> tuple[Finding, ...]:
 
 
 def rename(directory: Path, pairs: list[tuple[str, str]]) -> None:
-    """Write a checkpoint's tensors under other names: of each the first beginning that fits is replaced."""
+    """Write a checkpoint's tensors under other names, replacing the first matching prefix of each."""
     path = directory / "model.safetensors"
     tensors = {}
     for name, tensor in load_file(path).items():
@@ -36,7 +36,7 @@ def rename(directory: Path, pairs: list[tuple[str, str]]) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-# What transformers 5 has in memory, and what it writes.
+# LLaVA's name prefixes as transformers 5 writes them → its prefixes in memory.
 _TOWERS = ("vision_tower.", "multi_modal_projector.")
 _LLAVA = [
     ("language_model.model.", "model.language_model."),
@@ -61,7 +61,7 @@ def test_parents_with_older_and_newer_names_merge_as_if_they_had_one(name: str, 
     assert merge_or_refuse(WHOLE, tmp_path, "out") is None
     result = load(family, tmp_path / "out")
     assert torch.equal(logits(family, result), logits(family, average(models, [0.3, 0.7])))
-    # The donor's layout is the result's.
+    # The result has the donor's layout.
     assert set(load_file(tmp_path / "out/model.safetensors")) == set(load_file(tmp_path / "a/model.safetensors"))
 
 
@@ -83,7 +83,7 @@ def test_names_that_no_renaming_explains_are_still_missing(tmp_path: Path) -> No
 
 
 def with_predictions(directory: Path, seed: int, depth: int = LAYERS, *, said: bool = True) -> None:
-    """Give a checkpoint a layer behind its last one that predicts the token after the next, as its makers ship it."""
+    """Add a multi-token prediction layer after the last layer, as in published checkpoints."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The random generator is Philox, and a mask depends on nothing but what keys it."""
+"""The random generator is Philox, and a mask depends only on its key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_seed_tensor_and_model_all_change_the_key() -> None:
 def test_the_share_of_kept_elements_is_the_density(density: float) -> None:
     count = 200_000
     kept = (mask_words(mask_key(3, "x", 1), 0, count, CPU) < threshold(density)).double()
-    # Five standard deviations of a binomial share.
+    # Five standard deviations of a binomial proportion.
     assert abs(float(kept.mean()) - density) < 5 * (density * (1 - density) / count) ** 0.5
     neighbours = float(torch.corrcoef(torch.stack((kept[:-1], kept[1:])))[0, 1])
     assert abs(neighbours) < 5 / count**0.5

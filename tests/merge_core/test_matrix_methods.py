@@ -1,5 +1,7 @@
-"""Methods on whole matrices against float64 references written from the formulas, through the engine, in small and
-large blocks and with one thread and several; and what each of them promises of special models."""
+"""Matrix methods match float64 references through the engine and keep their promises for special models.
+
+The references are written from the formulas. The engine runs with small and large blocks and with one or more threads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from mergegate.merge_core.methods.matrices import GRAIN_ROWS
 from mergegate.merge_core.recipe import InputMeasurements
 
 Array = np.ndarray
-# A square, a tall and a wide matrix, each of several runs of rows and a rest; what is no matrix of a linear layer.
+# A square, a tall and a wide matrix with several groups of rows and a remainder each, and tensors of other kinds.
 SHAPES = {
     "model.embed_tokens.weight": (24, 36),
     "model.layers.0.self_attn.q_proj.weight": (36, 36),
@@ -36,7 +38,7 @@ NAMES = ("a", "b", "c")
 
 
 def drawn(seed: int, around: Mapping[str, torch.Tensor] | None = None, rank: int = 6) -> dict[str, torch.Tensor]:
-    """Random weights; or, around others, changes of low rank, as fine-tuning makes them, and a little of everything."""
+    """Return random weights, or ``around`` plus low-rank changes and some noise, as fine-tuning produces them."""
     made = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in SHAPES.items():
@@ -64,7 +66,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_moments(place: Path, seed: int, diagonal: tuple[str, ...] = ()) -> Path:
-    """What a text of 20 positions would show: fewer than inputs, so the moments have not full rank."""
+    """Write moments of 20 positions, fewer than a matrix has inputs, so the moments are rank-deficient."""
     made = np.random.default_rng(seed)
     place.mkdir()
     kept = {}
@@ -102,7 +104,7 @@ def regmean_recipe(models: tuple[str, ...] = NAMES, **parameters: Any) -> dict[s
 INPUTS = {name: f"{name}-inputs" for name in NAMES}
 
 
-# --- the references: whole matrices, float64, no block, the formulas as published ---
+# --- References: whole matrices in float64 without blocks, from the published formulas. ---
 
 
 def mean(models: list[Array], weight: list[float]) -> Array:
@@ -158,7 +160,7 @@ def knots(deltas: list[Array], weights: tuple[float, ...], density: float) -> Ar
     return u @ ((weighted * agrees).sum(0) / np.where(shares == 0, 1, shares))
 
 
-# --- against the references ---
+# --- Comparisons with the references ---
 
 WAYS: list[dict[str, Any]] = [
     {"block_elements": 1, "threads": 1},
@@ -190,7 +192,7 @@ def test_regmean_solves_the_normal_equations(root: Path, keep: float, weight: tu
         own = [model[name] for model in models]
         own_grams = [gram[name] for gram in grams] if name in MATRICES else None
         wanted[name] = regmean(own, own_grams, list(weight), keep, 1e-6) if own_grams else mean(own, list(weight))
-    # With all off-diagonals and few positions the system is as bad as its floor.
+    # With all off-diagonals and few positions, only the ridge limits the condition number of the system.
     agrees(root, planned(root, recipe, INPUTS), wanted, 2e-6 if keep < 1 else 1e-4)
 
 
@@ -253,7 +255,7 @@ def test_spectral_methods_are_those_of_whole_matrices(
 
 @pytest.mark.parametrize("weight", [1.0, 0.6])
 def test_svc_treats_what_another_method_has_merged(root: Path, weight: float) -> None:
-    """In a recipe of two documents; what is no matrix is as the first has left it."""
+    """A recipe of two documents applies SVC to the matrices of a TIES merge and keeps its other tensors."""
     models = [{"model": name, "parameters": {"weight": 1.0, "density": 0.4}} for name in NAMES]
     ties = {"merge_method": "ties", "base_model": "base", "models": models, "dtype": "float32"}
     elected = merged(planned(root, ties))
@@ -298,14 +300,14 @@ def test_knots_is_ties_in_shared_directions(root: Path, density: float) -> None:
             wanted = base[name] + 0.8 * knots(deltas, weights, density)
         else:
             wanted = base[name] + 0.8 * sum(d * w for d, w in zip(deltas, weights, strict=True)) / 3
-        # Rounding may put a number on the other side of the threshold, or of zero.
+        # Rounding may move an element across the threshold or across zero.
         close = np.isclose(found[0][name], wanted, atol=1e-5 * np.abs(wanted).max())
         assert close.mean() > 0.99, name
         for other in found[1:]:
             np.testing.assert_array_equal(other[name], found[0][name], err_msg=name)
 
 
-# --- what they promise ---
+# --- Promises of the methods ---
 
 
 def test_equal_moments_give_exactly_the_mean(root: Path) -> None:
@@ -317,7 +319,7 @@ def test_equal_moments_give_exactly_the_mean(root: Path) -> None:
 
 
 def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
-    """Inputs in subspaces of their own: what a skill needs is where the other model's inputs are not."""
+    """With inputs in separate subspaces, the merge keeps each model's output for its own inputs."""
     width = 36
     place = root / "apart"
     for number, name in enumerate(("a", "b")):
@@ -357,8 +359,7 @@ def test_frozen_matrices_stay_as_the_base_has_them(tmp_path: Path, method: str) 
 
 
 def test_twins_give_the_twin_but_for_what_is_cut_off(tmp_path: Path) -> None:
-    """The published form of TSV-M, by a singular value decomposition of what has not full rank, is off by its own
-    size."""
+    """The published TSV-M is wrong by its own size here, because it decomposes a rank-deficient matrix by SVD."""
     base = drawn(0)
     twin = drawn(1, base, rank=6)
     save_checkpoint(tmp_path / "base", base)
@@ -370,7 +371,7 @@ def test_twins_give_the_twin_but_for_what_is_cut_off(tmp_path: Path) -> None:
         delta = (twin[name] - base[name]).double().numpy()
         u, s, vt = leading(delta, min(delta.shape) // 2)
         cut_off = np.linalg.norm(delta - u * s @ vt)
-        # Both twins put their weight on the same directions, orthonormal together: each half of them.
+        # Both twins weight the same directions. Orthonormalized together, each contributes half of them.
         assert np.linalg.norm(found[name] - base[name].double().numpy() - u * s @ vt) < 1e-4 * np.linalg.norm(delta)
         assert cut_off < 0.2 * np.linalg.norm(delta)
 
@@ -398,14 +399,14 @@ def test_a_killed_merge_goes_on_to_the_same_bytes(root: Path, tmp_path: Path, me
     assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-# --- experts that lie as [in, out] ---
+# --- Experts stored as [in, out] ---
 
 TURNED = {"gate_up_proj": (3, 2 * GRAIN_ROWS + 44, 24), "down_proj": (3, 12, 2 * GRAIN_ROWS + 44)}
 
 
 @pytest.fixture(scope="module")
 def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer of three experts, ``[experts, in, out]``; of the second squares alone are known, of the last nothing."""
+    """A layer of three experts ``[experts, in, out]``, with full moments, with squares only, and with none."""
     place = tmp_path_factory.mktemp("turned")
     made = np.random.default_rng(5)
     for name in ("base", *NAMES):
@@ -461,7 +462,7 @@ def test_regmean_solves_experts_that_lie_the_other_way_round(turned: Path, scale
     assert costs.folds(first) == 1
 
 
-# --- what cannot be ---
+# --- Recipes that are refused ---
 
 
 def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configurations are compared by what they mean: transformers' networks and configuration classes are the oracle."""
+"""Configurations with the same meaning compare equal. The oracles are networks and config classes of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mergegate.merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_
 
 DEFAULTS = Path(architecture.__file__).parent / "defaults.json"
 OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\)')
-# Keys that checks of their own compare, and those that decide which network is built.
+# Keys that have separate checks, and keys that select the network class.
 NOT_VARIED = {"model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings"}
 QUICK = ("llama", "gemma2", "granite", "qwen3_moe")
 COMPARED = (
@@ -62,11 +62,11 @@ def library_types() -> list[str]:
 
 
 def library_defaults(kind: str) -> dict[str, Any] | None:
-    """What the configuration class of transformers assumes; None where it has no defaults."""
+    """Return the defaults of transformers' configuration class, or None if the class has none."""
     made = CONFIG_MAPPING[kind]
     try:
         config = made()
-    except Exception:  # a part that needs another one
+    except Exception:  # A part that requires another configuration.
         return None
     names = {old: new for old, new in made.attribute_map.items() if has_effect(old)}
     written, values = full(config), {}
@@ -92,7 +92,7 @@ def library_defaults(kind: str) -> dict[str, Any] | None:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    """``UPDATE_GOLDEN=1`` writes the file again, for another version of transformers."""
+    """Set ``UPDATE_GOLDEN=1`` to rewrite the file for another version of transformers."""
     entries = {kind: entry for kind in library_types() if (entry := library_defaults(kind)) is not None}
     lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in entries.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
@@ -127,7 +127,7 @@ def other_values(value: Any) -> Iterator[Any]:
 
 
 class Network:
-    """A tiny network of a family, with random weights that other configurations of it can compute with."""
+    """A tiny network of a family, whose random weights also work with other configurations of the family."""
 
     def __init__(self, family: TinyFamily) -> None:
         self.family, self.config = family, full(family.config())
@@ -145,13 +145,13 @@ class Network:
 
     @torch.no_grad()
     def logits(self, config: dict[str, Any]) -> torch.Tensor | None:
-        """What the weights compute with ``config``; None where they do not fit it or it means nothing."""
+        """Return the logits under ``config``, or None if the weights do not fit it or it is invalid."""
         tokens = torch.tensor([[(7 * number + 3) % (TOKENS - 10) + 3 for number in range(24)]])
         try:
             network = self._build(config)
             network.load_state_dict(self.weights)
             return torch.as_tensor(network(tokens).logits)
-        except Exception:  # the library refuses such a configuration in many ways
+        except Exception:  # The library refuses such a configuration in many ways.
             return None
 
 
@@ -162,7 +162,7 @@ def network(name: str) -> Network:
 
 @pytest.mark.parametrize("name", sampled(COMPARED, QUICK))
 def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
-    """With the same weights, one key after the other is changed. Neither the keys nor their values are listed."""
+    """The test changes one key at a time and keeps the weights. It lists neither the keys nor their values."""
     made, silent, changed = network(name), [], 0
     for key, value in made.config.items():
         for other in other_values(value) if key not in NOT_VARIED else ():
@@ -200,7 +200,7 @@ def test_spellings_are_reported_where_the_logits_differ_and_nowhere_else(
     one, two = ({**made.config, "layer_types": None, **changes} for changes in (first, other))
     one, two = ({key: value for key, value in config.items() if value != "-"} for config in (one, two))
     answers = made.logits(one), made.logits(two)
-    if answers[0] is None or answers[1] is None:  # sizes of other weights
+    if answers[0] is None or answers[1] is None:  # The two configurations need weights of different sizes.
         assert reported(one, two) == []
         return
     same = torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-5)
@@ -228,7 +228,7 @@ SCALINGS = st.sampled_from([
 
 @st.composite
 def rope(draw: st.DrawFn) -> dict[str, Any]:
-    """The same kinds of positions in any of their spellings."""
+    """Draw position settings in one of their equivalent spellings."""
     theta, scaling = draw(st.none() | THETAS), dict(draw(SCALINGS))
     spelling = draw(st.sampled_from(["older", "type", "newer"]))
     length = draw(st.sampled_from([64, 128])) if scaling.get("rope_type") == "llama3" else 64

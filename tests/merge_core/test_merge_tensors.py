@@ -1,4 +1,4 @@
-"""A merge in memory gives the bytes of the files, refuses what they refuse, and holds little."""
+"""An in-memory merge yields the same bytes and refusals as a merge to files, and uses little memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(text: str, root: Path) -> MergePlan:
 
 
 def written(plan: MergePlan, out: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What is in the files, read by another library, in the order of their bytes."""
+    """Merge to files and return their tensors in storage order, as read by the safetensors library."""
     merge_weights(plan, out, seed=seed, device="cpu")
     found = {}
     for shard in plan.shards:
@@ -205,7 +205,7 @@ def test_integers_that_differ_are_refused_in_the_words_of_the_engine(tmp_path: P
 
 def test_what_the_record_of_a_merge_would_block_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(0)
-    tensors["model.norm.weight"][3] = 6e4  # two of them are beyond float16
+    tensors["model.norm.weight"][3] = 6e4  # The sum of the two parents exceeds float16.
     for name in "ab":
         save_checkpoint(tmp_path / name, tensors)
     text = LINEAR.replace("weight: 1", "weight: 1, normalize: false") + "dtype: float16"
@@ -249,7 +249,7 @@ def test_torch_has_its_threads_again_when_the_iteration_ends_or_is_given_up(fami
         assert torch.get_num_threads() == 2
         begun = merge_tensors(plan)
         next(begun)
-        begun.close()  # type: ignore[attr-defined]  # a generator
+        begun.close()  # type: ignore[attr-defined]  # It is a generator.
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -268,7 +268,7 @@ def test_no_more_than_a_tensor_is_held(tmp_path: Path) -> None:
             config={"num_hidden_layers": layers},
         )
     plan = planned(LINEAR, tmp_path)
-    list(merge_tensors(plan))  # imports
+    list(merge_tensors(plan))  # Load all imports before measuring.
     tracemalloc.start()
     try:
         for _ in merge_tensors(plan, settings=EngineSettings(block_elements=1 << 14)):
@@ -281,7 +281,7 @@ def test_no_more_than_a_tensor_is_held(tmp_path: Path) -> None:
 
 
 def test_a_config_reads_like_that_of_the_files(family: Path) -> None:
-    """What the caller builds a network from is in the plan."""
+    """The plan contains the configuration from which a caller builds a network."""
     plan = planned(LINEAR, family)
     merge_weights(plan, family / "out")
     assert json.loads((family / "out/config.json").read_text()) == dict(plan.config)

@@ -1,4 +1,4 @@
-"""Every merge method against float64 references written from the formulas, in blocks and with both kinds of kernels."""
+"""Every merge method matches its float64 reference, in blocks and with both kinds of kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ models:
 base_model: base
 """
 ONE = "\nbase_model: base\nmodels: [{model: a}]\n"
-FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # beside which there is no model
+FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # The quotes keep the test from reading ``model: b``.
 TWO = "\nmodels: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.2}}]\n"
 THREE = "\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
 WEIGHTS, DENSITIES = [0.7, 0.5, -0.3], [0.4, 0.6, 1.0]
 
-# Recipe text, oracle, its arguments.
+# Recipe text, oracle, the oracle's arguments.
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "linear": (
         "merge_method: linear\nmodels: [{model: a, parameters: {weight: 2}}, {model: b, parameters: {weight: 1}}]",

@@ -1,5 +1,7 @@
-"""Of every family of mixtures whose tiny checkpoint is made here, all that flows into experts is seen, and what matters
-in them: no matrix is left out, whichever way a family computes its experts."""
+"""For every mixture-of-experts family, inputs and importance are measured for each expert matrix.
+
+This holds for every way in which a family computes its experts.
+"""
 
 from __future__ import annotations
 

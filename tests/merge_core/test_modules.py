@@ -1,4 +1,4 @@
-"""``modules``: parts of a network with layers of their own are merged each in its own way."""
+"""``modules`` merges parts of a network that have their own layers, each in its own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers in files of older forms are compared as far as the files say what they do. The oracle is transformers."""
+"""Tokenizers in older file formats are compared as far as the files define them. The oracle is transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of equal shapes whose tokenizers are written by each test."""
+    """Two models of equal shapes, whose tokenizers each test writes."""
     root = tmp_path_factory.mktemp("pair")
     for seed, name in enumerate("ab"):
         save_checkpoint(root / name, random_tensors(seed, tokens=512))
@@ -50,12 +50,12 @@ def clear(pair: Path) -> None:
 
 
 def content(*added: str) -> dict[str, Any]:
-    """Return a byte-level tokenizer.json that does what GPT-2's tokenizer does with a text."""
+    """Return a byte-level tokenizer.json that tokenizes like GPT-2's tokenizer."""
     return {**content_of(with_added(byte_level(), *added)), "post_processor": None}
 
 
 def write_older(directory: Path, tokenizer: dict[str, Any], **settings: Any) -> None:
-    """Write a byte-level tokenizer as GPT-2's was saved."""
+    """Write a byte-level tokenizer in GPT-2's original file format."""
     model = tokenizer["model"]
     (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
     pairs = [" ".join(pair) for pair in model["merges"]]
@@ -149,7 +149,7 @@ def test_a_tokenizer_that_does_not_say_how_text_is_split_is_not_written_again(pa
 
 
 def sentence_pieces_model(*pieces: str) -> bytes:
-    """Return a SentencePiece model of these pieces, written as a protocol buffer by hand."""
+    """Return a SentencePiece model of these pieces, encoded as a protocol buffer by hand."""
 
     def part(number: int, content: bytes) -> bytes:
         return bytes([number << 3 | 2, len(content)]) + content

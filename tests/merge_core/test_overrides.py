@@ -1,4 +1,4 @@
-"""A recipe with some of its settings changed means what a person would have written."""
+"""A recipe with overridden settings equals the same recipe written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a merge leaves in the page cache: nothing of its inputs that did not lie there before, and nothing too soon."""
+"""A merge leaves only the input pages in the page cache that were there before, and drops no page too early."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ slices:
 
 @dataclass
 class Watched:
-    """What is done with the pages of input files, in its order; a part is (name of the file, number)."""
+    """A log of reads and evictions of input pages, in order. A part is (file name, number)."""
 
     root: Path
     found: set[tuple[str, int]] = field(default_factory=set)
-    reads: list[tuple[str, int, int]] = field(default_factory=list)  # (file, part, how many had gone before)
+    reads: list[tuple[str, int, int]] = field(default_factory=list)  # (file, part, number of parts evicted before)
     gone: list[tuple[str, int]] = field(default_factory=list)
 
     def name(self, fd: int) -> str:
@@ -49,7 +49,7 @@ class Watched:
             self.reads.append((self.name(fd), part, len(self.gone)))
 
     def forget(self, fd: int, start: int = 0, count: int = 0) -> None:
-        if count:  # Else it is an output.
+        if count:  # A call without a count concerns an output.
             assert (start % PART, count) == (0, PART), "whole parts: pages at their edges would stay"
             self.gone.append((self.name(fd), start // PART))
 
@@ -62,7 +62,7 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Every read and every part that goes is noted; parts are small, and each merge is worth it."""
+    """A log of every read and every evicted part, with small parts and with eviction active for merges of any size."""
     seen = Watched(tmp_path)
     real_into, real_at = blocks.read_into, blocks.read_at
 
@@ -141,7 +141,7 @@ def test_a_small_merge_or_a_slow_disk_leaves_all_for_the_next_one(
 
 
 def test_the_system_does_it(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real cache: where the file system lets go of anything at all."""
+    """This uses the real page cache, if the file system evicts pages at all."""
     monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
     monkeypatch.setattr(pages, "_FAST_DISK", 0)
     files = {name: wide / name / "model.safetensors" for name in ("base", "a", "b", "c")}

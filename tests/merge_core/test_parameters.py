@@ -1,4 +1,4 @@
-"""Filters, gradients and the order of scopes, as the peer defines them."""
+"""Filters, gradients and the order of scopes follow mergekit's definitions."""
 
 from __future__ import annotations
 

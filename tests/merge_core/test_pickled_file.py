@@ -1,4 +1,4 @@
-"""Weights in ``pytorch_model.bin``: read without running the pickle, refused where they are anything but tensors."""
+"""Weights in ``pytorch_model.bin`` are read without running the pickle and refused unless they are plain tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 
 
 def bytes_at(path: Path) -> dict[str, bytes]:
-    """What the table of tensors says lies in the file."""
+    """Return the bytes of each tensor at the offsets that mergegate reads from the file."""
     content = path.read_bytes()
     return {t.name: content[t.offset : t.offset + t.nbytes] for t in read_pickled(path)}
 
 
 def pickled(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
-    """A checkpoint whose weights are pickled."""
+    """Write a checkpoint whose weights are pickled."""
     save_checkpoint(directory, {name: tensor.clone() for name, tensor in tensors.items()})
     (directory / "model.safetensors").unlink()
     names = list(tensors)
@@ -107,7 +107,7 @@ def test_a_tied_head_is_no_second_tensor(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Runs a command when a pickle of it is loaded."""
+    """An object whose pickle runs a command when loaded."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -117,7 +117,7 @@ class Malicious:
 
 
 def rewritten(path: Path, description: bytes) -> Path:
-    """The file with another description of its tensors."""
+    """Write a copy of the file whose pickle is ``description``."""
     other = path.with_name("other.bin")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
         for info in old.infolist():
@@ -138,7 +138,7 @@ def test_a_pickle_that_would_run_a_program_is_refused_and_does_not_run(saved: Pa
     with pytest.raises(InvalidInput, match="nothing but tensors"):
         read_pickled(evil)
     assert not target.exists()
-    pickle.loads(pickle.dumps(Malicious(target), protocol))  # The proof that it would have run.
+    pickle.loads(pickle.dumps(Malicious(target), protocol))  # This proves that the command would have run.
     assert target.exists()
 
 

@@ -1,4 +1,4 @@
-"""Parents that are published quantised only are decoded while they are read, bit by bit as transformers does it."""
+"""Quantized parents are decoded while they are read, with the same bits as in transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved(place: Path, tensors: dict[str, torch.Tensor], quantisation: dict[str,
 
 
 def fp8_weights(seed: int, rows: int = 45, columns: int = 70) -> dict[str, torch.Tensor]:
-    """Sizes that the blocks do not divide; every code of the format but NaN."""
+    """Return FP8 weights of a size that the blocks do not divide, with every code of the format but NaN."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 3
@@ -107,7 +107,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, block: int) -> N
 
 @pytest.mark.parametrize("method", ["linear", "slerp"])
 def test_a_merge_is_that_of_the_decoded_parents(tmp_path: Path, method: str) -> None:
-    """Also of a quantised parent with one that is not."""
+    """The parents can be quantized, plain, or one of each."""
     quantised, plain = [], []
     for seed in range(2):
         weights = fp8_weights(seed)
@@ -168,7 +168,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> None
 )
 def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path, said: dict[str, Any]) -> None:
     place = saved(tmp_path / "a", fp8_weights(0), said)
-    other = saved(tmp_path / "b", fp8_weights(0), said)  # with equal payloads, too
+    other = saved(tmp_path / "b", fp8_weights(0), said)  # Even equal payloads are refused.
     models = [{"model": str(one), "parameters": {"weight": 1}} for one in (place, other)]
     recipe = load_recipe({"merge_method": "linear", "models": models})
     checkpoints = {str(one): open_checkpoint(one) for one in (place, other)}

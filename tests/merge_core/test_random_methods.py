@@ -1,4 +1,4 @@
-"""DARE and DELLA: what chance decides is checked in distribution, what follows from it exactly."""
+"""In DARE and DELLA, random masks are checked in distribution and everything derived from them exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair(tmp_path: Path) -> Path:
 
 
 def factors(root: Path, method: str, parameters: str, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The task vector and, element by element, what it was multiplied by."""
+    """Return the task vector and the factor that the merge applied to each of its elements."""
     merge_text(
         f"merge_method: {method}\nbase_model: base\nmodels: [{{model: a}}]\nparameters: {{weight: 1, {parameters}}}",
         root,

@@ -1,8 +1,9 @@
-"""Tokenizers that people use (``make .tokenizers/ready``): unions of siblings are exact, strangers cost what is said.
+"""Unions of real tokenizers are exact for related ones and change as many tokens as reported for unrelated ones.
 
-How much strangers cost hangs on the text: GPT-2 with Anthropic's appended changes 14 % of the tokens of the 60 lines
-below, and 39 % of those of 30 lines of this project's code and 30 of its documentation. So the shares are compared with
-those of a union made and measured here in another way, on the same lines.
+``make .tokenizers/ready`` fetches the tokenizers. The share of changed tokens depends on the text: GPT-2 with
+Anthropic's tokens appended changes 14 % of the tokens of the 60 lines below, and 39 % of those of 30 lines of this
+project's code and 30 of its documentation. So the tests compare the shares with a union that is built and measured
+here in a different way, on the same lines.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def of_litellm(name: str) -> Tokenizer:
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Fields of a protocol buffer: numbers, lengths and floats are all that these files have."""
+    """Yield the fields of a protocol buffer, which in these files are only numbers, lengths and floats."""
     at = 0
 
     def number() -> int:
@@ -144,7 +145,7 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def sentencepiece(version: str) -> Tokenizer:
-    """A model of SentencePiece as BPE: a pair is merged before another if what it makes comes first."""
+    """Load a SentencePiece model as BPE, with merges in the order of the pieces that they produce."""
     (path,) = (PLACE / "mistral_common" / "data").glob(f"*.model.{version}")
     vocab, special, ranks = {}, [], {}
     for field, content in fields(path.read_bytes()):
@@ -199,7 +200,7 @@ def united(root: Path, names: list[str], tokenizer: str) -> tuple[Tokenizer, np.
 
 
 def require_every_row(root: Path, names: list[str], union: Tokenizer, rows: np.ndarray) -> None:
-    """Each token of each model is in the union, its row the mean of those of its owners."""
+    """Require every token of each model in the union, with the mean of its owners' rows as its row."""
     tables = {name: load_file(root / name / "model.safetensors")[EMBED].numpy() for name in names}
     owners: dict[str, list[np.ndarray]] = {}
     for name in names:
@@ -226,7 +227,7 @@ def test_a_union_of_sentencepiece_siblings_keeps_every_text_and_every_row(tmp_pa
         for line in LINES:
             assert union.encode(line).tokens == one.encode(line).tokens
             assert union.decode(union.encode(line).ids) == f" {line}"
-    assert moved > 60_000  # Control tokens stand in front in the later ones.
+    assert moved > 60_000  # The control tokens come first in the later versions.
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_a_union_of_byte_level_siblings_keeps_every_text_and_every_row(tmp_path:
 
 
 def by_hand(base: Tokenizer, other: Tokenizer, way: str) -> Tokenizer:
-    """The union once more, from the library's own view of both."""
+    """Build the union independently, from the tokenizers library's view of both."""
     content, more = json.loads(base.to_str()), json.loads(other.to_str())
     known, added = base.get_vocab(), {entry["content"] for entry in more["added_tokens"]}
     new = [token for token in more["model"]["vocab"] if token not in known and token not in added]
@@ -273,7 +274,7 @@ def have_in_order(content: dict[str, Any]) -> list[list[str]]:
 
 
 def measured(base: Tokenizer, union: Tokenizer) -> float:
-    """Share of the base's tokens that are not in the union's cut, by where their characters lie."""
+    """Return the share of the base's tokens whose character span is not a token in the union."""
     total = same = 0
     for line in LINES:
         places = []
@@ -286,8 +287,8 @@ def measured(base: Tokenizer, union: Tokenizer) -> float:
 
 
 def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
-    """As the product makes the union, and measures it."""
-    if way == "added":  # Which it does not make.
+    """Return the share of changed tokens that mergegate measures for the union that it builds."""
+    if way == "added":  # mergegate does not build this kind of union.
         return segmentation_shares(base.to_str(), by_hand(base, other, way).to_str(), LINES)[0]
     for name, one in (("base", base), ("other", other)):
         (root / name).mkdir(parents=True)

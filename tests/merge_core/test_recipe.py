@@ -1,4 +1,4 @@
-"""Recipes: mergekit's dialect is read, what mergekit ignores is a warning, and all faults are reported at once."""
+"""Recipes follow mergekit's dialect, keys that mergekit ignores cause warnings, and one report lists all errors."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_path_with_at_or_plus_can_be_written_as_a_mapping() -> None:
     assert ref == CheckpointRef("a@b+c", "r", "l")
 
 
-# A good recipe, and faults that do not depend on each other: where a finding must be, and the change that plants it.
+# A valid recipe and independent errors. Each maps the location of the expected finding to the change that causes it.
 GOOD: Mapping[str, Any] = {
     "merge_method": "ties",
     "base_model": "org/base",
@@ -245,7 +245,7 @@ FAULTS: Mapping[str, Plant] = {
 
 
 def findings(content: Any) -> tuple[Finding, ...]:
-    """Everything that is reported of a recipe, whether or not it can be read."""
+    """Return everything that is reported for a recipe, even if it cannot be loaded."""
     try:
         return load_recipe(content, "r").all_findings
     except InvalidInput as error:
@@ -323,9 +323,9 @@ def test_an_empty_tokenizer_block_is_a_union(extra: dict[str, Any]) -> None:
     assert recipe.canonical() == union.canonical()
 
 
-# Remedies, applied as they are written.
+# Apply remedies literally.
 def apply_remedy(recipe: dict[str, Any], finding: Finding) -> None:
-    """Do what the remedy of a finding says."""
+    """Apply the remedy of a finding to the recipe."""
     *path, last = re.findall(r"[^.\[\]]+|\[\d+\]", finding.where.removeprefix("r: ").replace(": ", "."))
     holder: Any = recipe
     for step in path:
@@ -383,7 +383,7 @@ REMEDIED: Mapping[str, tuple[Mapping[str, Any], Plant]] = {
         for place in FAULTS
         if place
         not in (
-            # No remedy, or one that only its author can apply: which value, which model.
+            # Either there is no remedy, or the author has to choose a value or a model.
             *("out_dtype", "leave_out_beyond", "align_experts", "rank", "base_model", "parameters.lambda"),
             *("tokenizer.pad_to_multiple_of", "tokenizer.tokens.<|y|>.force", "tokenizer.tokens.<|z|>.source"),
             *("models[0].parameters.weight", "models[1].parameters.density", "models[2].model", "models[5]"),

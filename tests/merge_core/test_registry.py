@@ -1,4 +1,4 @@
-"""The registry has the peer's methods, and another package can add one with an entry point."""
+"""The registry has all of mergekit's methods, and another package can add one with an entry point."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PEER = {
 
 
 def louder(task: TensorTask):  # type: ignore[no-untyped-def]
-    """The first model, divided by its mean magnitude."""
+    """Divide the first model by its mean magnitude."""
     total = yield fold_sums(lambda block: block.grain_sums(block.inputs[0].abs()))
     return Map(lambda block: block.inputs[0] * float(task.numel / total))
 
@@ -77,7 +77,7 @@ class Point:
 
 
 def suggested(method: str, conflict: float) -> tuple[Remedy, ...]:
-    """Remedies for a refused merge of two models whose task vectors oppose each other in this share of weights."""
+    """Return remedies for a refused merge of two models whose task vectors conflict in this share of their weights."""
     moved, opposed = 1000, round(1000 * conflict)
     whole = Tally(
         elements=moved, vectors=2, origin=1.0, gram=((1.0, 0.0), (0.0, 1.0)),

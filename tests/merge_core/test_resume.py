@@ -1,4 +1,4 @@
-"""A merge that is killed resumes where it left off, and ends in the same bytes."""
+"""A killed merge resumes where it stopped and produces the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ models: [{model: a}, {model: b}]
 parameters: {weight: 1}
 """
 
-# Forks merges that kill themselves at a chosen system call, finishes each of them, and reports.
+# Forks merges that kill themselves at a chosen system call, then finishes and reports each of them.
 KILLER = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kil
 
 
 def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave an unfinished merge of a and b in ``out``: its last shard fails to be flushed."""
+    """Leave an unfinished merge of ``a`` and ``b`` in ``out``, by failing the flush of its last shard."""
     synced = 0
 
     def failing(fd: int, fsync=os.fsync) -> None:  # type: ignore[no-untyped-def]
@@ -128,7 +128,7 @@ def test_the_journal_of_an_older_engine_is_not_continued(parents: Path, monkeypa
     with monkeypatch.context() as older:
         older.setattr(journal, "ENGINE", 2)
         interrupted(parents, older)
-    for file in (parents / "out").glob("*.journal.partial"):  # What that engine called the same things.
+    for file in (parents / "out").glob("*.journal.partial"):  # Rename the keys to those of the older engine.
         text = file.read_text()
         assert '"non_finite"' in text or '"tensor"' not in text
         file.write_text(text.replace('"non_finite"', '"broken"').replace('"rms"', '"size"'))
@@ -156,7 +156,7 @@ def test_after_a_crash_of_the_machine_only_flushed_shards_are_believed(
     flushed = {name.removesuffix(".journal.partial") for name, text in journals.items() if "sha256" in text}
     assert len(flushed) == 2
     monkeypatch.setattr(journal, "boot_id", lambda: "another")
-    for file in (parents / "out").glob("*.safetensors.partial"):  # What was not flushed may be anything.
+    for file in (parents / "out").glob("*.safetensors.partial"):  # After a crash, unflushed data is arbitrary.
         if file.name.removesuffix(".partial") not in flushed:
             file.write_bytes(bytes(file.stat().st_size))
     record = merge_text(LINEAR, parents)

@@ -1,4 +1,4 @@
-"""What the methods against single models promise, whatever the models are: properties, not formulas."""
+"""Robust methods keep their promises for all models. The tests check properties instead of formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABSURD = st.floats(-HUGE, HUGE, width=32)
 
 
 def merged(name: str, base: Any, models: Any, *, fused: bool, own: dict[str, Any] | None = None, **shared: Any) -> Any:
-    """A tensor of float32 merged in one block, by one kind of kernels."""
+    """Merge one float32 tensor in a single block, with the given kind of kernels."""
     method = find_method(name, "test")
     inputs = np.stack([base, *models]).astype(np.float32)
     count = len(models)
@@ -51,7 +51,7 @@ def family(count: int) -> st.SearchStrategy[Any]:
 
 
 def within(found: Any, honest: Any) -> bool:
-    """Between the honest models, element by element, up to one rounding of differences to the base and back."""
+    """Return whether each element is between the honest models, up to rounding of the differences to the base."""
     room = 4 * np.finfo(np.float32).eps * 8
     return bool(np.all(found >= honest.min(0) - room) and np.all(found <= honest.max(0) + room))
 

@@ -1,4 +1,4 @@
-"""The header parser believes nothing: whatever does not tile the file exactly is refused."""
+"""The header parser trusts nothing and refuses a header that does not tile the file exactly."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_rendered_header_is_parsed_back(tmp_path_factory: pytest.TempPathFacto
     assert {(t.name, t.dtype.code, t.shape) for t in found} == {row[:3] for row in rows}
     path = tmp_path_factory.mktemp("header") / "x.safetensors"
     path.write_bytes(header + bytes(sum(row[3] for row in rows)))
-    with safe_open(path, "pt") as reference:  # The reference implementation agrees that it is well formed.
+    with safe_open(path, "pt") as reference:  # The reference implementation confirms that the header is well formed.
         assert set(reference.keys()) == set(content)
 
 

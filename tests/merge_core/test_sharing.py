@@ -1,4 +1,4 @@
-"""Several processes merge into one directory: they share the work, and one of them may die."""
+"""Several processes that merge into one directory share the work, and the others finish if one dies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ models: [{model: a}, {model: b}]
 parameters: {weight: 1}
 """
 
-# Forks merges into one directory. Each stops at its first write until all are there: every one has a shard then.
-# Those of whom it is asked kill themselves at a write chosen by chance.
+# Forks merges into one directory. Each waits at its first write for all the others, so that every one has a shard by
+# then. The first ``kills`` of them kill themselves at a randomly chosen write.
 TOGETHER = """
 import json, multiprocessing, os, random, signal, sys
 from pathlib import Path
@@ -85,7 +85,7 @@ def parents(tmp_path: Path) -> Path:
 
 
 def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[int], list[dict[str, Any]]]:
-    """Exit codes of all participants, and what those that ended well report."""
+    """Return the exit codes of all participants and the reports of the successful ones."""
     done = subprocess.run(
         [
             sys.executable,
@@ -125,7 +125,7 @@ def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, 
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensors of the merge and of its step."""
+    """Return the bytes of all tensors of the merge and of its intermediate step."""
     base = random_tensors(0)
     return sum(tensor.numel() * (2 + 4) for tensor in base.values())
 
@@ -160,7 +160,7 @@ def test_who_comes_when_all_is_done_is_told_so(parents: Path) -> None:
 def test_a_shard_is_found_while_another_participant_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
 ) -> None:
-    """Not found, a complete shard would be written again while others read it already."""
+    """If it were missed, a complete shard would be written again while others already read it."""
     shard, stat, looks = Shard("shard", b"1234", (), (), 4, ()), os.stat, 0
     partial = tmp_path / f"shard{PARTIAL}"
     partial.write_bytes(bytes(shard.size))

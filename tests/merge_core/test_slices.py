@@ -1,4 +1,4 @@
-"""Merges of slices: layers are renumbered, gradients start over, and the config follows."""
+"""Slices renumber layers, restart gradients and adjust the config."""
 
 from __future__ import annotations
 

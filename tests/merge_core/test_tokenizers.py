@@ -1,4 +1,4 @@
-"""Tokenizers are compared part by part: what gives a text other ids is named. The oracle is the tokenizers library."""
+"""Tokenizers are compared part by part, and a part that changes ids is named. The oracle is the tokenizers library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Path_ = tuple[Any, ...]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of equal shapes whose tokenizers are written by each test."""
+    """Two models of equal shapes, whose tokenizers each test writes."""
     root = tmp_path_factory.mktemp("pair")
     for seed, name in enumerate("ab"):
         save_checkpoint(root / name, random_tensors(seed, tokens=512))
@@ -45,16 +45,16 @@ def compared(root: Path, first: dict[str, Any], other: dict[str, Any], *accepted
 
 
 def ids(content: dict[str, Any]) -> list[list[int]] | None:
-    """Ids that the library gives the texts; None where it does not take the file."""
+    """Return the ids that the library gives the texts, or None if it rejects the file."""
     try:
         tokenizer = Tokenizer.from_str(json.dumps(content))
         return [tokenizer.encode(text).ids for text in TEXTS]
-    except BaseException:  # Rust's panics are no exceptions
+    except BaseException:  # A panic in Rust is not an Exception.
         return None
 
 
 def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Places of all values in the file, of long lists the first, one in the middle and the last."""
+    """Yield the paths of all values in the file, with only some entries of long lists and dictionaries."""
     if isinstance(value, dict):
         keys = list(value)
         for key in keys if len(keys) < 40 else [keys[0], keys[60], keys[len(keys) // 2], keys[-1]]:
@@ -66,7 +66,7 @@ def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """Other values of the same place."""
+    """Yield other values for the same path."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):

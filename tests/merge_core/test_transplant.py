@@ -1,4 +1,4 @@
-"""A model with another one's tokenizer: shared rows are kept, the others are combinations of them."""
+"""A model with a transplanted tokenizer keeps the shared rows and combines them into the new ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_that_are_combinations_of_few_are_found_exactly(needed: int) -> Non
 
 
 def pursuit(wanted: np.ndarray, atoms: np.ndarray, k: int) -> np.ndarray:
-    """The textbook's: one target, least squares anew in each step."""
+    """Return the residual of textbook orthogonal matching pursuit, with one least-squares fit per step."""
     left, chosen = wanted.copy(), []
     unit = atoms / np.linalg.norm(atoms, axis=1, keepdims=True)
     for _ in range(k):
@@ -80,7 +80,7 @@ def test_rows_of_zeros_and_equal_atoms_do_no_harm() -> None:
 
 
 def planted(root: Path, *, tied: bool = False) -> tuple[Tokenizer, Tokenizer]:
-    """Model and donor whose rows are two linear pictures of one meaning; the donor has tokens that the model lacks."""
+    """Save a model and a donor with linear images of the same meanings. The donor has tokens that the model lacks."""
     first, second = byte_level(300), with_added(byte_level(330), "<|call|>")
     texts = sorted({*first.get_vocab(), *second.get_vocab()})
     generator = torch.Generator().manual_seed(0)
@@ -120,11 +120,11 @@ def test_combinations_carry_over_from_one_space_to_the_other(tmp_path: Path, tie
         "top_p": 0.1,
     }
     for table in (EMBED,) if tied else (EMBED, HEAD):
-        assert made.errors[table] < 1e-5  # Eight dimensions of meaning: nine rows say everything.
+        assert made.errors[table] < 1e-5  # The meanings have eight dimensions, so nine rows determine everything.
         for token, number in second.get_vocab().items():
             if (row := first.token_to_id(token)) is not None:
                 assert np.array_equal(out[table][number], before[table][row]), token
-    # The new rows are what the same meaning is in the model's space.
+    # The new rows map the donor's meaning into the model's space.
     shared = [token for token in second.get_vocab() if first.token_to_id(token) is not None]
     theirs = np.array([donor_rows[second.token_to_id(token)] for token in shared])
     mine = np.array([before[EMBED][first.token_to_id(token)] for token in shared])

@@ -1,4 +1,4 @@
-"""``tokenizer:`` in a recipe: unions keep every token's text and every model's rows; what cannot be kept is refused.
+"""``tokenizer:`` builds unions that keep each token's text and each model's rows, or refuses the recipe.
 
 The oracles are the tokenizers library for texts and ids, and numpy for rows.
 """
@@ -55,7 +55,7 @@ def result(root: Path) -> tuple[Tokenizer, Mapping[str, Array], dict[str, Any]]:
 
 
 def moved(tokenizer: Tokenizer, order: random.Random) -> dict[str, Any]:
-    """The same model with its ids in another order."""
+    """Return the same tokenizer model with its ids shuffled."""
     content = content_of(tokenizer)
     vocab = content["model"]["vocab"]
     numbers = list(vocab.values())
@@ -68,7 +68,7 @@ def moved(tokenizer: Tokenizer, order: random.Random) -> dict[str, Any]:
 
 
 def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
-    """Every token of every model is in the result under one id, its row the mean of the owners' rows."""
+    """Require each model's tokens under one id in the result, with the mean of the owners' rows as their row."""
     union, out, config = result(root)
     vocab = union.get_vocab()
     assert sorted(set(vocab.values())) == sorted(vocab.values())
@@ -85,7 +85,7 @@ def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
             lacking = [np.mean(own, 0)] * (len(tables) - len(own))
             np.testing.assert_allclose(
                 out[name][number], np.mean([*own, *lacking], 0), rtol=1e-6, atol=2.4e-7
-            )  # a last place
+            )  # Allow a difference in the last place.
     for one in tables.values():
         assert one.get_vocab().keys() <= vocab.keys()
     return union
@@ -116,7 +116,7 @@ def test_a_union_of_siblings_keeps_every_token_and_every_row_and_every_cut(
             assert (
                 union.encode(text, add_special_tokens=False).tokens == one.encode(text, add_special_tokens=False).tokens
             )
-    for token, number in first.get_vocab().items():  # Ids of the base stay.
+    for token, number in first.get_vocab().items():  # The base keeps its ids.
         assert union.token_to_id(token) == number
 
 
@@ -136,7 +136,7 @@ def test_a_special_token_that_the_base_has_as_an_ordinary_one_becomes_one(tmp_pa
 def test_what_is_as_long_as_the_vocabulary_under_a_name_that_nobody_knows_is_refused(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    """Its rows may be tokens' that are in another place now; where no token moves, it is merged."""
+    """Its rows may belong to tokens whose ids change, so it is merged only if no token moves."""
     own = content_of(byte_level())
     for seed, (name, one) in enumerate({"a": own, "b": own, "c": moved(byte_level(), random.Random(3))}.items()):
         place = model(tmp_path, name, one, seed=seed, rows=341)
@@ -206,7 +206,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
         "<|like-the|>": b[byte_level().token_to_id("Ġthe")],
         "<|by-id|>": a[7],
         "</s>": b[byte_level().token_to_id("</s>")],
-        "<|x|>": (a[340] + b[340]) / 2,  # Both have it, and nothing is forced.
+        "<|x|>": (a[340] + b[340]) / 2,  # Both models have the token and nothing is forced.
         "Ġthe": (a + b)[byte_level().token_to_id("Ġthe")] / 2,
     }
     for token, row in expected.items():
@@ -243,7 +243,7 @@ def test_what_a_recipe_cannot_mean_is_refused_with_its_place(tmp_path: Path, blo
 
 
 def strangers(root: Path, **changes: Any) -> tuple[Tokenizer, Tokenizer]:
-    """Two byte-level tokenizers that were trained on different texts."""
+    """Write models with byte-level tokenizers of 300 and 330 tokens, and return both tokenizers."""
     first, second = byte_level(300), byte_level(330)
     content = content_of(second)
     content["model"] |= changes
@@ -273,7 +273,7 @@ def test_strangers_come_into_the_vocabulary_in_the_way_that_is_named(tmp_path: P
     for token, number in one.get_vocab().items():
         assert union.token_to_id(token) == number
     cuts = [[t.encode(text).tokens for text in (*TEXTS, WORDS)] for t in (one, two, union)]
-    if way == "appended":  # The first has the first merges of the second: so it now cuts as that.
+    if way == "appended":  # The second has all merges of the first, so the union splits like it.
         assert cuts[2] == cuts[1] != cuts[0]
     else:
         assert cuts[2] == cuts[0] != cuts[1]
@@ -422,7 +422,7 @@ def test_a_step_with_a_union_is_the_input_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["slerp", "ties", "task_arithmetic", "dare_linear"])
 def test_every_method_gets_the_rows_of_the_union(tmp_path: Path, method: str) -> None:
-    """Equal to a merge of models whose tables were put in order beforehand."""
+    """The result equals a merge of models whose tables were reordered first."""
     tables = {"a": byte_level(), "b": with_added(byte_level(), "<|b|>")}
     for seed, (name, one) in enumerate(tables.items()):
         model(tmp_path, name, one, seed=seed)

@@ -1,4 +1,4 @@
-"""Where the k largest are looked for: what a guess takes in memory, and that it is each stream's own."""
+"""Windows for the k largest values are guessed separately for each stream, in little memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergegate.merge_core.methods.contract import GRAIN, Fold
 from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
 from mergegate.merge_core.methods.windows import guess_windows
 
-# So many that few are enough to guess from, as of the largest tensors.
+# Large enough that a small sample suffices for a guess, as in the largest tensors.
 NUMEL = 100 << 20
 STREAMS = 3
 
@@ -24,7 +24,7 @@ def begun(requests: Sequence[SelectionRequest]) -> Fold:
 
 
 def test_streams_are_guessed_at_one_after_the_other() -> None:
-    """So the memory is that of one stream, seen and sorted, whatever their number, and of nothing wider."""
+    """The guess needs only the memory to sort a sample of one stream at a time."""
     requests = [SelectionRequest(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
     fold, generator = begun(requests), np.random.default_rng(0)
     parts: list[Any] = [
@@ -55,7 +55,7 @@ def test_each_request_gets_the_window_that_it_gets_alone() -> None:
 
 
 def test_a_number_that_is_none_does_not_stop_the_guess() -> None:
-    """It is found, and refused, when the tensor is read as a whole."""
+    """NaN is found and refused later, when the full tensor is read."""
     fold = begun([SelectionRequest(0, 1)])
     parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.glance)]
     assert len(fold.combine(parts)) == 1

@@ -1,4 +1,4 @@
-"""The threads of a merge: oldest work first, nothing begun after a failure."""
+"""The threads of a merge take the oldest work first and begin nothing after a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ignore(failure: BaseException) -> None:
 def test_the_oldest_tensor_is_worked_on_first_and_its_blocks_in_their_order() -> None:
     gate, done, seen = threading.Event(), threading.Event(), []
     workers = Workers(1, ignore)
-    workers.submit(0, gate.wait)  # What follows is waiting when the thread is free.
+    workers.submit(0, gate.wait)  # The following work is queued when the thread becomes free.
     for order, block in [(2, "a"), (1, "a"), (1, "b"), (0, "a")]:
         workers.submit(order, lambda order=order, block=block: seen.append((order, block)))  # type: ignore[misc]
     workers.submit(9, done.set)

@@ -1,4 +1,4 @@
-"""A value in one line of YAML: our own reader reads it back equal, alone and inside of braces."""
+"""A value written as one line of YAML reads back as an equal value, alone and inside braces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mergegate.merge_core.parsing import flow_yaml, parse_yaml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
-# What YAML takes for something else, in any mixture.
+# A mixture of strings that YAML can misread.
 ODD = st.lists(
     st.sampled_from(
         ["no", "~", "1e3", ".5", "0x1", "2024-01-01", "<<", "=", "&", "*", "!", "- ", ": ", " #", "\n", ","]
@@ -30,7 +30,7 @@ def test_what_is_written_reads_back_equal_in_one_line(value: Any) -> None:
     assert len(line.splitlines()) <= 1
     (read,) = parse_yaml(f"key: {line}\nother: {{inner: {line}, list: [{line}]}}\n", "a line")
     assert read == {"key": value, "other": {"inner": value, "list": [value]}}
-    assert str(read["key"]) == str(value)  # equal numbers of two types are two things
+    assert str(read["key"]) == str(value)  # Equal numbers of different types are different values.
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_what_is_written_reads_back_equal_in_one_line(value: Any) -> None:
         ({"merge_method": "ties", "density": 0.3}, "{merge_method: ties, density: 0.3}"),
         ({"models": [{"model": "./a b"}, {"model": "acme/x"}]}, "{models: [{model: ./a b}, {model: acme/x}]}"),
         ("alice: it's ours", '"alice: it\'s ours"'),
-        ("1e3", '"1e3"'),  # a number to readers of YAML 1.2
+        ("1e3", '"1e3"'),  # YAML 1.2 reads this as a number.
         ("held out.jsonl", "held out.jsonl"),
     ],
 )

@@ -1,7 +1,7 @@
-"""A tiny random checkpoint of each family that is described, and some that are not, as transformers makes it.
+"""Builds tiny random checkpoints with transformers, for each described family and some others.
 
-Small enough for seconds, large enough that what goes wrong shows: several layers, so that kinds of layers alternate,
-windows shorter than the texts, weights that are all random, norms too.
+They are small enough to run in seconds and large enough to expose errors. Several layers let the kinds of layers
+alternate, windows are shorter than the texts, and all weights are random, including the norms.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _XGLM = {"vocab_size": TOKENS, "d_model": 32, "num_layers": LAYERS, "attention_h
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """How a family's tiny checkpoint is made.
+    """Settings for a family's tiny checkpoint.
 
     Args:
-        name: What the table calls it.
-        model_type: Its ``model_type``.
-        settings: Its configuration, beside the usual sizes.
-        auto: Class of transformers that makes and loads it.
-        usual: Whether the usual sizes fit it.
-        listed: False: keys that list kinds of layers are taken out of the saved config.json, as in older checkpoints.
+        name: Name in the table of families.
+        model_type: transformers' ``model_type``.
+        settings: Configuration values in addition to the usual sizes.
+        auto: transformers class that creates and loads the model.
+        usual: Whether the usual sizes apply to the family.
+        listed: Whether the saved config.json keeps keys that list kinds of layers. Older checkpoints lack them.
     """
 
     name: str
@@ -84,11 +84,11 @@ class TinyFamily:
 
     @property
     def loader(self) -> Any:
-        """The class itself."""
+        """The transformers class named ``auto``."""
         return getattr(transformers, self.auto)
 
     def config(self) -> Any:
-        """The configuration."""
+        """Return the configuration."""
         sizes = dict(_USUAL) if self.usual else {}
         return AutoConfig.for_model(self.model_type, **{**sizes, **self.settings})
 
@@ -490,7 +490,7 @@ _LISTS = ("layer_types", "no_rope_layers", "moe_layers")
 
 
 def make(family: TinyFamily, directory: Path, seed: int) -> Path:
-    """Save a checkpoint with random weights; every tensor is disturbed, norms and biases too."""
+    """Save a checkpoint with random weights. Every tensor is perturbed, including norms and biases."""
     torch.manual_seed(seed)
     model = family.loader.from_config(family.config()).eval()
     with torch.no_grad():
@@ -501,7 +501,7 @@ def make(family: TinyFamily, directory: Path, seed: int) -> Path:
 
 
 def save(family: TinyFamily, model: Any, directory: Path, *, fused: bool = False) -> Path:
-    """Write a model in the layout that the family has on disk, or (``fused``) in that of memory."""
+    """Write a model in the family's disk layout, or in its memory layout if ``fused`` is true."""
     model.save_pretrained(directory, save_original_format=not fused)
     if not family.listed:
         _without_lists(directory, family)
@@ -520,7 +520,7 @@ def _without_lists(directory: Path, family: TinyFamily) -> None:
 
 
 def inputs(family: TinyFamily, token: int | None = None) -> dict[str, torch.Tensor]:
-    """Two texts longer than any window; with ``token`` in each, where one is given."""
+    """Return two texts longer than any window, each containing ``token`` if it is set."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(3, 80, (2, LENGTH), generator=generator)
     if token is not None:
@@ -533,10 +533,10 @@ def inputs(family: TinyFamily, token: int | None = None) -> dict[str, torch.Tens
 
 
 def load(family: TinyFamily, directory: Path) -> Any:
-    """The checkpoint as transformers reads it, in float32.
+    """Load a checkpoint with transformers in float32.
 
     Raises:
-        AssertionError: Keys are missing, left over or of another shape.
+        AssertionError: Keys are missing, unexpected or of a different shape.
     """
     model, info = family.loader.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -547,9 +547,9 @@ def load(family: TinyFamily, directory: Path) -> Any:
 
 
 def logits(family: TinyFamily, model: Any, token: int | None = None) -> torch.Tensor:
-    """What it says to :func:`inputs`."""
+    """Return the model's logits for :func:`inputs`."""
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:  # where a file is mapped, another kernel may be chosen
+        for tensor in [*model.parameters(), *model.buffers()]:  # Mapped memory may use other kernels.
             tensor.data = tensor.data.clone()
         more = {} if "Masked" in family.auto or "Sequence" in family.auto else {"use_cache": False}
         return model(**inputs(family, token), **more).logits

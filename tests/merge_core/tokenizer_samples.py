@@ -1,4 +1,4 @@
-"""Small real tokenizers for tests, trained here, and texts that tell them apart."""
+"""Trains small real tokenizers for the tests and provides texts that tell them apart."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ WORDS = " ".join(TEXTS) + " the theory of other mothers bathe lathe add second f
 
 
 def flags(**changes: bool) -> dict[str, bool]:
-    """Flags of an added token, as files write them."""
+    """Return the flags of an added token, as in tokenizer.json."""
     return {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True, **changes}
 
 
 def once(train: Callable[..., Tokenizer]) -> Callable[..., Tokenizer]:
-    """Training breaks ties as it comes: the same tokenizer whenever it is asked for."""
+    """Cache a trained tokenizer, because training breaks ties differently each time."""
     trained = cache(lambda *arguments: train(*arguments).to_str())
     return lambda *arguments: Tokenizer.from_str(trained(*arguments))
 
 
 @once
 def byte_level(size: int = 340) -> Tokenizer:
-    """Byte-level BPE, with two special tokens and a template that puts one in front."""
+    """Train byte-level BPE with two special tokens and a template that prepends one of them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def byte_level(size: int = 340) -> Tokenizer:
 
 @once
 def sentence_pieces() -> Tokenizer:
-    """BPE over characters with bytes to fall back to, as SentencePiece models become."""
+    """Train BPE over characters with byte fallback, like a converted SentencePiece model."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -71,7 +71,7 @@ def sentence_pieces() -> Tokenizer:
 
 @once
 def unigram() -> Tokenizer:
-    """A Unigram model with scores."""
+    """Train a Unigram model with scores."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -85,7 +85,7 @@ def unigram() -> Tokenizer:
 
 @once
 def word_pieces() -> Tokenizer:
-    """WordPiece with BERT's pipeline."""
+    """Train WordPiece with BERT's pipeline."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -98,20 +98,20 @@ def word_pieces() -> Tokenizer:
 
 
 def content_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What its file says."""
+    """Return the content of the tokenizer's tokenizer.json."""
     content: dict[str, Any] = json.loads(tokenizer.to_str())
     return content
 
 
 def with_added(tokenizer: Tokenizer, *tokens: str, special: bool = True) -> Tokenizer:
-    """A sibling: the same model with further added tokens."""
+    """Return the same tokenizer with further added tokens."""
     other = Tokenizer.from_str(tokenizer.to_str())
     other.add_tokens([AddedToken(token, special=special, normalized=False) for token in tokens])
     return other
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer | dict[str, Any], **settings: Any) -> None:
-    """Files of a tokenizer."""
+    """Write the tokenizer's files."""
     content = tokenizer if isinstance(tokenizer, dict) else content_of(tokenizer)
     (directory / "tokenizer.json").write_text(json.dumps(content))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}

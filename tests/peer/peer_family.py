@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints that both tools can read, without two equal magnitudes among the differences of a tensor."""
+"""Writes tiny Llama checkpoints for both tools, by default without equal magnitudes among a tensor's differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = {
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama, every tensor of it."""
+    """Yield the name and shape of every tensor of a Llama."""
     yield "model.embed_tokens.weight", (TOKENS, HIDDEN)
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
@@ -45,14 +45,14 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 def write_family(
     directory: Path, *, spread: float, dtype: torch.dtype, ties: bool = False, tied: Collection[str] = ()
 ) -> None:
-    """Write a base (standard deviation 0.05) and three fine-tunes at a distance of ``spread`` into ``directory``.
+    """Write a base (standard deviation 0.05) and three fine-tunes into ``directory``.
 
     Args:
-        directory: One directory per model is made in it.
-        spread: Standard deviation of the differences.
+        directory: Directory that gets one subdirectory per model.
+        spread: Standard deviation of the differences between the fine-tunes and the base.
         dtype: float32 or float64.
-        ties: Whether two differences of a tensor may be equal in magnitude.
-        tied: Models whose output head is their embedding and is not stored.
+        ties: Whether two differences of a tensor may have equal magnitudes.
+        tied: Models whose output head is tied to the embedding and not stored.
     """
     generator = torch.Generator().manual_seed(7)
     models: dict[str, dict[str, torch.Tensor]] = {name: {} for name in (BASE, *TUNED)}

@@ -1,8 +1,8 @@
-"""The recipes that both tools get, word for word."""
+"""The recipes that mergegate and mergekit both read, word for word."""
 
 from __future__ import annotations
 
-# Two of a family's checkpoints, or three, without parameters of their own.
+# Two or three checkpoints of a family, without parameters per model.
 _TWO = "models: [{model: one}, {model: two}]\n"
 _THREE = "models: [{model: one}, {model: two}, {model: three}]\n"
 
@@ -19,7 +19,7 @@ models:
   - {model: two, parameters: {weight: 0.2, density: 0.31}}
   - {model: three, parameters: {weight: 0.4, density: 0.9}}
 """
-# A gradient, filters with gradients, a filter that matches nothing in a scope, so that the wider scope counts.
+# A gradient, filters with gradients, and a filter that matches nothing in its scope, so that the wider scope applies.
 _VARIED = """
 models:
   - {model: one, parameters: {weight: [0.1, 0.9, 0.3]}}
@@ -47,7 +47,7 @@ parameters:
 """
 _BASED = "base_model: base\n"
 
-# Layers cut, moved and repeated; parameters at every level, the narrower winning; gradients that start over per slice.
+# Layers cut, moved and repeated. Narrower parameters win at every level, and gradients restart in each slice.
 _CUT = """
 slices:
   - sources:
@@ -96,7 +96,7 @@ parameters: {weight: 0.4}
 
 
 def _method(name: str, body: str, parameters: str = "") -> str:
-    """A recipe; ``parameters`` are further ones at the top level, where ``body`` has none."""
+    """Return a recipe. ``parameters`` adds top-level parameters, so ``body`` must not have any."""
     tail = f"parameters: {{{parameters}}}\n" if parameters else ""
     return f"merge_method: {name}\n{body}{tail}"
 
@@ -196,8 +196,8 @@ DETERMINISTIC: dict[str, str] = {
     "passthrough stacked": _method("passthrough", _STACK),
 }
 
-# Methods that behave differently when fine-tunes are as close to the base as real ones are. Not arcee_fusion: its KL
-# divergences are then smaller than float32 resolves, and an eighth of mergekit's mask is rounding noise.
+# Methods that behave differently when fine-tunes are as close to the base as real ones are. arcee_fusion is left out:
+# at that distance its KL divergences are below float32 resolution, and an eighth of mergekit's mask is rounding noise.
 NEAR = (
     "slerp",
     "slerp by part",
@@ -214,7 +214,7 @@ NEAR = (
     "nearswap",
 )
 
-# Methods that draw random masks → their parameters beside weight and density.
+# Methods that draw random masks → their parameters besides weight and density.
 RANDOM: dict[str, str] = {
     "dare_linear": "",
     "dare_ties": "",
@@ -225,12 +225,12 @@ DENSITY = 0.4
 
 
 def random_of_one(method: str) -> str:
-    """One fine-tune on the base: what is random can be read off the result."""
+    """Return a recipe with one fine-tune, so that the result shows the random mask."""
     return _method(method, _BASED + "models: [{model: one}]\n", f"weight: 1, density: {DENSITY}" + _and(RANDOM[method]))
 
 
 def random_of_three(method: str) -> str:
-    """Three fine-tunes with weights and densities of their own."""
+    """Return a recipe with three fine-tunes that have different weights and densities."""
     return _method(method, _BASED + _DENSE, "lambda: 0.9" + _and(RANDOM[method]))
 
 
@@ -238,8 +238,7 @@ def _and(parameters: str) -> str:
     return f", {parameters}" if parameters else ""
 
 
-# What mergekit shows in its examples directory, by kind, on our tiny models. Name → (recipe, name of the final document
-# if it has one).
+# The kinds of recipes in mergekit's examples, for the tiny models. Name → (recipe, name of the final document or None).
 EXAMPLES: dict[str, tuple[str, str | None]] = {
     "a weighted average in half precision": (
         "models:\n"

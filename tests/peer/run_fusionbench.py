@@ -1,9 +1,9 @@
-"""Have FusionBench merge matrices by its own functions. Executed by its interpreter:
+"""Merges matrices with FusionBench's own functions. Run it with the interpreter of FusionBench's environment.
 
     python run_fusionbench.py INPUTS.safetensors RESULTS.safetensors
 
-INPUTS has ``{matrix}/base``, ``{matrix}/model{i}``, ``{matrix}/moments{i}`` and ``{matrix}/importance{i}``; RESULTS
-gets ``{method}/{matrix}``, whole matrices.
+INPUTS has ``{matrix}/base``, ``{matrix}/model{i}``, ``{matrix}/moments{i}`` and ``{matrix}/importance{i}``. RESULTS
+gets ``{method}/{matrix}``, the merged matrices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main(inputs: str, results: str) -> None:
-    """Merge each matrix by each method."""
+    """Merge each matrix with each method."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,10 +1,10 @@
-"""Run mergekit's own command lines on many recipes in one process. Executed by the peer's interpreter:
+"""Runs mergekit's own commands on many recipes in one process. Run it with the interpreter of mergekit's environment.
 
     python run_mergekit.py JOBS.json RESULTS.json
 
-JOBS is a list of ``{"recipe": file, "out": directory, "seed": int, "multi": bool, "final": name or null}``; RESULTS
-becomes ``{out: null or the error}``. ``final`` names the document of a multi-document recipe whose result is wanted
-when all of them have names. Relative model paths count from the working directory.
+JOBS is a list of ``{"recipe": file, "out": directory, "seed": int, "multi": bool, "final": name or null}``. RESULTS
+becomes ``{out: null or the error}``. If all documents of a multi-document recipe have names, ``final`` names the one
+whose result is compared. Relative model paths are resolved against the working directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(jobs_file: str, results_file: str) -> None:
-    """Run every job; an error in one does not stop the others."""
+    """Run every job, even if an earlier one fails."""
     import torch
     from mergekit.scripts.multimerge import main as merge_many
     from mergekit.scripts.run_yaml import main as merge_one

@@ -1,6 +1,6 @@
-"""Methods on whole matrices, and by importance, beside FusionBench 0.2.33: the same numbers, or why not.
+"""Matrix methods and importance methods give FusionBench 0.2.33's numbers, or a documented difference.
 
-FusionBench's own functions merge in an environment of its own (``make .venv-fusionbench/ready``), all in one process.
+FusionBench's own functions merge in a separate environment (``make .venv-fusionbench/ready``), all in one process.
 Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_FUSIONBENCH is set.
 """
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.fusionbench
 
 PEER = Path(__file__).resolve().parents[2] / ".venv-fusionbench" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("run_fusionbench.py")
-# A square, a tall and a wide matrix of a layer, each of several runs of rows.
+# A square, a tall and a wide matrix of a layer, each spanning several groups of rows.
 MATRICES = {
     "model.layers.0.self_attn.q_proj.weight": (144, 144),
     "model.layers.0.mlp.up_proj.weight": (400, 96),
@@ -44,7 +44,7 @@ MODELS = 3
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
-    """Task vectors of low rank and a little of everything; more inputs than a matrix has columns."""
+    """Matrices with low-rank task vectors plus noise, and moments of more inputs than a matrix has columns."""
     made = torch.Generator().manual_seed(11)
     found = {}
     for name, shape in MATRICES.items():
@@ -81,7 +81,7 @@ def theirs(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as checkpoints, with what was measured of each."""
+    """The same matrices as checkpoints, with the moments and importance of each model."""
     place = tmp_path_factory.mktemp("ours")
     for model in ("base", *(f"model{i}" for i in range(MODELS))):
         (place / model).mkdir()
@@ -118,7 +118,7 @@ def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) ->
 
 
 def distance(one: torch.Tensor, other: torch.Tensor, base: torch.Tensor) -> float:
-    """Of two merges, in lengths of what the second added to the base."""
+    """Return the distance between two merges, relative to the distance of the second one from the base."""
     return float((one.double() - other.double()).norm() / (other.double() - base.double()).norm())
 
 
@@ -143,7 +143,7 @@ def test_the_same_numbers(
     parameters: str,
     base: bool,
 ) -> None:
-    """Theirs is in float32, with inverses and singular values of it; ours adds up in float64."""
+    """FusionBench inverts and decomposes in float32, while mergegate accumulates in float64."""
     for name, found in ours(root, method, parameters, base=base).items():
         apart = distance(theirs[f"{their}/{name}"], found, given[f"{name}/base"])
         print(f"{their:14} {name}: {apart:.1e}")
@@ -173,7 +173,7 @@ def test_svc_of_what_another_method_has_merged(
 def test_wudi_in_closed_form_is_where_adam_is_going(
     given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
 ) -> None:
-    """Theirs takes 300 steps of at most 1e-5 each from the sum of the task vectors; the loss says how far it came."""
+    """FusionBench takes 300 Adam steps of at most 1e-5 from the sum of task vectors, so the test compares losses."""
     for name, found in ours(root, "wudi", "ridge: 1e-6").items():
         base = given[f"{name}/base"].double()
         deltas = [given[f"{name}/model{i}"].double() - base for i in range(MODELS)]
@@ -189,8 +189,11 @@ def test_wudi_in_closed_form_is_where_adam_is_going(
 
 
 def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    """Of KnOTS they have the shared directions; what is merged in them is the caller's, and a mean in them is the mean.
-    (Ours, TIES in them, is held against its formula in test_matrix_methods.)"""
+    """FusionBench computes only KnOTS's shared directions, and a mean in them must be the plain mean.
+
+    The caller chooses the merge inside these directions. mergegate uses TIES there, and
+    ``test_matrix_methods`` compares that with its formula.
+    """
     for name in MATRICES:
         base = given[f"{name}/base"]
         mean = torch.stack([given[f"{name}/model{i}"].double() for i in range(MODELS)]).mean(0)
@@ -200,8 +203,8 @@ def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: 
 def test_fisher_as_they_usually_do_it_is_another_mean(
     given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> None:
-    """They scale each model's importance to one size over the whole model, and add 1e-6."""
-    for name in MATRICES:  # Each of their calls has one matrix here: its norm is the model's.
+    """FusionBench scales each model's importance to unit norm over the whole model and adds 1e-6."""
+    for name in MATRICES:  # Each FusionBench call gets one matrix here, so the matrix's norm is the model's norm.
         scaled = []
         for i in range(MODELS):
             importance = given[f"{name}/importance{i}"].double() + 1e-6

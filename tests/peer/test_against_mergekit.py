@@ -1,8 +1,7 @@
-"""The same recipe gives the same weights as mergekit 0.1.5: to the last digits where nothing is random, in distribution
-where something is.
+"""The same recipe gives the same weights as mergekit 0.1.5, up to rounding or, for random methods, in distribution.
 
-mergekit runs its own command lines in an environment of its own (``make .venv-peer/ready``), all recipes in one
-process. Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_PEER is set.
+mergekit runs its own commands in a separate environment (``make .venv-peer/ready``), all recipes in one process.
+Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_PEER is set.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ PEER = Path(__file__).resolve().parents[2] / ".venv-peer" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("run_mergekit.py")
 SEEDS = range(24)
 
-# Family → distance of the fine-tunes from the base, and format.
+# Family → (distance of the fine-tunes from the base, dtype).
 FAMILIES = {
     "far": (0.03, torch.float32),
     "near": (0.0002, torch.float32),
     "exact": (0.03, torch.float64),
     "exact-near": (0.0002, torch.float64),
 }
-# One model without an output head of its own among others that have one; and all without.
+# One model without a stored output head among models that store one, and a family in which no model stores one.
 TIED = {"one-tied": ("two",), "all-tied": ("base", "one", "two", "three")}
 CASES = [(family, name) for family in FAMILIES for name in (NEAR if "near" in family else DETERMINISTIC)]
 CASES += [(family, name) for family in TIED for name in ("linear weighted", "task_arithmetic", "ties", "linear cut")]
@@ -47,7 +46,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 class Peer:
-    """What mergekit made of every recipe."""
+    """mergekit's results for every recipe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -79,7 +78,7 @@ class Peer:
     def _add(self, family: str, name: str, recipe: str, *, seed: int = 0, final: str | None = None) -> None:
         out = self._out(family, name, seed)
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Its loaders are remembered by name for the whole process: a name must mean one checkpoint.
+        # mergekit caches its loaders by name for the whole process, so a name must always mean the same checkpoint.
         self._recipe(family, name).write_text(
             re.sub(r"(model: )(base|one|two|three)\b", rf"\1{family}/\2", recipe), encoding="utf-8"
         )
@@ -100,7 +99,7 @@ class Peer:
         return self.root / "peer" / family / f"{name.replace(' ', '-')}.yaml"
 
     def theirs(self, family: str, name: str, seed: int = 0) -> Tensors:
-        """mergekit's output for a recipe."""
+        """Return mergekit's output for a recipe."""
         out = self._out(family, name, seed)
         assert self.errors[str(out)] is None, f"mergekit: {self.errors[str(out)]}"
         return load(out)
@@ -108,7 +107,7 @@ class Peer:
     def ours(
         self, family: str, name: str, out: Path, *, seed: int = 0, kernels: Literal["torch", "fused"] = "torch"
     ) -> Tensors:
-        """Our output for the same file."""
+        """Return mergegate's output for the same recipe file."""
         recipe = load_recipe(self._recipe(family, name))
         checkpoints = {str(ref): open_checkpoint(self.root / ref.path) for ref in recipe.references()}
         settings = EngineSettings(threads=2, kernels=kernels)
@@ -116,7 +115,7 @@ class Peer:
         return load(out)
 
     def both(self, name: str, out: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``[elements]`` of the base, ``[seeds, elements]`` of their and of our merges of a random method."""
+        """Return base ``[elements]`` and mergekit's and mergegate's random merges ``[seeds, elements]``."""
         theirs = np.stack([flat(self.theirs("far", name, seed)) for seed in SEEDS])
         ours = np.stack([flat(self.ours("far", name, out / str(seed), seed=seed)) for seed in SEEDS])
         return flat(load(self.root / "far" / "base")), theirs, ours
@@ -134,25 +133,25 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
 
 
 def load(directory: Path) -> Tensors:
-    """A checkpoint in float64."""
+    """Return all tensors of a checkpoint in float64."""
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            tensors.update({name: opened.get_tensor(name).double().numpy() for name in opened.keys()})  # noqa: SIM118  # it is no mapping
+            tensors.update({name: opened.get_tensor(name).double().numpy() for name in opened.keys()})  # noqa: SIM118  # The opened file is not a mapping.
     return tensors
 
 
 def flat(tensors: Tensors) -> np.ndarray:
-    """All elements, in the order of the names."""
+    """Return all elements in the order of the tensor names."""
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
 def formats(directory: Path) -> dict[str, str]:
-    """Tensor name → format as stored."""
+    """Return the stored dtype of each tensor."""
     found: dict[str, str] = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found.update({name: opened.get_slice(name).get_dtype() for name in opened.keys()})  # noqa: SIM118  # it is no mapping
+            found.update({name: opened.get_slice(name).get_dtype() for name in opened.keys()})  # noqa: SIM118  # The opened file is not a mapping.
     return found
 
 
@@ -167,8 +166,8 @@ def test_the_recipe_means_the_same_to_fused_kernels(peer: Peer, name: str, tmp_p
 
 
 def compare(peer: Peer, family: str, name: str, ours: Tensors) -> None:
-    # Largest difference per tensor, relative to the tensor's largest magnitude. In float32 sums differ by their order;
-    # in float64 only a formula can differ, but mergekit's factors of ramplus_tl are float32 there too.
+    # Largest difference per tensor, relative to the tensor's largest magnitude. In float32, sums depend on their order.
+    # In float64, only a wrong formula can differ, except that mergekit keeps ramplus_tl's factors in float32.
     limit = 1e-6 if not family.startswith("exact") or name.startswith("ramplus_tl") else 1e-12
     theirs = peer.theirs(family, name)
     assert ours.keys() == theirs.keys()
@@ -190,7 +189,7 @@ def test_random_masks_keep_as_much_and_the_same_norm(peer: Peer, method: str, tm
         for change in results - base:
             whole = [np.abs(part).sum() for part in np.split(delta, ends)]
             left = [np.abs(part).sum() for part in np.split(change, ends)]
-            # Of a tensor of 16 elements sometimes none is left; of most others all can be restored.
+            # A mask sometimes drops all 16 elements of a tensor. In the others, rescaling restores the full sum.
             assert sum(part == 0 for part in left) <= 2
             for part, expected in zip(left, whole, strict=True):
                 assert part in (0, pytest.approx(expected, rel=1e-5))
@@ -201,7 +200,7 @@ def test_large_elements_of_a_row_are_kept_as_much_more_often(peer: Peer, method:
     base, theirs, ours = peer.both(f"{method} of one", tmp_path)
     tuned = load(peer.root / "far" / "one")
     original = load(peer.root / "far" / "base")
-    # Rank of every element in its row, 0 to 1.
+    # Rank of every element in its row, from 0 to 1.
     ranks = []
     for name in sorted(tuned):
         rows = np.abs(tuned[name] - original[name]).reshape(-1, tuned[name].shape[-1])
@@ -220,7 +219,7 @@ def test_large_elements_of_a_row_are_kept_as_much_more_often(peer: Peer, method:
 def test_random_merges_have_the_same_expectation(peer: Peer, method: str, models: str, tmp_path: Path) -> None:
     base, theirs, ours = peer.both(f"{method} of {models}", tmp_path)
     for of_theirs, of_ours in ((theirs - base, ours - base), (np.abs(theirs - base), np.abs(ours - base))):
-        # Two samples per element: the mean of t squared over all elements is that of Student's distribution.
+        # With two samples per element, the mean of t squared over all elements follows from Student's distribution.
         variance = (of_theirs.var(axis=0, ddof=1) + of_ours.var(axis=0, ddof=1)) / len(SEEDS)
         varies = variance > 0
         t = (of_ours.mean(axis=0) - of_theirs.mean(axis=0))[varies] / np.sqrt(variance[varies])

@@ -1,8 +1,7 @@
-"""mergegate and mergekit 0.1.5 read the same recipes, with the same meaning: values that are null or empty, unknown
-keys, and parameters that a method does not read.
+"""mergegate and mergekit 0.1.5 agree on a recipe, even with null values, unknown keys and unused parameters.
 
-mergekit merges every recipe of a generated family. Mergegate must accept what mergekit accepts, refuse what it refuses,
-and give the same weights. The few differences are listed with the reason.
+mergekit merges every recipe of a generated family. mergegate must accept and refuse the same recipes and give the same
+weights. The few differences are listed with the reason.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ RECIPES: Mapping[str, str] = {
     "a key beside the layers": SLICES.replace("[0, 4]", "[0, 4], layers: 3"),
     "no layers": SLICES.replace(", layer_range: [0, 4]", ""),
 }
-# What mergegate accepts or refuses although mergekit does not, and why.
+# Recipes that mergegate accepts although mergekit refuses them → the reason.
 DIFFERENT = {
     "slices[0].residual_weight: {}": "mergekit checks the type of a key that it never uses",
     "tokenizer: {tokens: {t1: null}}": "a token without settings, as {}; people write it so in YAML",
@@ -98,7 +97,7 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str | None]]:
-    """A directory with models, recipes and mergekit's results; and its error per recipe, None for a merge."""
+    """A directory with models, recipes and mergekit's results, and mergekit's error per recipe (None if it merged)."""
     if not PEER.exists():
         message = "mergekit's environment is not there: make .venv-peer/ready"
         if os.environ.get("MERGEGATE_REQUIRE_PEER"):
