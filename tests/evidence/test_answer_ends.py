@@ -165,7 +165,7 @@ def test_what_servers_say_of_the_end_is_understood(choice: dict[str, Any], usage
 def test_ends_of_several_prompts_in_one_request_are_in_their_order() -> None:
     choices = [{"index": 1, "finish_reason": "length"}, {"index": 0, "finish_reason": "stop"}]
     answer = {"choices": choices, "usage": {"completion_tokens": 30}}
-    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # the budget covers both continuations
+    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # usage counts both together
 
 
 def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[Docume
 
 
 def of_lm_eval(scored: ScoredDocuments) -> tuple[DocumentScore, ...]:
-    """Return the scores under lm-eval's own metrics, which must be equal; likelihoods may differ in the last digits."""
+    """Return the scores under lm-eval's metrics, which are equal; the likelihoods differ in the last digits."""
     return tuple(row for row in scored.outcomes if row.metric != "prob,none")
 
 

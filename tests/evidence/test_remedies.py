@@ -307,5 +307,5 @@ def test_the_base_is_what_all_cards_name(tmp_path: Path) -> None:
     assert named_base([one, two], tmp_path / "recipes") == "../models/base"
     assert named_base([card("three", "org/name"), card("four", "org/name")], tmp_path) == "org/name"
     assert named_base([one, card("five", "../one")], tmp_path) is None  # they differ
-    assert named_base([one, base], tmp_path) is None  # it has no base
+    assert named_base([one, base], tmp_path) is None  # the base's card names none
     assert named_base([one, card("six", "../base", "../two")], tmp_path) is None

@@ -1,4 +1,4 @@
-"""Looks and parts depend only on settings and size and have no gaps or overlaps; each look contains the last one."""
+"""Looks and parts depend only on settings and size, without gaps or overlaps; each look contains the one before."""
 
 from __future__ import annotations
 

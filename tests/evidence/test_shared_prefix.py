@@ -105,7 +105,7 @@ def test_what_is_shared_is_read_once() -> None:
 
 
 def prompts(seed: int, count: int, same: int = 24, **how: Any) -> list[Instance]:
-    """Return prompts of one to twelve words after the same few-shot examples; some stop early."""
+    """Return prompts that put questions of one to twelve words after the same few-shot examples; some stop early."""
     rng = random.Random(seed)
     examples = [f"w{number:03}" for number in rng.choices(range(2, 128), k=same)]
     found = []

@@ -63,7 +63,7 @@ def install(site: Path, version: str = "1.0", entry: str = "toy_backend:BACKEND"
 
 
 def forget() -> None:
-    """Clear the cache of installed entry points."""
+    """Drop the toy backend and all import caches, so that the next lookup scans the installed packages again."""
     sys.modules.pop("toy_backend", None)
     invalidate_caches()
     added_backends.cache_clear()
