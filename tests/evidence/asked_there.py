@@ -1,4 +1,4 @@
-"""Functions that the process that holds models is asked to call, besides those of the product."""
+"""Functions that tests call in the model process, in addition to those of the product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _load = model_cache._load
 
 
 def count_loads(on_progress: object) -> None:
-    """From now on."""
+    """Start to count model loads."""
 
     def counted(model: Model, dtype: str, device: str) -> Any:
         _loads.append(model.name)
@@ -27,12 +27,12 @@ def count_loads(on_progress: object) -> None:
 
 
 def loads(on_progress: object) -> list[str]:
-    """Names of the models that were loaded, in order."""
+    """Return the names of the models that were loaded, in order."""
     return _loads
 
 
 def have_memory(available: int, on_progress: object) -> None:
-    """Believe in so many bytes, without what is held."""
+    """Pretend that the machine has ``available`` bytes of memory, minus the loaded models."""
     model_cache.system_memory = lambda: Capacity(available, available - _held())
 
 
@@ -45,7 +45,7 @@ def die(on_progress: object) -> None:
 
 
 def die_unless_alone(model: Model, notes: Path, on_progress: object) -> int:
-    """As where memory is enough for one model and not for two; the number of models held."""
+    """Die as if memory held only one model; otherwise return the number of loaded models."""
     with notes.open("a") as file, model_cache.load_model(model, dtype="auto", device="cpu"):
         file.write(f"{model.name} {len(model_cache._loaded)}\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""A stand-in for a completions server on the loopback: OpenAI's protocol in front of little models, really computed."""
+"""An OpenAI-compatible completions server on loopback that computes its answers with tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.tasks.checkpoints.model import Model
 
-# What servers are known to do instead of scoring the prompt.
+# Known behaviors of servers that do not score the prompt.
 Habit = Literal[
     "scores prompts", "no log-probabilities", "no echo", "zeros", "begin of text added", "not JSON", "gives up"
 ]
@@ -24,7 +24,7 @@ Habit = Literal[
 
 @dataclass
 class Server:
-    """One that is running. ``asked`` holds the body of every request."""
+    """A running server; ``asked`` holds the body of every request."""
 
     url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Server:
 
 @contextmanager
 def serving(models: Mapping[str, Model], habit: Habit = "scores prompts") -> Iterator[Server]:
-    """Serve models under the names that requests call them by."""
+    """Serve the models under the names that requests use."""
     loaded = {
         name: (
             AutoModelForCausalLM.from_pretrained(model.directory, dtype="auto"),

@@ -1,4 +1,4 @@
-"""Evidence made by hand for the tests of the gate: paired outcomes, stored scores, likelihoods."""
+"""Hand-written evidence for the gate's tests: paired outcomes, stored scores and likelihoods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 
 
 def table_in_the_document(name: str) -> list[list[str]]:
-    """Cells of the rows of one table in ``docs/gates.md``, heads first; rules are left out."""
+    """Return the cells of one table in ``docs/gates.md``, header first, without the separator row."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text(encoding="utf-8")
     lines = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].splitlines()
     return [
@@ -31,7 +31,7 @@ def table_in_the_document(name: str) -> list[list[str]]:
 
 
 def paired(lost: int, won: int, n: int) -> PairedScores:
-    """``lost`` documents right by the reference only, ``won`` by the merge only, the others by both."""
+    """Return ``n`` pairs: ``lost`` that only the reference gets right, ``won`` only the merge, the rest both."""
     reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
     merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
     return PairedScores(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
@@ -47,7 +47,7 @@ def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentScore:
 
 
 def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentScore]:
-    """Documents ``first`` to ``n``, of which those in ``right`` are answered rightly."""
+    """Return documents ``first`` to ``n``; the ones in ``right`` are answered correctly."""
     answered = set(right)
     return [outcome(doc, float(doc in answered)) for doc in range(first, n)]
 
@@ -55,7 +55,7 @@ def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentScore
 def likelihoods(
     nats: Sequence[float], *, vocabulary: str = "v", window: int | None = 128, tokens: int = 10
 ) -> ModelLikelihoods:
-    """Documents of ``tokens`` tokens and 40 bytes, with so many nats a token each."""
+    """Return documents of 40 bytes and ``tokens`` tokens each, with the given nats per token."""
     documents = tuple(DocumentLikelihood(i, -tokens * value, tokens, 40) for i, value in enumerate(nats))
     total = sum(document.loglik for document in documents)
     finite = math.isfinite(total)
@@ -78,9 +78,9 @@ PARENT = likelihoods([2.0 + 0.1 * math.sin(i) for i in range(500)])
 
 
 def worse(by: float, noise: float = 0.01, **other: object) -> ModelLikelihoods:
-    """A merge that is worse by ``by`` nats a token, a bit more or less from document to document."""
+    """Return a merge that is worse by ``by`` nats per token, with some variation between documents."""
     nats = [-d.loglik / d.tokens + by + noise * math.cos(7 * i) for i, d in enumerate(PARENT.documents)]
-    return likelihoods(nats, **other)  # type: ignore[arg-type]  # tests pass what the parameters take
+    return likelihoods(nats, **other)  # type: ignore[arg-type]  # Tests pass matching types.
 
 
 def stored(directory: Path, value: Scores | Likelihoods) -> Artifact[Scores] | Artifact[Likelihoods]:
@@ -88,12 +88,12 @@ def stored(directory: Path, value: Scores | Likelihoods) -> Artifact[Scores] | A
 
 
 def scores(directory: Path, right: int, *, version: str = "0.4.13", n: int = 400) -> Artifact[Scores]:
-    """A model that answers the first ``right`` of ``n`` documents rightly."""
+    """Return the stored scores of a model that gets the first ``right`` of ``n`` documents right."""
     return part(directory, right_on(range(right), n), version=version)
 
 
 def part(directory: Path, scored: Sequence[DocumentScore], *, version: str = "0.4.13") -> Artifact[Scores]:
-    """Scores on one part of a task, stored."""
+    """Store scores on one part of a task."""
     directory.mkdir(parents=True)
     document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
     table = tuple(

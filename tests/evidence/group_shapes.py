@@ -1,8 +1,8 @@
-"""Groups in the shapes of well-known benchmarks, over a few documents of their own: what differs is how they score.
+"""Small groups that score their documents the way well-known benchmarks do.
 
-``bbh``: choices under ``acc_norm`` alone. ``mmlu_pro``: free answers under ``exact_match``, extracted by a filter.
-``math``: several metrics from a function of the task. ``ifeval``: per document one score and a list of scores, the
-latter summed up by a function of its own. ``errors``: a rate of which less is better.
+``bbh``: choices scored only by ``acc_norm``. ``mmlu_pro``: free-form answers scored by ``exact_match`` after a filter.
+``math``: several metrics from a function of the task. ``ifeval``: one score and a list of scores per document; a custom
+function aggregates the lists. ``errors``: an error rate, where lower is better.
 """
 
 from __future__ import annotations
@@ -106,8 +106,11 @@ DEFAULTS = {
 
 
 def write_leaderboard(directory: Path) -> Path:
-    """The leaves, and ``board.yaml``: a group of ``bbh`` (a group of its own), ``mmlu_pro``, ``math_algebra`` and
-    ``ifeval``. Returns the group's file; ``errors`` lies beside it and is in no group."""
+    """Write the leaf tasks and the group ``board.yaml``, and return the path of the group's file.
+
+    The group contains ``bbh`` (itself a group), ``mmlu_pro``, ``math_algebra`` and ``ifeval``. ``errors`` is in the
+    same directory but in no group.
+    """
     rng = random.Random(11)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "scoring.py").write_text(FUNCTIONS)

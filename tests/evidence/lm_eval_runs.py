@@ -1,4 +1,4 @@
-"""lm-eval run as its users run it, on tiny models: its own loader, its own tracker, its own files."""
+"""Run lm-eval on tiny models the way its users do, with its own loader, tracker and result files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mergegate.tasks.evaluation.task_definition import read_definition
 
 
 def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Path, **options: Any) -> Path:
-    """What ``lm_eval run --model hf --output_path OUT --log_samples`` writes about one model; returns ``out``.
+    """Write what ``lm_eval run --model hf --output_path OUT --log_samples`` writes for one model, and return ``out``.
 
-    The steps are those of its command line, without the index of the 14,000 tasks that it ships.
+    The steps match lm-eval's command line, but skip the index of the 14,000 tasks that lm-eval ships.
     """
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
@@ -27,7 +27,7 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
     tracker = EvaluationTracker(output_path=str(out))
     results = simple_evaluate(
         model="hf",
-        # softmax in float32, as mergegate does: otherwise the near ties of a bf16 model may fall the other way.
+        # Softmax in float32, as in mergegate; in bf16, near ties may resolve differently.
         model_args={"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"},
         tasks=list(tasks),
         device="cpu",
@@ -47,7 +47,7 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
 
 
 def simple_evaluate(*arguments: Any, **options: Any) -> Any:
-    """lm-eval's own, without a list of all packages, which takes longer than the models' answers."""
+    """Run lm-eval's ``simple_evaluate`` without its list of installed packages, which takes longer than the models."""
     import lm_eval
 
     with mock.patch("torch.utils.collect_env.get_pretty_env_info", str):
@@ -55,7 +55,7 @@ def simple_evaluate(*arguments: Any, **options: Any) -> Any:
 
 
 def prepare(definitions: Sequence[Path], scratch: Path) -> Path:
-    """A folder of the definitions in lm-eval's own terms: data by absolute path, read anew and not from a cache."""
+    """Write the definitions for plain lm-eval, with absolute data paths and without a dataset cache."""
     folder = scratch / "include"
     folder.mkdir(parents=True, exist_ok=True)
     for path in definitions:

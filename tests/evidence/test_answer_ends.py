@@ -1,4 +1,4 @@
-"""Every generated answer says how it ended, and a run warns of those that were cut off."""
+"""Every generated answer records how it ended, and a run warns about truncated answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 
 WHOLE = DocumentRange(first=0, last=40)
 EOS = 2
-A, B, C, DOT = (3 + LETTERS.index(letter) for letter in ">: .")  # none of them is in a prompt
+A, B, C, DOT = (3 + LETTERS.index(letter) for letter in ">: .")  # no prompt contains them
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +58,12 @@ def generation_task(directory: Path, settings: str) -> EvalTask:
 
 
 def model_that_writes(directory: Path, *ids: int) -> Model:
-    """A model that answers every prompt with ``ids``, again and again. Each token must occur once in them."""
+    """Save a model that repeats ``ids`` in answer to every prompt. Each token may occur only once."""
     model = make_model(directory)
     network = AutoModelForCausalLM.from_pretrained(directory)
     size = network.config.vocab_size
     with torch.no_grad():
-        for layer in network.model.layers:  # only the token itself decides what comes next
+        for layer in network.model.layers:  # only the current token determines the next one
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         embeddings = torch.nn.functional.pad(torch.eye(size), (0, network.config.hidden_size - size))
@@ -89,12 +89,12 @@ def ends_of(model: Model, task: EvalTask, **scoring: object) -> set[tuple[tuple[
         ((A, B, C), '{until: ["."], max_gen_toks: 6}', ("length", 6)),  # never stops
         ((A, B, C, EOS), '{until: ["."], max_gen_toks: 6}', ("eos", 4)),
         ((A, B, C, EOS), '{until: ["."], max_gen_toks: 4}', ("eos", 4)),  # exactly at the budget
-        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 3}', ("length", 3)),  # complete, but no one can know
+        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 3}', ("length", 3)),  # complete, but looks truncated
         ((A, B, DOT), '{until: ["."], max_gen_toks: 6}', ("stop", 3)),
         ((A, B, DOT), '{until: ["."], max_gen_toks: 3}', ("stop", 3)),
         ((A, B, C), '{until: ["."], max_new_tokens: 5}', ("length", 5)),
-        ((A, B, C), '{until: ["</s>"], max_gen_toks: 40}', ("length", 40)),  # in more than one stretch
-        ((A, B, C, EOS), "{until: [], max_gen_toks: 6, repetition_penalty: 1.0001}", ("eos", 4)),  # lm-eval's own way
+        ((A, B, C), '{until: ["</s>"], max_gen_toks: 40}', ("length", 40)),  # spans several chunks
+        ((A, B, C, EOS), "{until: [], max_gen_toks: 6, repetition_penalty: 1.0001}", ("eos", 4)),  # lm-eval's own path
     ],
 )
 def test_an_answer_says_how_it_ended(tmp_path: Path, ids: Sequence[int], settings: str, end: tuple[str, int]) -> None:
@@ -110,7 +110,7 @@ def test_choices_have_no_end(tmp_path: Path) -> None:
 
 
 def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
-    """Batches, order and padding against one prompt at a time in plain transformers."""
+    """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
     model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
     scored = score_documents(model, task, Scoring(batch_size=7), WHOLE, "cpu", lambda done, total: None)
     network = AutoModelForCausalLM.from_pretrained(model.directory)
@@ -165,7 +165,7 @@ def test_what_servers_say_of_the_end_is_understood(choice: dict[str, Any], usage
 def test_ends_of_several_prompts_in_one_request_are_in_their_order() -> None:
     choices = [{"index": 1, "finish_reason": "length"}, {"index": 0, "finish_reason": "stop"}]
     answer = {"choices": choices, "usage": {"completion_tokens": 30}}
-    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # tokens are counted of both together
+    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # usage counts both together
 
 
 def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_end_is_the_first_thing_that_ends_an_answer(
     answer: list[str], padding: int, stop: list[str], has_eos: bool
 ) -> None:
-    """Against a search that looks at one more token at a time."""
+    """The reference is a search that adds one token at a time."""
     written = [*answer, *(["$"] if has_eos else []), *["$" if has_eos else "a"] * padding]
     budget = len(written)
     expected = AnswerEnd("length", budget)

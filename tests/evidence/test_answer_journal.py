@@ -1,4 +1,4 @@
-"""A part that was killed after any batch goes on with the very batches and numbers that it would have had."""
+"""A part that was killed after any batch resumes with the batches and numbers of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HF = find_backend("hf").computes_in
 
 
 class Killed(BaseException):
-    """Stands in for SIGKILL: nothing catches it, and what is in the journal by then is all that there is."""
+    """Simulated SIGKILL: no handler catches it, and only the journal survives."""
 
 
 class Requested:
-    """What of lm-eval's ``Instance`` a model looks at."""
+    """The attributes of lm-eval's ``Instance`` that a model reads."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -39,7 +39,7 @@ class Requested:
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """In bfloat16, where another batch gives other numbers."""
+    """Load a model in bfloat16, where a different batch yields different numbers."""
     model = make_model(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16)
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
@@ -49,7 +49,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The token ids of every batch that the model computes. After ``limit`` of them it is killed in the next one."""
+    """Record the token ids of every batch, and kill the model in the batch after the first ``limit``."""
     seen: list[Any] = Watched()
 
     def watch(name: str) -> Any:
@@ -80,11 +80,11 @@ def ask(lm: Any, kind: str, requests: list[Requested], place: JournalPlace | Non
         with open_journal(place) as journal, journalled(lm, journal, HF) as model:
             return list(getattr(model, kind)(requests))
     finally:
-        vars(lm).update(watched)  # the stand-in of ``batches``, which is an attribute of the instance too
+        vars(lm).update(watched)  # the patched method from ``batches`` is an instance attribute, too
 
 
 def choices() -> list[Requested]:
-    """Prompts with choices of one letter (answered by one forward pass together) and of several; some of them equal."""
+    """Return prompts with choices of one letter, which share a forward pass, and of several letters, with repeats."""
     rng = random.Random(1)
     prompts = [*words(20, 3), *words(8, 3)]
     found = [Requested(prompt, letter) for prompt in prompts for letter in ("a", "b", "cde")]
@@ -93,7 +93,7 @@ def choices() -> list[Requested]:
 
 
 def generations(*, sampled: bool) -> list[Requested]:
-    """Under two settings in turn; some prompts are asked several times."""
+    """Return prompts that alternate between two settings; some prompts repeat."""
     how = {"do_sample": True, "temperature": 1.5} if sampled else {"do_sample": False}
     settings = [{"until": ["."], "max_gen_toks": most, **how} for most in (6, 9)]
     prompts = [*words(9, 2), *["abc"] * 5]
@@ -124,7 +124,7 @@ def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
         assert batches == undisturbed[:killed]
         batches.limit = -1
         assert ask(lm, kind, requests, place) == wanted
-        assert batches == undisturbed  # none twice, none cut otherwise
+        assert batches == undisturbed  # no batch runs twice or is split differently
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -154,7 +154,7 @@ def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, 
 
 def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
     place = JournalPlace(tmp_path / "journal", "key")
-    for kind, requests in (ALL["choices"], ALL["greedy"]):  # of one part, one after the other
+    for kind, requests in (ALL["choices"], ALL["greedy"]):  # both kinds in one part, in sequence
         ask(lm, kind, requests, place)
     asked = len(batches)
     for kind, requests in (ALL["choices"], ALL["greedy"]):
@@ -163,7 +163,7 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batc
 
 
 def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the harness: the same outcomes, no batch computed twice, and progress that counts what was there."""
+    """Through the harness, outcomes are equal, no batch runs twice, and progress includes the recorded answers."""
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -197,11 +197,11 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
         unload_models()
     assert seen == undisturbed
     assert told[0][0] > 18
-    assert told[-1] == (80, 80)  # two choices a document
+    assert told[-1] == (80, 80)  # two choices per document
 
 
 class Named:
-    """An LM that says what vLLM's does: the settings that it made of those of the request."""
+    """An LM that, like the vLLM backend, reports the generation settings that it derived from the request."""
 
     def set_cache_hook(self, hook: Any) -> None:
         self.cache_hook = hook

@@ -1,4 +1,4 @@
-"""How one task is asked: what a guard says of it is what lm-eval's own ``simple_evaluate`` does with the same words."""
+"""A guard's prompt settings have the same effect as the equivalent arguments of lm-eval's ``simple_evaluate``."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks, a choice and an answer that is written, beside a model that chats."""
+    """Write a multiple-choice task, a generation task and a model with a chat template."""
     root, rng = tmp_path_factory.mktemp("asking"), random.Random(3)
     write_choices(root, 9, extra="fewshot_split: test\n")
     (root / "written.yaml").write_text(WRITTEN)
     (root / "scoring.py").write_text(
-        "def share(doc, results):\n    return {'share': sum(map(ord, results[0])) % 97 / 97}\n"  # of the whole answer
+        "def share(doc, results):\n    return {'share': sum(map(ord, results[0])) % 97 / 97}\n"  # of all characters
     )
     rows = [{"word": word, "answer": rng.choice("abcd")} for word in words(9, seed=2)]
     write_jsonl(root / "data" / "written.jsonl", rows)
@@ -83,7 +83,7 @@ def pinned(root: Path, *guards: dict[str, Any]) -> tuple[tuple[Guard, ...], tupl
 
 
 def ours(root: Path, task: EvalTask, scoring: Scoring) -> dict[tuple[str, int], tuple[str, float]]:
-    """By metric and document the hash of the prompt and the score, in two parts."""
+    """Return the prompt hash and the score by metric and document, scored in two parts."""
     model = Model(name="model", digest=str(root), directory=root / "model")
     total = count_documents(task)
     parts = (DocumentRange(first=0, last=4), DocumentRange(first=4, last=total))
@@ -137,7 +137,7 @@ def test_prompts_and_scores_are_those_of_lm_eval(root: Path, name: str, said: di
 
 
 def test_one_task_in_two_ways_is_asked_in_each_as_if_it_were_alone(root: Path, tmp_path: Path) -> None:
-    """The same loaded task serves both: nothing of one way is left in the other."""
+    """Both settings share one loaded task, and neither leaks into the other."""
     ways = {"written": {}, "written-short": {"gen_kwargs": {"max_gen_toks": 2}, "num_fewshot": 1}}
     guards, tasks = pinned(root, *({"task": "written.yaml", "name": name, **said} for name, said in ways.items()))
     assert [guard.task for guard in guards] == [task.name for task in tasks] == list(ways)
@@ -167,7 +167,7 @@ def test_what_is_not_said_is_in_no_key_and_what_is_said_in_that_of_scores_alone(
 
 
 def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Path, tmp_path: Path) -> None:
-    """lm-eval leaves a system message out where a template fails on it, and says so in a log at most."""
+    """lm-eval drops a system message that makes the template fail, and at most logs it."""
     shutil.copytree(root / "model", tmp_path / "model")
     _, (task,) = pinned(
         root, {"task": "letters.yaml", "apply_chat_template": True, "system_instruction": "be  kind", "num_fewshot": 1}
@@ -274,9 +274,9 @@ BUDGETS = st.dictionaries(st.sampled_from(BUDGET_NAMES), st.integers(1, 600), ma
 def test_answers_leave_room_for_the_prompt_under_every_name_of_lm_eval(
     own: dict[str, Any], gen_kwargs: dict[str, Any], context: int
 ) -> None:
-    """Against lm-eval's own reading of the settings; the profile's name replaces the task's, whichever it is."""
+    """The reference is lm-eval's own parsing. The profile's setting replaces the task's, under any name."""
     budget = normalize_gen_kwargs(gen_kwargs or own, 256)["max_gen_toks"]
-    if budget < context:  # what HFLM asserts
+    if budget < context:  # asserted by HFLM
         assert room(own, gen_kwargs, context) == context - budget
     else:
         with pytest.raises(InvalidInput, match=f"{budget:,} tokens.*takes {context:,}"):
@@ -298,7 +298,7 @@ def test_prompt_and_answer_together_fit_into_the_context() -> None:
 
 
 def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Path, tmp_path: Path) -> None:
-    """The model takes 64 tokens."""
+    """The model's context is 64 tokens."""
     make_model(tmp_path / "model")
     place = TokenizerPlace(name="m", directory=tmp_path / "model", digest="")
 

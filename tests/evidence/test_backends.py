@@ -1,4 +1,4 @@
-"""The same scores from every backend, and a clear word where one cannot give them."""
+"""All backends produce the same scores, or report clearly that they cannot."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[Docume
 
 
 def of_lm_eval(scored: ScoredDocuments) -> tuple[DocumentScore, ...]:
-    """Under its own metrics, which are equal; the likelihoods behind them differ in the last places."""
+    """Return the scores under lm-eval's metrics, which are equal; the likelihoods differ in the last digits."""
     return tuple(row for row in scored.outcomes if row.metric != "prob,none")
 
 
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
-    """What lm-eval's models answer to questions of likelihood, one list a run."""
+    """Record the answers of lm-eval's models to likelihood requests, one list per run."""
     from lm_eval.api.model import TemplateLM
 
     runs: list[list[tuple[float, bool]]] = []
@@ -106,8 +106,8 @@ def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) 
     here = outcomes_by(model, task)
     with serving({"merge": model}) as server:
         there = outcomes_by(model, task, backend="served", server={"url": server.url})
-    # What is shown of an answer is its text as it came; what counts is what the filter made of it. This server does not
-    # say whether a token or a text ended an answer, nor how many tokens each answer of a batch has.
+    # The record shows the raw text of an answer; the filtered text is scored. This server reports neither whether a
+    # token or a stop string ended an answer, nor the number of tokens of each answer in a batch.
     unknown: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
     assert [one._replace(**unknown) for one in there] == [one._replace(**unknown) for one in here]
     assert {o.metric for o in here} == {"exact_match,first"}
@@ -127,7 +127,7 @@ def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, ta
         score_documents(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
     assert {body["model"] for body in server.asked} == {"acme/merge-7"}
     assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
-    # One begin of text, not two: the tokenizer adds its own.
+    # Prompts begin with one BOS token, not two, although the tokenizer adds its own.
     assert all(prompt[0] == 1 != prompt[1] for body in server.asked for prompt in body["prompt"])
     assert told[-1] == (20, 20)  # 80 choices in batches of 4
 
@@ -244,7 +244,7 @@ def test_vllm_is_given_what_the_profile_says(model: Model, task: EvalTask, monke
     there = outcomes_by(model, task, **asked)
     outcomes_by(model, task, **asked)
     assert there == here
-    assert given == [  # once: the engine stays
+    assert given == [  # once, because the engine is reused
         {
             "pretrained": str(model.directory),
             "dtype": "bfloat16",
@@ -273,7 +273,7 @@ def test_an_engine_that_does_not_start_is_explained(
 
 
 def test_without_vllm_the_remedy_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # also where it is installed
+    monkeypatch.setitem(sys.modules, "vllm", None)  # even if it is installed
     monkeypatch.delitem(sys.modules, "lm_eval.models.vllm_causallms", raising=False)
     with pytest.raises(InvalidInput, match="vLLM cannot be imported here") as caught:
         outcomes_by(model, task, backend="vllm")

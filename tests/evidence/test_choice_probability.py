@@ -1,4 +1,4 @@
-"""The probability of the right answer: what it is, of which tasks, and that a guard can ask for it."""
+"""The probability of the correct choice: its value, the tasks that support it, and guards that use it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One choice task for each way in which the right answer can be told; three choices each."""
+    """Write one multiple-choice task of three choices for each way to specify the correct one."""
     folder = tmp_path_factory.mktemp("tasks")
     rows: list[dict[str, Any]] = []
     for position, word in enumerate(words(30)):
@@ -99,7 +99,7 @@ def outcomes(model: Model, tasks: dict[str, Path]) -> dict[str, tuple[DocumentSc
 
 
 def by_hand(model: Model, definition: Path) -> list[list[float]]:
-    """Log-likelihood of every choice of every document, token by token, without lm-eval."""
+    """Return the log-likelihood of every choice of every document, computed token by token without lm-eval."""
     network = AutoModelForCausalLM.from_pretrained(model.directory)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     rows = [json.loads(line) for line in (definition.parent / "data" / "letters.jsonl").read_text().splitlines()]
@@ -110,7 +110,7 @@ def by_hand(model: Model, definition: Path) -> list[list[float]]:
             ids = torch.tensor([tokenizer(row["word"] + choice)["input_ids"]])
             with torch.no_grad():
                 logs = network(input_ids=ids).logits.double().log_softmax(-1)[0]
-            last = range(ids.shape[1] - len(choice), ids.shape[1])  # a letter is a token
+            last = range(ids.shape[1] - len(choice), ids.shape[1])  # one token per letter
             of_choices.append(sum(float(logs[at - 1, ids[0, at]]) for at in last))
         found.append(of_choices)
     return found
@@ -178,7 +178,7 @@ def test_results_that_lm_eval_wrote_give_the_same(
         ours = sorted(row._replace(answer="") for row in outcomes[name])
         whole = sorted(row._replace(answer="") for row in theirs)
         assert [row._replace(outcome=0.0) for row in whole] == [row._replace(outcome=0.0) for row in ours], name
-        # To what batches of another size move the last places by.
+        # The tolerance covers the last digits that a different batch size changes.
         assert [row.outcome for row in whole] == pytest.approx([row.outcome for row in ours], rel=1e-4, abs=1e-9), name
         assert sum(row.metric == "prob,none" for row in theirs) == 30
 
@@ -223,7 +223,8 @@ def test_it_lies_between_0_and_1_and_sums_to_1_over_the_choices(likelihoods: lis
     parts = [AnsweredChoice(tuple(likelihoods), frozenset({one})).probability for one in range(len(likelihoods))]
     assert all(part is not None and 0 <= part <= 1 for part in parts)
     assert math.fsum(part or 0 for part in parts) == pytest.approx(1)
-    shifted = tuple(one - data.draw(st.just(37.5)) for one in likelihoods)  # a question that is unlikely altogether
+    # All choices are less likely by the same amount.
+    shifted = tuple(one - data.draw(st.just(37.5)) for one in likelihoods)
     for one, part in enumerate(parts):
         assert AnsweredChoice(shifted, frozenset({one})).probability == pytest.approx(part, abs=1e-9)
 
@@ -245,9 +246,9 @@ def test_where_acc_says_something_else_there_is_none_at_all() -> None:
 @pytest.mark.parametrize(
     ("config", "target", "right"),
     [
-        ({"doc_to_target": "{{n}}"}, "1", {1}),  # a template that gives digits is a position to lm-eval
-        ({"doc_to_target": "n"}, "1", {0}),  # a field that holds the text '1' is one of the choices
-        ({"doc_to_target": "def right(doc): ..."}, "1", None),  # either
+        ({"doc_to_target": "{{n}}"}, "1", {1}),  # lm-eval treats rendered digits as an index
+        ({"doc_to_target": "n"}, "1", {0}),  # a field with the text '1' is matched against the choices
+        ({"doc_to_target": "def right(doc): ..."}, "1", None),  # could be either
         ({"doc_to_target": "def right(doc): ..."}, "2", {2}),
         ({"doc_to_target": 0}, "0", {0}),
         ({"doc_to_target": "{{n}}"}, "[0, 2]", {0, 2}),
@@ -269,8 +270,11 @@ def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
 
 @pytest.mark.parametrize("noise", [0.15, 0.35])
 def test_a_merge_at_its_margin_is_published_no_more_often_than_was_promised(noise: float) -> None:
-    """By the probability; and accuracy with the probability as a control variate would do it mostly, which is why there
-    is no such guard: the drop of the control is no more known than the drop in question."""
+    """Holds for plain probability and accuracy; no guard uses the probability as a control variate for accuracy.
+
+    Accuracy with that control variate would usually publish such a merge, because the drop of the control variate is as
+    unknown as the drop under test.
+    """
     script, runs = load_benchmark("choice_probabilities"), 1000
     rng = np.random.default_rng(1)
     by_probability = script.published(noise, script.loss_for(noise, 0.03, graded=True), 250, runs, rng, 0.03)

@@ -1,4 +1,4 @@
-"""Tasks whose score is code that runs: allowed by name, scored program by program, as the published estimator does."""
+"""Code tasks run only if they are allowed by name, and their scores match the published pass@k estimator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mergegate.tasks.sandbox import ProgramLimits
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 
-# What the model says to a function that is to return 1, and what that is worth.
+# The model's answers for a function that should return 1, and their scores.
 ANSWERS = {
     "right": ("    return 1", 1.0),
     "wrong": ("    return 2", 0.0),
@@ -76,7 +76,7 @@ BACKEND = Backend("coder", "writes what it is told", opened)
 
 
 def mirror(place: Path, home: Path) -> Path:
-    """A directory for ``evaluate.data`` with a HumanEval and an MBPP of our own."""
+    """Write a directory for ``evaluate.data`` with small versions of HumanEval and MBPP."""
     place.mkdir()
     humaneval = [
         {
@@ -114,7 +114,7 @@ def test_the_stand_in_answers_as_code_eval_does() -> None:
     means, outcomes = CodeEval(QUICK).compute(
         references=["assert add(2, 3) == 5"] * 2, predictions=[[right, wrong], [wrong, wrong]], k=[1, 2, 10]
     )
-    assert means == {"pass@1": 0.25, "pass@2": 0.5}  # of no document are there ten
+    assert means == {"pass@1": 0.25, "pass@2": 0.5}  # no document has ten answers
     assert [said["passed"] for _, said in outcomes[0]] == [True, False]
     assert outcomes[1][1] == (1, {"task_id": 1, "passed": False, "result": "failed", "completion_id": 1})
 
@@ -148,7 +148,7 @@ def test_that_code_is_run_and_within_what_is_part_of_the_key(tmp_path: Path) -> 
     longer = task.model_copy(update={"code": ProgramLimits(cpu=60)})
     keys = [json.dumps(each.content_key(), sort_keys=True) for each in (plain, task, longer)]
     assert len(set(keys)) == 3
-    assert "code" not in keys[0]  # what was measured before keeps its key
+    assert "code" not in keys[0]  # cached evaluations without code keep their keys
 
 
 def test_tasks_of_a_family_are_told_apart_by_what_their_functions_come_to() -> None:
@@ -159,7 +159,8 @@ def test_tasks_of_a_family_are_told_apart_by_what_their_functions_come_to() -> N
         if (refusal := refusal_of_leaf(leaf, code_allowed=True))
     }
     families = {name.rpartition("_")[0] for name in refusals}
-    assert families == {"longproc_countdown", "longproc_pseudo_to_code"}  # eval() and g++, with the models
+    # These run eval() and g++ in the process that holds the models.
+    assert families == {"longproc_countdown", "longproc_pseudo_to_code"}
     assert {refusal.reason for refusal in refusals.values()} == {UnsupportedReason.OWN_CODE}
 
 
@@ -190,7 +191,7 @@ def test_a_task_of_ones_own_runs_programs_in_bounds_or_not_at_all(tmp_path: Path
 
 @pytest.fixture
 def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """A model that writes what stands in ``ANSWERS``, for this process and the one that scores."""
+    """Return a model that writes the code in ``ANSWERS``, in this process and in the evaluation process."""
     site = tmp_path / "site"
     facts = site / "mergegate_coder.dist-info"
     facts.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Three disjoint sets of documents, whatever their order, with clusters and equal documents together."""
+"""The three splits are disjoint in any document order, and keep clusters and duplicate documents together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_document_is_in_one_set_with_its_cluster_in_any_order(clusters, se
         with pytest.raises(InvalidInput, match="none is left for the gate"):
             split_documents(documents, division, "task t")
         return
-    # Enough for all, and for the clusters that go over a border.
+    # Enough documents for all splits, plus the clusters that cross a border.
     documents += [(len(clusters) + n, f"further {n}") for n in range(2 * max(Counter(clusters).values()))]
     clusters = [*clusters, *(f"further {n}" for n in range(len(documents) - len(clusters)))]
     sets = split_documents(documents, division, "task t")
@@ -52,7 +52,7 @@ def test_a_document_more_moves_hardly_any_other() -> None:
     before = split_documents([(n, str(n)) for n in range(1000)], division, "t")
     after = split_documents([(n, str(n)) for n in range(1001)], division, "t")
     moved = sum(len(before[name] - after[name]) for name in NAMES)
-    assert moved <= 2  # one over each border at most
+    assert moved <= 2  # at most one across each border
 
 
 def test_another_seed_divides_otherwise() -> None:
@@ -60,7 +60,7 @@ def test_another_seed_divides_otherwise() -> None:
     one, other = (
         split_documents(documents, DocumentSplits(search=100, confirmation=100, seed=seed), "t") for seed in (0, 1)
     )
-    assert 1 <= len(one["search"] & other["search"]) <= 30  # ten are expected
+    assert 1 <= len(one["search"] & other["search"]) <= 30  # ten expected
 
 
 def write_task(folder: Path, rows: list[dict[str, object]]) -> EvalTask:
@@ -81,7 +81,7 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     sizes = {name: inspect_data(part).documents for name, part in parts.items()}
     assert sizes == {"search": 20, "confirmation": 30, "gate": 50}
     assert inspect_data(task).documents == 100
-    assert len({inspect_data(part).data.digest for part in parts.values()}) == 1  # the data are the same
+    assert len({inspect_data(part).data.digest for part in parts.values()}) == 1  # all splits have the same data
 
     from mergegate.tasks.evaluation import harness
 

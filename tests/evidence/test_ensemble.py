@@ -1,4 +1,4 @@
-"""The ensemble of parents: the mean of their probabilities, as plain transformers give them."""
+"""The ensemble of parents averages their probabilities, checked against plain transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(models: tuple[Model, ...], documents: HeldOutText, out: Path, **wind
 
 
 def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
-    """Of each token of a document, by one forward pass a token: the last ``length`` tokens before it, as windows go."""
+    """Return each token's probability from its own forward pass over at most ``length`` previous tokens."""
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
     tokens, found, at = [1, *plain], [], 1
     while at < len(tokens):
@@ -85,7 +85,7 @@ def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(tmp_path
         losses.append(-value.loglik)
     together = measure(models, documents, tmp_path / "out")
     assert together.loglik is not None
-    assert -together.loglik <= sum(losses) / 2  # Jensen
+    assert -together.loglik <= sum(losses) / 2  # Jensen's inequality
 
 
 def test_models_of_different_tokenizers_have_no_ensemble(tmp_path: Path, documents: HeldOutText) -> None:

@@ -1,4 +1,4 @@
-"""Scoring with lm-eval: right document by document, each of its traps closed, nothing said and nothing left behind."""
+"""Scoring with lm-eval is correct per document, avoids its known pitfalls, and leaves no output or files behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def task(tmp_path: Path) -> EvalTask:
 def measure(
     model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
 ) -> tuple[DocumentScore, ...]:
-    """Outcomes of all documents, or of a part of them, under lm-eval's own metrics, scored in this process."""
+    """Score all documents, or one part, in this process under lm-eval's own metrics."""
     first, last = part or (0, count_documents(task))
     settings = Scoring.model_validate(scoring)
     scored = score_documents(
@@ -70,7 +70,7 @@ def documents_of(task: EvalTask) -> list[dict[str, Any]]:
 
 
 def reference_choices(model: Model, document: dict[str, Any], bos: int | None) -> list[float]:
-    """Log-likelihood of each choice after the word, by plain transformers; log-softmax in float64."""
+    """Return the log-likelihood of each choice from plain transformers, with log-softmax in float64."""
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     found = []
@@ -92,7 +92,7 @@ def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task:
     for document in documents_of(task):
         logliks = reference_choices(model, document, 1 if prefix == "bos added by the tokenizer" else None)
         wanted.append(float(max(range(2), key=logliks.__getitem__) == document["right"]))
-    assert 0.2 < sum(wanted) / len(wanted) < 0.8  # neither all right nor all wrong: this can fail
+    assert 0.2 < sum(wanted) / len(wanted) < 0.8  # mixed outcomes, so the test can fail
     assert [o.outcome for o in found] == wanted
     (total,) = score_table("letters", found)
     assert (total.task, total.metric, total.n) == ("letters", "acc,none", 40)
@@ -104,8 +104,10 @@ def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task:
 def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle starts from the very logits that were scored: whether a bfloat16 product of another shape is rounded
-    in the same way depends on the processor, and says nothing about what is made of the logits.
+    """The reference starts from the bfloat16 logits that were scored.
+
+    Whether a bfloat16 product of another shape is rounded in the same way depends on the processor and says nothing
+    about how mergegate processes the logits.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -119,7 +121,7 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
 
     def watch(self: LlamaForCausalLM, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = forward(self, input_ids=input_ids, **kwargs)
-        if (sees := kwargs.get("attention_mask")) is not None:  # a row: each position that is kept has its own past
+        if (sees := kwargs.get("attention_mask")) is not None:  # packed rows: each position attends to its own past
             for place, logits in zip(kwargs["logits_to_keep"].tolist(), output.logits[0], strict=True):
                 logits_of[tuple(input_ids[0][sees[0, 0, place] == 0].tolist())] = logits.detach().clone()
         return output
@@ -135,13 +137,13 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
     wanted = []
     for document in chosen:
         prompt = [1, *tokenizer(document["word"], add_special_tokens=False).input_ids]
-        logits = logits_of[tuple(prompt)]  # with one begin of text, and no other prompt was asked
+        logits = logits_of[tuple(prompt)]  # every prompt has one BOS token, and no other prompt was scored
         assert logits.dtype == torch.bfloat16
         log_p = torch.log_softmax(logits.double(), -1)
         wanted += [float(log_p[tokenizer.convert_tokens_to_ids(choice)]) for choice in document["choices"]]
-    asked = [prompt for prompt in logits_of if prompt[0] == 1]  # the others are the look at what the network takes
+    asked = [prompt for prompt in logits_of if prompt[0] == 1]  # the rest probe the network's inputs
     assert len(asked) == len({document["word"] for document in chosen})
-    assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps here are 0.01 and more
+    assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps are 0.01 or more here
     plain = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
     assert wanted == pytest.approx(plain, abs=2**-5)  # two bfloat16 steps of a logit between 2 and 4
 
@@ -149,7 +151,7 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
 def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat template that adds nothing but begin of text must ask what is asked plainly."""
+    """A chat template that adds only BOS must yield the prompt that mergegate builds without a template."""
     from lm_eval.models.huggingface import HFLM
 
     runs: list[list[tuple[float, bool]]] = []
@@ -166,7 +168,7 @@ def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
     tokenizer.save_pretrained(model.directory)
     plain, chat = (measure(model, task, chat_template=template, part=(0, 6)) for template in (False, True))
     assert [loglik for loglik, _ in runs[1]] == pytest.approx([loglik for loglik, _ in runs[0]], abs=1e-6)
-    assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate does not mix the two
+    assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate cannot pair them
 
 
 def test_no_answer_of_one_model_is_given_for_another(tmp_path: Path, task: EvalTask) -> None:
@@ -185,9 +187,7 @@ def test_parts_are_fixed_scattered_and_make_up_the_whole(model: Model, task: Eva
     every = measure(model, task)
     parts = [measure(model, task, part=part) for part in ((0, 5), (5, 15), (15, 40))]
     assert [len(part) for part in parts] == [5, 10, 25]
-    assert sorted(o for part in parts for o in part) == sorted(
-        every
-    )  # ids, hashes and scores are those of the full run
+    assert sorted(o for part in parts for o in part) == sorted(every)  # ids, hashes and scores match the full run
     assert measure(model, task, part=(0, 5)) == parts[0]
     assert {o.doc_id for o in measure(model, task, part=(0, 5), seed=1)} != {o.doc_id for o in parts[0]}
     assert {o.doc_id for o in parts[0]} != set(range(5))
@@ -267,7 +267,7 @@ def test_progress_is_told_up_to_the_last_request(model: Model, task: EvalTask) -
     told: list[tuple[int, int]] = []
     whole = DocumentRange(first=0, last=40)
     score_documents(model, task, Scoring(batch_size=8), whole, "cpu", lambda done, total: told.append((done, total)))
-    assert told[-1] == (80, 80)  # two choices a document
+    assert told[-1] == (80, 80)  # two choices per document
     assert told == sorted(told)
 
 
@@ -331,7 +331,7 @@ def test_settings_are_written_as_in_the_design() -> None:
         }
     )
     assert settings.scoring == Scoring(dtype="bfloat16", documents=500)
-    assert type(settings.scoring) is Scoring  # a threshold must not be in the key of an evaluation
+    assert type(settings.scoring) is Scoring  # a threshold must not affect the key of an evaluation
     assert (settings.gate_rule.confidence, settings.gate_rule.on_inconclusive) == (0.9, "block")
     assert [guard.upper_limit for guard in settings.tasks] == [3, 4]
 

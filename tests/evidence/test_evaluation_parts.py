@@ -1,4 +1,4 @@
-"""Evaluation in parts: each is scored once, whatever is asked for next, and whatever was killed before."""
+"""Each part of an evaluation is scored once, regardless of later requests and earlier crashes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mergegate.tasks.stage.progress import StageStatus, progress_watcher
 from mergegate.tasks.stage.stages import Stage, store
 from mergegate.tasks.store.store import Artifact
 
-FIRST_TEN = Scoring(documents=10)  # of the 40 documents: 10, 10 more, 20 more
+FIRST_TEN = Scoring(documents=10)  # of 40 documents: 10, then 10 more, then 20 more
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ class Watching:
 
 
 def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
-    """What a watcher saw of some calls, and what they returned."""
+    """Run the calls in a flow, and return its watcher and their results."""
     watching, results = Watching(), list[list[Artifact[Scores]]]()
 
     @flow
@@ -97,7 +97,7 @@ def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, lis
 
 
 def made() -> dict[str, tuple[int, int]]:
-    """Artifacts of evaluation in the store, with what tells whether one was made again."""
+    """Return the evaluation artifacts in the store, with a fingerprint that changes when one is rebuilt."""
     found = (store().root / "evaluate").glob("*/manifest.json")
     stats = {path.parent.name: path.stat() for path in found if path.parent.suffix != ".partial"}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
@@ -145,11 +145,11 @@ def test_joined_parts_score_as_all_their_documents(
     assert [part.value.tasks[0].n for part in parts] == [10, 10, 20]
     assert join_parts([*parts, *whole[:0]]).part is None
     assert join_parts(whole) == whole[0].value.model_copy(update={"seconds": None})
-    assert watching.summaries == [f"letters {100 * together.score:.1f}"]  # a person sees tasks, not parts
+    assert watching.summaries == [f"letters {100 * together.score:.1f}"]  # users see tasks, not parts
 
 
 def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
-    """Whether each document is right; each is there once."""
+    """Return each document's outcome, and check that no document occurs twice."""
     every = [row for part in parts for row in document_scores.read_document_scores(part.directory / SCORES_FILE)]
     rows = [row for row in every if row.metric == "acc,none"]
     found = {row.doc_id: row.outcome for row in rows}
@@ -159,7 +159,7 @@ def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
 
 @given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
 def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | None], data: st.DataObject) -> None:
-    """Of any history of ``documents`` and looks, and with any of what is known forgotten or damaged."""
+    """Holds for any sequence of ``documents`` and looks, even if stored parts are lost or damaged."""
     total = data.draw(st.integers(1, 60))
     asked: list[int] = []
     known: list[DocumentRange] = []
@@ -180,7 +180,7 @@ def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | N
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8), st.integers(1, 40))
 def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) -> None:
-    """What two runs scored that knew nothing of each other, or a part of which was lost."""
+    """Ranges overlap if two runs scored independently of each other, or if a part was lost."""
     ranges = [DocumentRange(first=first, last=first + length) for first, length in known]
     pieces = cover(look, document_ranges(40, 7), ranges)
     assert [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)] == list(range(look))
@@ -192,7 +192,7 @@ def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) 
 def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees_its_own(
     tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage itself over random histories, asked by a stand-in for lm-eval that counts."""
+    """The real stage runs random histories against a fake lm-eval that counts documents."""
     counted: list[int] = []
 
     def score(model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, *_: object) -> ScoredDocuments:
@@ -203,7 +203,7 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
 
     task = pin_data(task)
     monkeypatch.setattr(process, "score_in_child", score)
-    monkeypatch.setattr(Stage, "__call__", Stage.build)  # without Prefect, which would be most of the time
+    monkeypatch.setattr(Stage, "__call__", Stage.build)  # without Prefect, which would take most of the time
     rng = random.Random(3)
     verdicts = []
     for run in range(12):
@@ -222,7 +222,7 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
         assert len(counted) == len(set(counted)) == max(look for _, look in (*history, last))
         joined = TaskScores("letters", "letters", tuple(results[-1]))
         verdicts.append((joined.rows, joined.table(), joined.documents_asked))
-    assert all(one == verdicts[0] for one in verdicts)  # what the gate sees is the same after every history
+    assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
@@ -275,7 +275,7 @@ def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask
 def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
     watching, _ = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
     assert watching.endings == ["made"]
-    assert watching.how_far[-1] == (80, 80)  # two choices a document, whatever part it is in
+    assert watching.how_far[-1] == (80, 80)  # two choices per document, across all parts
     assert watching.how_far == sorted(watching.how_far)
     assert {total for _, total in watching.how_far} == {80}
 
@@ -359,10 +359,10 @@ def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     os.mkfifo(tmp_path / "told")
-    task = write_trap(tmp_path / "tasks", TELL_ONCE, at=25)  # in the third part: documents 21 to 40
+    task = write_trap(tmp_path / "tasks", TELL_ONCE, at=25)  # in the third part, documents 21 to 40
     script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
     with in_another_process(script, tmp_path) as killed:
-        (tmp_path / "told").read_text()  # waits until it is there
+        (tmp_path / "told").read_text()  # waits until the document is reached
         os.killpg(killed.pid, signal.SIGKILL)
         assert killed.wait(timeout=HANG_S) == -signal.SIGKILL, killed.communicate()
     first = asked(task)[-1][0]
@@ -372,10 +372,10 @@ def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     with in_another_process(script, tmp_path) as run:
         _, said = run.communicate(timeout=HANG_S)
         assert run.returncode == 0, said
-    assert made().items() > before.items()  # the same files, and one more
+    assert made().items() > before.items()  # the same files plus one
     assert len(made()) == 3
     every = words(40)
     missing = {every[doc] for _, doc in ordered({"trap": 40}, 0)[20:]}
     again = {word for process, word in asked(task) if process != first}
-    assert again - {every[0]} == missing - {every[0]}  # lm-eval looks at the first document when it loads a task
+    assert again - {every[0]} == missing - {every[0]}  # lm-eval reads the first document when it loads a task
     assert not list((home / "store").glob("*/*.partial"))

@@ -1,4 +1,4 @@
-"""Scoring in a process of its own: the same scores, a limit to waiting, and no death that takes the flow along."""
+"""Scoring in a separate process yields the same scores, enforces timeouts, and survives the death of that process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
     there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
     assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
-    assert told[-1] == (40, 40)  # two choices a document
+    assert told[-1] == (40, 40)  # two choices per document
     assert process.inspect_in_child(task).documents == 40
 
 
@@ -207,7 +207,7 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
     assert found.pop("network") == "OSError"
     assert found.pop("merged weights") == "PermissionError"
     assert "OMP_NUM_THREADS" in found.pop("environment")
-    assert len(found) >= 3  # the supervisor, the flow, this test
+    assert len(found) >= 3  # the supervisor, the flow and this test
     assert set(found.values()) == {"PermissionError"}
 
 
@@ -302,7 +302,7 @@ def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> 
 @pytest.mark.long
 @pytest.mark.slow
 def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
-    """Without the switches of the test suite, outside any repository, and with every name that is looked up noted."""
+    """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
@@ -336,12 +336,12 @@ note("watched")
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
-    assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow, and the process that scores
+    assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow and the evaluation process
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
 
 
 def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
-    """Prefect takes as long to import as everything else together."""
+    """Prefect alone takes as long to import as everything else together."""
     script = (
         "import sys; from mergegate.tasks.evaluation import harness, process; "
         "from mergegate.tasks.checkpoints import Model, model_cache; "

@@ -1,4 +1,4 @@
-"""Explaining a refusal: lost documents with their text, interference of the weights, and what to try."""
+"""The explanation of a refusal shows lost documents with their text, weight interference and remedies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def documents(task: EvalTask, tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
-    """Scores of a model that has these documents wrong and all others right."""
+    """Return the scores of a model that gets these documents wrong and all others right."""
 
     def write(name: str, wrong: set[int], part: range = range(30)) -> Artifact[Scores]:
         rows = [
@@ -184,7 +184,7 @@ def test_documents_that_are_gone_have_no_text(task: EvalTask) -> None:
 
 @pytest.fixture
 def parents(tmp_path: Path) -> tuple[PinnedCheckpoint, ...]:
-    """A base, and two parents that move it in opposite directions."""
+    """Save a base model and two parents that move it in opposite directions."""
     base = make_model(tmp_path / "base")
     weights = load_file(base.directory / "model.safetensors")
     found = []

@@ -1,4 +1,4 @@
-"""The verdict on a merge: the worst of all its guards, with the reasons; and the stage that reads what they need."""
+"""The most severe guard decides a merge's verdict, with reasons, and the gate stage loads the evidence it needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
 
 @pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
 def test_the_profile_says_what_an_open_question_means(policy: str, publishable: bool) -> None:
-    verdict = gate_verdict([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrised
+    verdict = gate_verdict([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrized
     assert (verdict.outcome, verdict.publishable) == ("inconclusive", publishable)
     assert verdict.reasons
 
@@ -60,7 +60,7 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
     verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
     judge = Verdict(
         name="judge",
-        outcome=outcome,  # type: ignore[arg-type]  # parametrised
+        outcome=outcome,  # type: ignore[arg-type]  # parametrized
         publishable=outcome == "pass",
         reasons=() if outcome == "pass" else ("judge: undecided",),
         evidence=verdict,
@@ -101,7 +101,7 @@ def test_every_setting_of_the_rule_reaches_the_gate() -> None:
     assert settings.gate_rule == GateRule(confidence=0.9, extend=False, on_inconclusive="warn")
 
 
-# --- the stage
+# --- The stage
 
 
 def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
@@ -168,4 +168,4 @@ def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
         gate.work((GUARD,), found, {}, None, GateRule())
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
-        join_parts(found["merge"])  # for the table that people read: joined by the same function
+        join_parts(found["merge"])  # the report's table joins parts with the same function

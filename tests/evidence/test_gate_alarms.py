@@ -1,4 +1,4 @@
-"""Alarms are corrected for the number of guards; passing is not, because all must pass."""
+"""Alarms are corrected for the number of guards. Passing needs no correction, because every guard must pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int
 
 
 def p_value(lost: int, won: int, n: int) -> float:
-    """Of no drop: the larger of McNemar's and that of a Wald test with one document more that changes each way."""
+    """Return the p-value of no drop: the larger of McNemar's and a Wald test's with one more change each way."""
     p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
     wald = (p_lost - p_won) / math.sqrt((p_lost + p_won - (p_lost - p_won) ** 2) / (n + 2))
     return float(stats.norm.sf(min(wald, (lost - won) / math.sqrt(lost + won))))
@@ -42,7 +42,7 @@ def test_the_guards_that_show_a_drop_are_those_of_holms_procedure() -> None:
         found = [guard.interval(level).low > 0 for guard, level in zip(guards, levels, strict=True)]
         assert found == wanted.tolist()
         differing += sum(p_value(*count) < 0.05 for count in counts) != sum(found)
-    assert differing > 2  # otherwise this would say nothing about a correction
+    assert differing > 2  # otherwise the test could not detect a missing correction
 
 
 def test_one_alarm_makes_the_next_one_easier() -> None:

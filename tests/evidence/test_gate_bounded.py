@@ -1,4 +1,4 @@
-"""The bound of graded scores agrees with a martingale written plainly, and errs as seldom as it promises."""
+"""The bound of graded scores agrees with a direct martingale implementation and keeps its error rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def script() -> ModuleType:
 
 
 def most_wealth(differences: list[float], mean: float, confidence: float) -> float:
-    """What a player had at best who staked on a mean below ``mean``, up to the target; one look, a document a step."""
+    """Return the highest wealth, up to the target, of a bettor that stakes on a mean below ``mean``.
+
+    One look, with one document per step.
+    """
     alpha, n = 1 - confidence, len(differences)
     wealth = most = 1.0
     for t, difference in enumerate(differences):
@@ -57,12 +60,12 @@ def test_a_mean_is_refuted_where_a_plain_martingale_reaches_its_target(seed: int
     means = rng.uniform(-0.2, 0.9, 8)
     wealth = np.array([most_wealth(differences.tolist(), mean, confidence) for mean in means])
     found = refuted(differences, means, confidence, (n,))
-    clear = np.abs(np.log(wealth * (1 - confidence))) > 0.02  # the slopes are read from a table
+    clear = np.abs(np.log(wealth * (1 - confidence))) > 0.02  # the slopes come from a table
     assert (found == (wealth >= 1 / (1 - confidence)))[clear].all()
 
 
 def crossing(sum_so_far: float, schedule: tuple[int, ...], confidence: float) -> float:
-    """The chance that a Brownian motion which starts at ``sum_so_far`` lies beyond a bound at one of two looks."""
+    """Return the probability that a Brownian motion from ``sum_so_far`` is beyond its bound at one of two looks."""
     first, second = plan_looks(schedule, confidence)
     bounds = [stats.norm.ppf(look.confidence) * math.sqrt(look.documents) - sum_so_far for look in (first, second)]
     covariance = [[schedule[0], schedule[0]], [schedule[0], schedule[1]]]
@@ -78,7 +81,7 @@ def test_a_bet_is_the_slope_of_the_chance_to_cross_at_any_look(sum_so_far: float
     assert np.interp(math.log(chances[1]), graded_scores._LOG_P, before_the_first) == pytest.approx(slope, rel=0.01)
 
 
-SHARES = {  # of differences of -1, -.5, 0, .5, 1
+SHARES = {  # shares of the differences -1, -.5, 0, .5 and 1
     "symmetric": (0.2, 0.1, 0.4, 0.1, 0.2),
     "rare losses": (0.0, 0.0, 0.9, 0.0, 0.1),
     "little wins, great losses": (0.0, 0.7, 0.0, 0.0, 0.3),
@@ -136,7 +139,7 @@ def test_every_mean_above_the_bound_is_refuted() -> None:
 
 def test_what_an_early_look_has_refuted_stays_refuted() -> None:
     differences = np.random.default_rng(3).normal(-0.02, 0.15, 400).clip(-1, 1)
-    differences[100:] += 0.1  # as if the first hundred had been luck
+    differences[100:] += 0.1  # as if the first hundred were lucky
     schedule = (100, 400)
     highs = [graded_difference(differences[:n], 0.95, schedule).high for n in schedule]
     assert highs[1] <= max(highs[0], float(differences.mean()))
@@ -152,8 +155,8 @@ def test_near_normal_scores_have_nearly_students_interval() -> None:
 def test_a_sample_of_equals_leaves_as_much_open_as_could_hide_in_it() -> None:
     found = graded_difference([0.0] * 200, 0.95)
     assert 0.013 < found.high < 0.02
-    assert 0.985**200 < 0.05  # that is how sure anyone could be that not 1.5 % of the documents lose everything
-    # And 50 documents cannot tell.
+    assert 0.985**200 < 0.05  # at 95% confidence, at most 1.5% of documents lose everything
+    # Fifty documents cannot show it.
     assert graded_difference([0.0] * 50, 0.95).high > 0.03
 
 
@@ -172,7 +175,7 @@ def test_what_is_no_difference_of_scores_is_refused() -> None:
         graded_difference([0.0] * 3, 0.95, (1, 2))
 
 
-# --- as the table in the document says
+# --- The table in docs/gates.md
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -208,10 +211,10 @@ def test_the_graded_table_in_the_document_is_the_scripts_and_keeps_its_promise(s
     assert rows[half][0] == "equal"
     ours = [float(cell.split(" · ")[0]) for row in rows[1:half] for cell in row[2:]]
     assert len(ours) == 2 * len(script.SHAPES) * len(script.DOCUMENTS)
-    assert max(ours) <= 5.0 + 3 * 0.154  # the Monte Carlo error it states
+    assert max(ours) <= 5.0 + 3 * 0.154  # the Monte Carlo error stated in the table
 
 
-# --- in a guard
+# --- In a guard
 
 
 def graded_pair(n: int, by: float, scale: float = 1.0) -> PairedScores:
@@ -271,7 +274,7 @@ def test_documents_come_in_the_order_in_which_they_were_scored(tmp_path: Path) -
         for one, begin, end in ((second, 200, 250), (first, 0, 200))
     ]
     rows = [row.doc_id for row in by_task("x", parts)["reverse"].rows]
-    assert set(rows[:200]) == set(range(0, 400, 2))  # those of the first look, whichever file is read first
+    assert set(rows[:200]) == set(range(0, 400, 2))  # the first look, in either file order
     assert rows[:200] != sorted(rows[:200])
     halves = np.array(rows[:200]).reshape(2, 100).mean(axis=1)
-    assert abs(halves[0] - halves[1]) < 60  # mixed: ascending, they would be 200 apart
+    assert abs(halves[0] - halves[1]) < 60  # shuffled; in ascending order they would be 200 apart

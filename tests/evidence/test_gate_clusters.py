@@ -1,4 +1,4 @@
-"""Intervals over clusters: the textbook's error, a quantile that holds for skewed and unequal ones, and refusals."""
+"""Cluster intervals use the CR2 error and a quantile that covers skewed and unequal clusters; too few are refused."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def script() -> ModuleType:
 def in_clusters(
     rng: np.random.Generator, sizes: tuple[int, ...], shared: float, mean: float = 0.02
 ) -> tuple[np.ndarray, list[str]]:
-    """Differences in clusters, with a part that all of a cluster share."""
+    """Return differences in clusters, with a component that all members of a cluster share."""
     members = np.repeat(np.arange(len(sizes)), sizes)
     differences = mean + rng.normal(0, shared, len(sizes))[members] + rng.normal(0, 0.2, len(members))
     return differences.clip(-1, 1), [f"passage {member}" for member in members]
 
 
 def textbook_error(differences: np.ndarray, members: list[str]) -> float:
-    """CR2 of a regression on a constant: residuals times the inverse root of their part of ``I - H``, by matrices."""
+    """Return the CR2 error of a regression on a constant, computed with matrices.
+
+    Residuals are multiplied by the inverse root of their block of ``I - H``.
+    """
     n = len(differences)
     x = np.ones((n, 1))
     bread = np.linalg.inv(x.T @ x)
@@ -87,7 +90,7 @@ def test_of_equal_normal_clusters_the_simulated_quantile_is_students(count: int)
     normal, noise, *_ = clusters._ratios((100,) * count)
     for ratios in (normal, noise):
         assert stats.kstest(ratios, stats.t(count - 1).cdf).statistic < 0.006
-    # The one that is used lies beyond, because effects may be skewed.
+    # The quantile in use is larger, because effects may be skewed.
     assert critical_value((100,) * count, 0.95) > 1.2 * stats.t.ppf(0.95, count - 1)
 
 
@@ -118,7 +121,7 @@ def test_surer_is_wider() -> None:
 
 
 def test_the_clustered_interval_is_never_narrower_than_without_clusters() -> None:
-    differences = [0.5, -0.5] * 50  # every cluster sums to nothing, so between them there seems to be no difference
+    differences = [0.5, -0.5] * 50  # every cluster sums to zero, so clusters seem not to differ
     plain = graded_difference(differences, 0.95)
     assert clustered_difference(differences, [str(i // 2) for i in range(100)], plain, 0.95) == plain
 
@@ -140,7 +143,7 @@ def test_too_few_clusters_are_refused_with_their_number_and_a_way_out() -> None:
     check_clusters([str(i % 14) for i in range(140)], "task", "mmlu")
 
 
-# --- as the table in the document says
+# --- The table in docs/gates.md
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "graded"])
@@ -168,7 +171,7 @@ def test_the_sizes_of_the_subjects_are_mmlus(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.06])
 def test_the_table_decides_as_the_interval_of_a_single_sample(script: ModuleType, spread: float) -> None:
-    # The script works on many samples at once; this takes one at a time through the interval of the gate.
+    # The script vectorizes over samples; this test passes one sample at a time to the gate's interval.
     sizes, runs = (60,) * 20, 300
     rng = np.random.default_rng(7)
     passed = 0
@@ -189,21 +192,21 @@ def test_the_cluster_table_in_the_document_is_the_scripts_and_keeps_its_promise(
     assert len(cells) == 2 * len(script.SIZES) * (1 + len(script.EFFECTS) * len(script.SPREADS))
     for row in rows[1:half]:
         assert (row[3].startswith("refused")) == (float(row[1]) < 14)
-    assert max(float(cell) for cell in cells if cell != "refused") <= 5.0 + 2 * 0.154  # the error it states
+    assert max(float(cell) for cell in cells if cell != "refused") <= 5.0 + 2 * 0.154  # the error stated in the table
 
 
-# --- in a guard
+# --- In a guard
 
 
 def subjects(count: int, each: int, lost: int) -> PairedScores:
-    """``lost`` documents, all of them of the first subject."""
+    """Return clustered pairs in which only the reference gets the first ``lost`` documents right."""
     documents = tuple((f"subject {doc // each}", doc) for doc in range(count * each))
     merge = tuple(0.0 if doc < lost else 1.0 for doc in range(count * each))
     return PairedScores(documents, (1.0,) * len(documents), merge)
 
 
 def test_each_population_has_its_verdict() -> None:
-    # Twenty subjects, and all that is lost is lost in one: to new questions a fact, to new subjects an accident.
+    # Of twenty subjects, one accounts for all losses: a real drop for new questions, but chance for new subjects.
     found = subjects(20, 50, 50)
     of_questions, of_subjects = (
         judge_guard(Guard(task="t", guarded_by="a", max_drop=3, population=population), "acc,none", found, True, 0.95)
@@ -236,7 +239,7 @@ def test_a_task_without_subjects_cannot_speak_for_new_ones() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])
 def test_new_questions_need_no_clusters_whatever_subjects_lose(spread: float) -> None:
-    # Strata of fixed weights: the interval over documents counts their differences as noise, and so is safe.
+    # With fixed stratum weights, the interval over documents counts differences between strata as noise, so it is safe.
     rng = np.random.default_rng(9)
     sizes = np.array([300, 100, 100, 50, 50, 400])
     lost_by = 0.03 + spread * np.array([1.0, -1.0, 1.0, -1.0, 1.0, -0.75])

@@ -1,4 +1,4 @@
-"""Perplexity drift: against the better parent, with limits, before all else."""
+"""Perplexity drift is measured against the better parent, has limits, and is checked before everything else."""
 
 from __future__ import annotations
 

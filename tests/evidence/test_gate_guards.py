@@ -1,4 +1,4 @@
-"""A guard: three outcomes on paired documents, each said in a sentence; and how documents are paired."""
+"""A guard pairs documents, and its outcome is one of three, each explained in a sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_equal_scores_are_level_with_an_interval() -> None:
 
 
 def test_noise_above_the_threshold_is_not_a_failure() -> None:
-    verdict = verdict_of(12, 8, 100)  # 4 points, but 12 against 8 is a coin
+    verdict = verdict_of(12, 8, 100)  # 4 points, but 12 against 8 is chance
     assert verdict.outcome == "inconclusive"
     assert "undecided after 100 documents; about" in verdict.reason
     assert verdict.documents_needed is not None
@@ -116,11 +116,11 @@ def test_outcomes_stored_before_there_were_clusters_are_read(tmp_path: Path) -> 
     assert document_scores.read_document_scores(tmp_path / "then") == (outcome(1),)
 
 
-# --- clusters
+# --- Clusters
 
 
 def test_subjects_of_a_group_can_be_the_independent_units() -> None:
-    # Twenty subjects, and all that is lost is lost in one of them: to its documents clear, to the subjects an accident.
+    # Of twenty subjects, one accounts for all losses: clear for its documents, chance for the subjects.
     subjects = tuple((f"subject {doc // 50}", doc) for doc in range(1000))
     lost = [0.0 if doc < 50 else 1.0 for doc in range(1000)]
     found = PairedScores(subjects, (1.0,) * 1000, tuple(lost))

@@ -1,4 +1,4 @@
-"""Looks: an undecided guard asks for more documents, at levels that keep the promise whichever look stops."""
+"""An undecided guard requests more documents, at confidence levels that hold jointly for all looks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_one_look_is_judged_as_if_there_were_no_looks() -> None:
 def test_the_interval_is_taken_at_the_confidence_of_the_look() -> None:
     verdict = at_look(30, 10, 500)
     assert verdict.look == plan_looks(PLAN, 0.95)[0]
-    assert verdict.confidence == 0.95  # what all looks together promise
+    assert verdict.confidence == 0.95  # joint confidence of all looks
     wanted = binary_difference(30, 10, 500, verdict.look.confidence)
     assert (verdict.low, verdict.high) == pytest.approx((100 * wanted.low, 100 * wanted.high))
 

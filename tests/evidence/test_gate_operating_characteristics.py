@@ -1,4 +1,4 @@
-"""What ``docs/gates.md`` promises: wrong publications are rare, whatever look decides; its tables are the script's."""
+"""``docs/gates.md`` is right that wrong publications are rare at every look, and its tables match the script."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mergegate.tasks.gate.regression import judge_guards, measure_guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS = 2000
-ERROR = math.sqrt(0.05 * 0.95 / RUNS)  # standard error of a rate of 5 %
+ERROR = math.sqrt(0.05 * 0.95 / RUNS)  # standard error of a rate of 5%
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """``benchmarks/operating_characteristics.py`` as a module."""
+    """Import ``benchmarks/operating_characteristics.py`` as a module."""
     return load_benchmark("operating_characteristics")
 
 
@@ -73,7 +73,7 @@ def test_the_script_decides_as_the_gate_does(script: ModuleType, n: int) -> None
 
 
 def shape(table: list[str]) -> list[tuple[int, str, str]]:
-    """Number of cells, and the words of the first two, of every row of Markdown tables; figures do not count."""
+    """Return the number of cells and the words of the first two cells of each Markdown table row, ignoring numbers."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")]
     return [(len(row), row[0], row[1] if len(row) == 7 else "") for row in rows]
 
@@ -95,4 +95,4 @@ def test_the_document_claims_no_more_than_its_tables_show() -> None:
         if line.startswith("| ") and line.count("|") == 10 and "publishes" not in line and "--" not in line
     ]
     assert len(rows) == 5
-    assert max(share for row in rows for share in row) <= 5.0 + 3 * 0.05  # the Monte Carlo error it states
+    assert max(share for row in rows for share in row) <= 5.0 + 3 * 0.05  # the Monte Carlo error stated in the table

@@ -1,4 +1,4 @@
-"""What is said before a night: the chance of an equal merge against the gate itself, and falls that would be found."""
+"""Power forecasts agree with the gate: the chance that an equal merge passes, and the drops that would be detected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_fall_that_is_called_detectable_is_found_four_times_in_five() -> None:
 def test_the_chance_that_is_left_is_that_of_a_simulation() -> None:
     rng = np.random.default_rng(7)
     drop, error, share = 1.0, 2.0, 0.4
-    variance = error**2 * share * 1000  # of one of 1,000 documents, 400 of which were seen
+    variance = error**2 * share * 1000  # per document; 400 of 1,000 documents were seen
     truth = rng.normal(drop, error, 200_000)
     final = share * drop + (1 - share) * rng.normal(truth, np.sqrt(variance / 600))
     expected = np.mean(final <= -0.5) + np.mean(final > 2.5)

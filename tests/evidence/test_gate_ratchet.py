@@ -1,4 +1,4 @@
-"""The anchor of many nights: what it refused is remembered, and makes its next yes harder."""
+"""An anchor that serves many runs remembers its refusals, which make the next pass harder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guard is compared with: a parent, the best parent, or the release of today."""
+"""A guard's reference is a parent, the best parent or the current release."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_parent_called_champion_is_ambiguous() -> None:
         check_guards([REIGNING], ["base", "champion"])
 
 
-# --- the best parent
+# --- The best parent
 
 
 def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
     strict = GUARD.model_copy(update={"max_drop": 0.0, "guarded_by": BEST_PARENT})
     runs, n, alarms, naive = 400, 300, 0, 0
     for _ in range(runs):
-        models = (rng.random((4, n)) < 0.7).astype(float)  # three parents and a merge, all as good
+        models = (rng.random((4, n)) < 0.7).astype(float)  # three parents and a merge, all equally good
         *parents, merge = models
         chosen = max(parents, key=np.sum)
         pair = PairedScores(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
@@ -83,7 +83,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
     assert naive / runs > 0.08
 
 
-# --- the champion
+# --- The champion
 
 
 def test_a_merge_that_is_worse_than_the_release_of_today_fails(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_before_the_first_release_there_is_no_champion(tmp_path: Path) -> None:
 
 
 def test_a_task_in_parts_is_compared_with_the_best_parent_over_all_of_them(tmp_path: Path) -> None:
-    # Each parent is better on one half; over both halves it is reverser.
+    # Each parent is better on one half; ``reverser`` is better overall.
     found = {
         "base": [
             part(tmp_path / "b1", right_on(range(200), 200)),

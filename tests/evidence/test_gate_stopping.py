@@ -1,4 +1,4 @@
-"""Tasks that are not run change no verdict: what ends early would have ended as well, in whatever order tasks come."""
+"""Skipped tasks never change the verdict: a run that stops early would have failed anyway, in any task order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def scored(place: Path, task: str, right: np.ndarray) -> Artifact[Scores]:
 
 
 def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[Artifact[Scores]]]:
-    """Merge and base on all tasks; the merge is so much worse, and differs on a tenth of the documents."""
+    """Return scores of base and merge on all tasks.
+
+    The merge is worse by the given drops, and differs from the base on a tenth of the documents.
+    """
     rng = np.random.default_rng(seed)
     found: dict[str, list[Artifact[Scores]]] = {"base": [], "merge": []}
     for task, drop in zip(TASKS, drops, strict=True):
@@ -81,6 +84,6 @@ def test_order_is_by_evidence_in_a_second_and_otherwise_as_given() -> None:
     seen = {"a": 500, "b": 500, "c": 500}
     assert order_by_information(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")
     assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 2.0}) == ("b", "c", "a")
-    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # what costs nothing
+    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # free tasks come first
     assert order_by_information(planned(a=0.2, b=0.05, c=0.1), seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("b", "c", "a")
     assert order_by_information(same, seen | {"c": 2000}, {"a": 1.0, "b": 1.0, "c": 2.0}) == ("c", "a", "b")

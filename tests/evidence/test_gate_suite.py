@@ -1,4 +1,4 @@
-"""A suite is judged by the mean of its tasks' drops: its interval, what it lets through, and what it stops."""
+"""A suite is judged by its tasks' mean drop: the interval of the mean, and which merges pass or fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_
 def evidence(
     task: str, lost: int, won: int, n: int, *, schedule: tuple[int, ...] = (), **settings: object
 ) -> GuardEvidence:
-    guard = Guard(task=task, guarded_by="base", **{"max_drop": 2, **settings})  # type: ignore[arg-type]  # of a test
+    guard = Guard(task=task, guarded_by="base", **{"max_drop": 2, **settings})  # type: ignore[arg-type]  # test settings
     return measure_guard(guard, "acc,none", paired(lost, won, n), True, documents=n, schedule=schedule)
 
 
@@ -34,7 +34,7 @@ def seven(lost: int, won: int, n: int = 500) -> list[GuardEvidence]:
     return [evidence(f"task{i}", lost, won, n) for i in range(7)]
 
 
-# --- the mean and its interval
+# --- The mean and its interval
 
 
 def test_the_interval_of_the_mean_is_put_together_from_those_of_the_tasks() -> None:
@@ -82,18 +82,18 @@ def test_many_samples_at_once_are_the_same_as_one_after_the_other() -> None:
     assert together == pytest.approx(np.array([mean_drop(one) for one in parts]))
 
 
-# --- what it lets through and what it stops
+# --- What passes and what fails
 
 
 def test_an_equal_merge_that_no_task_alone_could_show_to_be_equal_passes() -> None:
-    measured = seven(50, 50)  # discordance .20: one task's bound is at 3.3 points
+    measured = seven(50, 50)  # discordance .20: the bound of a single task is at 3.3 points
     assert {one.outcome for one in judge_guards(measured, 0.95)} == {"inconclusive"}
     assert judge_suite(measured, 0.95).outcome == "pass"
     assert {one.outcome for one in judge_guards(measured, 0.95, as_suite=True)} == {"pass"}
 
 
 def test_small_losses_everywhere_add_up_and_fail() -> None:
-    measured = seven(40, 25)  # 3 points each: none is shown to be over its limit alone
+    measured = seven(40, 25)  # 3 points each: no single task provably exceeds its limit
     assert "fail" not in {one.outcome for one in judge_guards(measured, 0.95, as_suite=True)}
     assert judge_suite(measured, 0.95).outcome == "fail"
 
@@ -135,7 +135,7 @@ def test_tasks_that_differ_by_noise_alone_are_all_drawn_to_one_number() -> None:
     assert len({round(one.pooled, 9) for one in drops}) == 1
 
 
-# --- looks
+# --- Looks
 
 
 def test_a_suite_spends_its_error_by_the_information_in_the_mean() -> None:
@@ -157,7 +157,7 @@ def right_on(task: str, wrong: int, n: int, first: int = 0) -> list[DocumentScor
     return [outcome(doc, float(doc >= wrong))._replace(task=task) for doc in range(first, n)]
 
 
-def judged(tmp_path: Path, wrong: dict[str, dict[str, int]], guards: tuple[Guard, ...], rule: GateRule, n: int = 300):  # type: ignore[no-untyped-def]  # of a test
+def judged(tmp_path: Path, wrong: dict[str, dict[str, int]], guards: tuple[Guard, ...], rule: GateRule, n: int = 300):  # type: ignore[no-untyped-def]  # test helper
     found = {
         model: [part(tmp_path / model / task, right_on(task, count, n)) for task, count in tasks.items()]
         for model, tasks in wrong.items()
@@ -173,7 +173,7 @@ def guards_by(name: str) -> tuple[Guard, ...]:
 
 
 def test_the_stage_judges_a_suite_unless_each_is_asked_for(tmp_path: Path) -> None:
-    wrong = {"base": dict.fromkeys(TASKS, 0), "merge": {"copy": 0, "reverse": 8}}  # 2.7 points below on one of them
+    wrong = {"base": dict.fromkeys(TASKS, 0), "merge": {"copy": 0, "reverse": 8}}  # 2.7 points worse on one task
     together = judged(tmp_path / "suite", wrong, guards_by("base"), GateRule())
     assert (together.outcome, [suite.tasks for suite in together.suites]) == ("pass", [2])
     assert together.overall_drop == pytest.approx(4 / 3)
@@ -199,7 +199,7 @@ def test_a_suite_is_extended_as_a_whole(tmp_path: Path) -> None:
     assert undecided_tasks(verdict) == TASKS
 
 
-# --- attempts, anchors, references
+# --- Attempts, anchors, references
 
 
 @pytest.mark.parametrize("attempts", range(1, 7))
@@ -222,7 +222,7 @@ def test_an_anchor_is_another_reference_for_whatever_is_compared_with_the_champi
         "merge": dict.fromkeys(TASKS, 27),
     }
     tonight = judged(tmp_path / "night", wrong, guards_by(CHAMPION), GateRule())
-    assert tonight.outcome == "pass"  # a little worse than yesterday
+    assert tonight.outcome == "pass"  # slightly worse than in the previous run
     ratcheted = judged(tmp_path / "anchor", wrong, with_anchor(guards_by(CHAMPION), "first"), GateRule())
     assert (ratcheted.outcome, [suite.reference for suite in ratcheted.suites]) == ("fail", [CHAMPION, ANCHOR])
     assert ratcheted.suites[0].outcome == "pass"

@@ -1,4 +1,4 @@
-"""Groups whose tasks have different metrics: every document counts, as lm-eval scores it, or the run is refused."""
+"""In a group with mixed metrics, every document counts as lm-eval scores it, or mergegate refuses the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ours(definition: Path, directory: Path = DEMO) -> tuple[DocumentScore, ...]:
-    """What mergegate's own scoring says, of all documents, in two parts."""
+    """Score all documents with mergegate, in two parts."""
     model = Model(name="demo", digest=str(directory), directory=directory)
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
     try:
@@ -59,7 +59,7 @@ def scored(tasks: Path) -> tuple[DocumentScore, ...]:
 
 @pytest.fixture(scope="module")
 def written(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What lm-eval itself writes about the demo model on the same group."""
+    """Return the results that lm-eval writes for the demo model on the same group."""
     root = tmp_path_factory.mktemp("lm-eval")
     leaves = [tasks / f"{name}.yaml" for name in (*DEFAULTS, "errors")]
     prepare(leaves, root)
@@ -87,7 +87,7 @@ def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentSco
     judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]
     assert judged[0] == judged[1]
     graded = [[row.outcome for row in rows if row.metric == "prob,none"] for rows in (ours, whole)]
-    # In bfloat16 a batch of another size moves a log-likelihood by some hundredths.
+    # In bfloat16, a different batch size changes a log-likelihood by a few hundredths.
     assert graded[0] == pytest.approx(graded[1], rel=0.1)
     assert len({(row.task, row.doc_id) for row in scored}) == sum(SIZES[leaf] for leaf in DEFAULTS)
 
@@ -101,7 +101,7 @@ def test_each_leaf_has_its_own_metric_and_no_document_is_lost(scored: tuple[Docu
         of_leaf = [row.outcome for row in judged if row.task == leaf]
         assert len(of_leaf) == results["n-samples"][leaf]["effective"] == SIZES[leaf]
         assert sum(of_leaf) / len(of_leaf) == pytest.approx(results["results"][leaf][metric])
-    assert len({row.outcome for row in judged}) == 2  # neither all right nor all wrong: this can fail
+    assert len({row.outcome for row in judged}) == 2  # mixed outcomes, so the test can fail
 
 
 def test_the_table_shows_all_documents_and_each_metric(scored: tuple[DocumentScore, ...]) -> None:
@@ -137,7 +137,7 @@ def test_less_is_better_is_turned_round_among_others(tasks: Path, written: Path)
 
 
 def test_tasks_written_inline_and_settings_laid_over_others_are_as_in_lm_eval(tasks: Path, tmp_path: Path) -> None:
-    """The oracle is lm-eval reading the group's own file, with absolute paths in it."""
+    """The reference is lm-eval itself, which reads the group's file with absolute paths."""
     from lm_eval.tasks import TaskManager
 
     inline = f"""group: inlined
@@ -219,7 +219,7 @@ def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None
 
 
 def graded(tmp_path: Path, deed: str) -> Path:
-    """A task whose score of each document is what ``deed`` says, beside ``letters`` in the group ``g``."""
+    """Write a group ``g`` of ``letters`` and a task whose scoring function runs ``deed`` for every document."""
     write_choices(tmp_path, 6)
     write_choices(tmp_path, 6, name="own", extra="process_results: !function own.score\n")
     (tmp_path / "own.py").write_text(f"def score(doc, results):\n    {deed}\n    return {{'acc': 1.0}}\n")

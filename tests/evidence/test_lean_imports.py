@@ -1,4 +1,4 @@
-"""What nobody asks is not imported, and no package sees it in one half of itself and not in the other."""
+"""Lean imports hide unused packages, and no package sees an optional one in only some of its modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mergegate.tasks.checkpoints import import_lean, lean_imports
 
-# As transformers does: looked for once, remembered, and imported much later.
+# Like transformers: search for the package once, remember the result, and import it much later.
 PACKAGE = "from importlib.util import find_spec\nSEEN = find_spec('unasked') is not None\n"
 PART = "from looking import SEEN\nif SEEN:\n    import unasked\n"
 

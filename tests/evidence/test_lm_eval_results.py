@@ -1,4 +1,4 @@
-"""lm-eval's own files as evidence: read as what was scored, and believed only where they belong together."""
+"""lm-eval's result files yield the scores that lm-eval computed, and inconsistent files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from mergegate.tasks.evaluation.metrics import choose_metrics, metrics_by_leaf
 from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 
-UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}  # what is not read of lm-eval's files
+# Fields that are not read from lm-eval's files.
+UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
 
 GENERATED = """task: endings
 dataset_path: json
@@ -57,7 +58,7 @@ metric_list:
 
 @pytest.fixture(scope="module")
 def definitions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A choice under two metrics, one of which is no mean; another choice; and free answers under two filters."""
+    """Write two choice tasks, one with a second metric that is not a mean, and a free-form task with two filters."""
     folder = tmp_path_factory.mktemp("tasks")
     letters = write_choices(folder)
     letters.write_text(letters.read_text() + "  - {metric: f1, higher_is_better: true}\n")
@@ -69,7 +70,7 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, definitions: dict[str, Path]) -> Path:
-    """What lm-eval wrote about two models on a group of two tasks and one more: ``one`` and ``other``."""
+    """Return lm-eval's results for the models ``one`` and ``other`` on a group of two tasks and one more task."""
     root = tmp_path_factory.mktemp("lm-eval")
     scratch = root / "scratch"
     prepare(list(definitions.values()), scratch)
@@ -82,7 +83,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, definitions: dict[str, Pat
 
 @pytest.fixture
 def copied(tmp_path: Path, written: Path) -> Path:
-    """The results of ``one``, to be damaged."""
+    """Copy the results of ``one``, for a test to damage."""
     return Path(shutil.copytree(written / "one", tmp_path / "one"))
 
 
@@ -102,7 +103,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ...]:
-    """What mergegate's own scoring says of the same model and task."""
+    """Score the same model and task with mergegate."""
     model = Model(name="m", digest=str(directory), directory=directory)
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
     try:
@@ -117,12 +118,12 @@ def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ..
 def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str, Path], task: str, model: str) -> None:
     found = sorted(read(written / model, task).outcomes)
     ours = sorted(stage_outcomes(written / "models" / model, definitions[task]))
-    # A likelihood is exp of a float32 near -10, whose last place (1e-6) depends on the kernel that computed it, and
-    # that on the processor and on where memory lies: lm-eval's command is another process.
+    # A likelihood is the exp of a float32 near -10. Its last digit (1e-6) depends on the kernel, which depends on the
+    # processor and on memory alignment, and lm-eval's command runs in another process.
     assert [one._replace(outcome=0.0) for one in found] == [one._replace(outcome=0.0, **UNWRITTEN) for one in ours]
     assert [one.outcome for one in found] == pytest.approx([one.outcome for one in ours], rel=1e-5)
     marks = [outcome for outcome in found if outcome.metric != "prob,none"]
-    assert len({outcome.outcome for outcome in marks}) == 2  # neither all right nor all wrong
+    assert len({outcome.outcome for outcome in marks}) == 2  # mixed outcomes
 
 
 def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_group_is_all_documents_of_the_tasks_below_it(written: Path) -> None:
     apart = [outcome for task in ("letters", "numbers") for outcome in read(written / "one", task).outcomes]
     assert list(group.outcomes) == apart
     assert len({(outcome.task, outcome.doc_id) for outcome in apart}) == 40 + 25
-    assert len(apart) == 2 * (40 + 25)  # right or wrong, and the probability of the right answer
+    assert len(apart) == 2 * (40 + 25)  # correct or not, and the probability of the correct choice
 
 
 def test_a_field_of_the_documents_can_group_them(written: Path) -> None:
@@ -169,7 +170,7 @@ def test_the_newest_results_of_a_task_win(copied: Path) -> None:
     (newest, _) = find_results(copied)
     assert newest.date.startswith("2999")
     assert read(copied, "letters").file == newest.path
-    rewrite(newest.path, lambda content: content["configs"].pop("letters"))  # this run was of the others only
+    rewrite(newest.path, lambda content: content["configs"].pop("letters"))  # this run covered only the other tasks
     assert read(copied, "letters").file == old
 
 
@@ -242,7 +243,7 @@ def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> N
 
 
 def values_in(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the keys that lead to every value inside plain data."""
+    """Yield the path of keys to every value in plain data."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*place, key)
@@ -250,7 +251,7 @@ def values_in(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[s
 
 
 def replaced(content: Any, place: tuple[str | int, ...], value: object) -> Any:
-    """Return plain data with another value at ``place``."""
+    """Return plain data with the value at ``place`` replaced."""
     copied = json.loads(json.dumps(content))
     inner = copied
     for key in place[:-1]:
@@ -259,7 +260,7 @@ def replaced(content: Any, place: tuple[str | int, ...], value: object) -> Any:
     return copied
 
 
-# One of each type that JSON has, and numbers beyond what any field can hold.
+# One value of each JSON type, and numbers out of every field's range.
 OTHER_VALUES = (
     None,
     True,
@@ -282,9 +283,9 @@ OTHER_VALUES = (
 
 
 def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentScore, ...]]:
-    """Return what guards on each metric of ``original`` would judge of ``changed``.
+    """Return the scores in ``changed`` that guards on each metric of ``original`` would use.
 
-    The probability of a choice may be missing: a guard that asks for it is then refused. It is never another number.
+    The probability of a choice may be missing, which makes the gate refuse a guard that needs it. It never changes.
     """
     require_same_conditions(original, changed, "changed")
     before = {row[:3]: row for row in original.outcomes if row.metric == "prob,none"}
@@ -295,7 +296,7 @@ def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentS
 
 
 def check_other_value(place: Path, path: Path, text: str, originals: Mapping[str, TaskResults]) -> None:
-    """Check that a changed file is refused by name, or means what it meant."""
+    """Check that a changed file is refused by name or keeps its meaning."""
     before = path.read_text()
     path.write_text(text)
     try:
@@ -312,7 +313,7 @@ def check_other_value(place: Path, path: Path, text: str, originals: Mapping[str
 
 @pytest.fixture(scope="module")
 def mutable(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
-    """The results of ``one``, in which a file at a time is changed and restored."""
+    """Copy the results of ``one``; tests change and restore one file at a time."""
     return Path(shutil.copytree(written / "one", tmp_path_factory.mktemp("mutable") / "one"))
 
 

@@ -1,4 +1,4 @@
-"""Tasks that lm-eval ships, by name: which can guard a release, and their data where there is no network."""
+"""Tasks that ship with lm-eval, by name: which ones can guard a release, and their data without network access."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     ("said", "reason"),
     [
         ({}, None),
-        ({"metric_list": None}, None),  # lm-eval's own for choices
+        ({"metric_list": None}, None),  # lm-eval's default for choices
         ({"output_type": "loglikelihood_rolling"}, UnsupportedReason.PERPLEXITY),
         ({"unsafe_code": True}, UnsupportedReason.CODE),
         ({"doc_to_image": ["image"]}, UnsupportedReason.SEES),
@@ -57,7 +57,7 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ({"test_split": None, "validation_split": "validation"}, None),
         ({"metric_list": [{"metric": "mcc"}]}, UnsupportedReason.NO_MEAN),
         ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, UnsupportedReason.NO_MEAN),
-        # F1 of one document is no number: lm-eval itself fails when it is to average pairs.
+        # The F1 score of a single document is undefined, and lm-eval fails when it averages pairs.
         (
             {"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
             UnsupportedReason.NO_MEAN,
@@ -71,13 +71,13 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ),
         ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, UnsupportedReason.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
-        # Beside a metric that could judge: lm-eval fails all the same.
+        # Fails in lm-eval even with a suitable metric next to it:
         (
             {"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
             UnsupportedReason.NO_MEAN,
         ),
         ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, UnsupportedReason.NO_MEAN),
-        ({"output_type": "generate_until"}, UnsupportedReason.NO_MEAN),  # accuracy of a free answer
+        ({"output_type": "generate_until"}, UnsupportedReason.NO_MEAN),  # accuracy of a free-form answer
         ({"output_type": "generate_until", "metric_list": [{**MEAN[0], "metric": "f1", "hf_evaluate": True}]}, None),
         ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, UnsupportedReason.NO_MEAN),  # choices have none
         ({"metric_list": "acc"}, UnsupportedReason.UNREADABLE),
@@ -184,18 +184,18 @@ def test_groups_and_tags_stand_for_their_tasks() -> None:
 def test_what_a_group_says_of_its_tasks_is_laid_over_them() -> None:
     (leaf,) = shipped_leaves("darija_summarization")
     assert "metric_list" in leaf.laid_over
-    assert [leaf.name for leaf in shipped_leaves("scrolls_qasper")] == ["scrolls_qasper"]  # its file names a group, too
+    assert [leaf.name for leaf in shipped_leaves("scrolls_qasper")] == ["scrolls_qasper"]  # its file also names a group
 
 
 class _Loaded:
-    """In place of a task that lm-eval has loaded: how it is configured."""
+    """Fake lm-eval task that records its configuration."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.name = dict(config), str(config["task"])
 
 
 def _configured(built: Any) -> dict[str, dict[str, Any]]:
-    """Of what lm-eval has built of a name: how each task is configured."""
+    """Return the configuration of each task in an object that lm-eval built."""
     if isinstance(built, _Loaded):
         return {built.name: built.config}
     below = built if isinstance(built, list) else built._children.values()
@@ -203,11 +203,11 @@ def _configured(built: Any) -> dict[str, dict[str, Any]]:
 
 
 def _as_text(config: Mapping[str, Any]) -> str:
-    beside = {"tag", "group", "task_list", "metadata"}  # what lm-eval takes out, or adds
+    beside = {"tag", "group", "task_list", "metadata"}  # lm-eval removes or adds these
     return json.dumps({key: value for key, value in config.items() if key not in beside}, sort_keys=True, default=str)
 
 
-# lm-eval gives the tasks of a group below these the name of the group, or the list of their names, and keeps one.
+# In the groups below these, lm-eval gives all tasks the group's name, or the list of their names, and keeps one.
 COLLAPSED = {"openllm", "toksuite_abridged"}
 
 
@@ -238,7 +238,7 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
         }:
             different.append(name)
     assert set(different) == COLLAPSED
-    assert len(unbuilt) < 5  # what lm-eval itself cannot build
+    assert len(unbuilt) < 5  # lm-eval cannot build these
 
 
 @pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])

@@ -1,4 +1,4 @@
-"""Groups, tags and lists in local YAML files: which tasks they stand for, which mean they say, which can guard."""
+"""Groups, tags and lists in local YAML files: their tasks, their declared means, and which of them can guard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tag: pair
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """``base.yaml`` with the task ``letters``, and ``several.yaml``, a list of three that are made of it."""
+    """Write ``base.yaml`` with the task ``letters``, and ``several.yaml``, a list of three tasks derived from it."""
     write_choices(tmp_path, 5, name="other")
     write_choices(tmp_path, 7).rename(tmp_path / "base.yaml")
     (tmp_path / "own.py").write_text("def shout(doc):\n    return doc['word'].upper()\n")
@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def asked(root: Path, file: str) -> dict[str, list[str]]:
-    """What each task of a file asks, as lm-eval has it once it is loaded."""
+    """Return the prompts of each task in a file, as loaded by lm-eval."""
     with open_tasks(pin_task(file, root, HashMemo(root / "hashes.db"))) as leaves:
         return {name: [leaf.doc_to_text(document) for document in leaf.eval_docs] for name, leaf in leaves.items()}
 
@@ -62,9 +62,9 @@ def test_a_list_is_as_if_each_of_its_tasks_had_a_file(root: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "names"),
     [
-        ("[pair]", ["short", "shouted", "plain"]),  # the tag of the file
-        ("[loud, letters]", ["shouted", "letters"]),  # of one task in it
-        ("[shouted, pair]", ["shouted", "short", "plain"]),  # each once
+        ("[pair]", ["short", "shouted", "plain"]),  # the tag in the file
+        ("[loud, letters]", ["shouted", "letters"]),  # the tag of a task in it
+        ("[shouted, pair]", ["shouted", "short", "plain"]),  # each task once
         ("short", ["short"]),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_guard_is_the_mean_that_its_group_says_or_asks_for_its_own(
 def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
     require_declared_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
     with pytest.raises(InvalidInput, match="each task alike"):
-        require_declared_mean("blimp", None, root)  # as lm-eval ships it
+        require_declared_mean("blimp", None, root)  # as shipped with lm-eval
     for name in ("mmlu", "bbh", "arc_easy", "ai2_arc"):
         require_declared_mean(name, None, root)
 
@@ -186,7 +186,7 @@ def test_metrics_by_functions_of_ones_own_are_supported(root: Path) -> None:
 
 @pytest.mark.parametrize("kind", sampled(["multiple_choice", "loglikelihood", "generate_until"], ["multiple_choice"]))
 def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_path: Path, kind: str) -> None:
-    """Every metric of lm-eval's own as a mean: what the configuration says beforehand is what asking a model shows."""
+    """For every lm-eval metric taken as a mean, the check of the configuration agrees with an actual evaluation."""
     import lm_eval.api.metrics  # noqa: F401  # fills the registry
     from lm_eval.api.registry import METRIC_REGISTRY
 
@@ -212,7 +212,7 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
             asked = False
         found[metric] = (beforehand, asked)
     unload_models()
-    found.pop("perplexity")  # a number of each document, of which lm-eval's perplexity is no mean
+    found.pop("perplexity")  # known per document, but lm-eval's perplexity is not their mean
     assert {metric for metric, (beforehand, asked) in found.items() if beforehand != asked} == set()
     assert any(beforehand for beforehand, _ in found.values())
 

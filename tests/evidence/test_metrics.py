@@ -1,4 +1,4 @@
-"""Which metric judges which task of a group: one rule, on groups of every make."""
+"""One rule selects the metric that judges each task of a group, tested on groups of all kinds."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def row(leaf: str, metric: str, doc: int, score: float, higher: bool = True) -> 
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
-    """One to five leaves of one to six documents, each under some of the metrics in some order and direction; scored
-    by two models, the rows in the order of parts."""
+    """Draw the scores of two models on one to five leaf tasks with one to six documents each.
+
+    Each leaf has some of the metrics, in any order and direction. Rows are in the order of parts.
+    """
     sides: tuple[list[DocumentScore], list[DocumentScore]] = ([], [])
     for leaf in draw(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True)):
         metrics = draw(st.lists(st.sampled_from(METRICS), min_size=1, max_size=4, unique=True))
@@ -50,7 +52,7 @@ def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
 def test_every_document_counts_once_under_the_metric_of_its_leaf(
     sides: tuple[list[DocumentScore], list[DocumentScore]],
 ) -> None:
-    """The oracle goes document by document and knows nothing of groups."""
+    """The reference handles one document at a time and does not use groups."""
     theirs, ours = sides
     metrics = choose_metrics(theirs, None, "g")
     paired = pair_documents(metrics.judged(theirs, "g"), metrics.judged(ours, "g"), metrics.label, "g")
@@ -146,7 +148,7 @@ def test_a_score_that_is_no_number_is_refused_with_its_document(value: float) ->
 
 
 def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_path: Path) -> None:
-    """As many documents as the leaves have together, and a loss in a leaf under another metric is seen."""
+    """The gate sees all documents of all leaves, including a loss in a leaf with another metric."""
     leaves = {"bbh": "acc_norm,none", "gpqa": "acc,none", "math": "exact_match,none"}
 
     def scores(right: dict[str, int]) -> list[DocumentScore]:
@@ -156,7 +158,7 @@ def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_
 
     parent = part(tmp_path / "parent", scores({"bbh": 150, "gpqa": 150, "math": 150}))
     merge = part(tmp_path / "merge", scores({"bbh": 150, "gpqa": 150, "math": 20}))
-    guard = GUARD.model_copy(update={"task": "bbh"})  # what ``part`` calls the group: the first leaf
+    guard = GUARD.model_copy(update={"task": "bbh"})  # the name that ``part`` gives the group's first leaf
     for setting in (None, "acc,none", {"m*": "exact_match,none"}):
         asked = guard.model_copy(update={"metric": setting})
         verdict = gate.work((asked,), {"reverser": [parent], "merge": [merge]}, {}, None, GateRule())
@@ -174,7 +176,7 @@ LABELS = {
 
 
 class TestBeforeAnythingIsScored:
-    """A guard's metric against the labels that a task will have."""
+    """Validation of a guard's metric against the labels that a task will have."""
 
     def test_a_name_without_filter_means_the_only_label_that_begins_with_it(self) -> None:
         known = {"arc": {"acc,none": True, "acc_norm,none": True}}

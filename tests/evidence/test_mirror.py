@@ -1,4 +1,4 @@
-"""``evaluate.data`` stands in for every dataset that does not lie beside its task, whoever names the task."""
+"""``evaluate.data`` replaces every dataset that is not next to its task, for tasks from any source."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_yaml_file_is_asked_from_the_mirror_and_is_another_task_with_other_dat
     task = written(tmp_path, "own", **said)
     file = rows(tmp_path / "mirror" / place, "a", "b")
     before = pinned(task, tmp_path, tmp_path / "mirror")
-    assert before.is_local  # nothing is asked of a network
+    assert before.is_local  # no network access
     assert inspect_data(before).documents == 2
     rows(file, "a", "b", "c")
     after = pinned(task, tmp_path, tmp_path / "mirror")
@@ -169,7 +169,7 @@ def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_ta
     hashes = HashMemo(tmp_path / "h.db")
     mirror = tmp_path / "mirror"
     rows(mirror / "letters_test.jsonl", "a")
-    # What lacks is named, by the file that would be looked for: first a YAML file's, then that of a task by name.
+    # The error names the missing file: first the one of a YAML task, then the one of a task by name.
     for lacking in ("more_test.jsonl", "arc_easy_test.jsonl"):
         with pytest.raises(InvalidInput, match=r"evaluate\.data") as refused:
             profile.pin_sweep(Evidence(), hashes)

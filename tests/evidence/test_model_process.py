@@ -1,4 +1,4 @@
-"""The process that holds models: each is loaded once for all that is asked of it, and never more than memory bears."""
+"""The model process loads each model once for all calls, and never more models than fit in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
-    """That finds ``asked_there``."""
+    """Use one model process that can import ``asked_there``."""
     places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -48,7 +48,7 @@ def one_process_for_all() -> Iterator[None]:
 
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that has held no model, and leaves none behind."""
+    """Start with an empty model process, and end it after the test."""
     monkeypatch.setattr(model_process, "_alone", False)
     end_model_process()
     yield
@@ -76,7 +76,7 @@ def score(model: Model, task: EvalTask, first: int) -> None:
 def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
     tmp_path: Path, documents: HeldOutText, task: EvalTask
 ) -> None:
-    """The order of a night: perplexity of all, a look at all, another look at all, the parents together."""
+    """Runs the order of an evaluation: perplexity of all models, two looks at all models, then the ensemble."""
     models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
     call_model_process(asked_there.count_loads, (), where="here")
     for model in models:
@@ -96,13 +96,13 @@ def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> Non
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
     call_model_process(asked_there.count_loads, (), where="here")
-    call_model_process(asked_there.have_memory, (3 * size,), where="here")  # half of it is less than two
+    call_model_process(asked_there.have_memory, (3 * size,), where="here")  # half of it holds fewer than two models
     for first in (0, 10):
         for model in models:
             score(model, task, first)
             assert call_model_process(asked_there.held, (), where="here") == 1
     assert call_model_process(asked_there.loads, (), where="here") == ["a", "b", "a", "b"]
-    end_model_process()  # with what it believes of its memory
+    end_model_process()  # discards its faked memory size
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
 def test_perplexity_is_killed_by_no_more_than_a_task_is(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What memory does to the process that reads is said as for a task, and takes no flow along."""
+    """An out-of-memory kill during perplexity is reported as for a task, and the flow survives."""
     model = make_model(tmp_path / "a")
     (tmp_path / "out").mkdir()
 
@@ -137,7 +137,7 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
         place = model_process._places[0]
         assert place.current is not None
         child = place.current.process.pid
-        assert parent_of(parent_of(child)) == os.getpid()  # behind its supervisor: ours
+        assert parent_of(parent_of(child)) == os.getpid()  # the grandparent is this process, the parent the supervisor
         os.kill(child, signal.SIGKILL)
 
     monkeypatch.setattr("mergegate.tasks.perplexity.stage.advance", die)
@@ -148,7 +148,7 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
 
 
 class Killed(BaseException):
-    """Stands in for SIGKILL in this process."""
+    """Simulated SIGKILL in this process."""
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
         wanted = measured("undisturbed")
         batches = len(read)
         assert batches >= 10
-        for limit in range(0, batches, 3):  # ``watched`` looks at it
+        for limit in range(0, batches, 3):  # ``watched`` reads it
             del read[:]
             with pytest.raises(Killed):
                 measured(f"at-{limit}")
@@ -216,7 +216,7 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
 def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores of a model are one artifact, wherever it is served; half of one and half of another are not."""
+    """Scores of a model are one artifact for all servers, so a resumed run must not combine answers of two servers."""
     places: list[JournalPlace] = []
 
     def noted(*given: object) -> None:
@@ -237,7 +237,7 @@ MODELS = [Model(name=name, digest=name, directory=Path("/nowhere")) for name in 
 
 
 def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str, int], asked: str) -> list[str]:
-    """Who is held after models were asked for in turn; each takes so many bytes."""
+    """Return the models in memory after loading the ``asked`` ones in turn, with sizes in bytes."""
     held: dict[tuple[str, str, str], str] = {}
     monkeypatch.setattr(model_cache, "_loaded", held)
     monkeypatch.setattr(model_cache, "_bytes_of", lambda name: sizes[name])
@@ -263,10 +263,10 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
         (100, "abcd", "abcd"),  # 40 of 100
         (80, "abcd", "abcd"),  # exactly half
         (79, "abcd", "bcd"),
-        (79, "abcad", "cad"),  # the one that was not asked for longest goes
+        (79, "abcad", "cad"),  # evicts the least recently used
         (39, "abab", "b"),
-        (5, "a", "a"),  # one is always tried
-        (None, "ab", "b"),  # a system that does not say
+        (5, "a", "a"),  # one model is always tried
+        (None, "ab", "b"),  # the system does not report its memory
     ],
 )
 def test_models_are_held_up_to_half_of_the_memory(

@@ -1,4 +1,4 @@
-"""How long a document takes: as it was measured, where it was for all tasks; else as it is asked."""
+"""Seconds per document come from measurements if all tasks have them, and from the type of task otherwise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_was_measured_counts_the_least_of_it_and_in_powers_of_two(tmp_path:
         "fast": [took(tmp_path / "4", 24.0)],
     }
     assert document_seconds((slow, fast), known) == {"slow": 4.0, "fast": 0.25}
-    noise = known | {"slow": [took(tmp_path / "5", 420.0)]}  # another night
+    noise = known | {"slow": [took(tmp_path / "5", 420.0)]}  # another run
     assert document_seconds((slow, fast), noise) == document_seconds((slow, fast), known)
 
 

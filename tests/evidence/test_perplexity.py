@@ -1,4 +1,4 @@
-"""Perplexity: equal to an independent computation, whatever the tokenizer adds; strict about its input."""
+"""Perplexity equals an independent computation for any special tokens, and invalid input is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measure(model: Model, documents: HeldOutText, out: Path, **windows: object) 
 
 
 def reference_loglik(network: Any, plain: list[int], length: int, prefix: int | None) -> tuple[float, int]:
-    """Plain transformers, one window at a time, no padding, log-softmax in float64 numpy."""
+    """Return log-likelihood and token count from plain transformers: one window at a time, float64 log-softmax."""
     tokens = plain if prefix is None else [prefix, *plain]
     total, scored, at = 0.0, 0, 1
     while at < len(tokens):
@@ -63,12 +63,12 @@ def reference_loglik(network: Any, plain: list[int], length: int, prefix: int | 
 def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: HeldOutText, prefix: Prefix, length: int) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
     value, logliks = measure(model, documents, tmp_path / "out", max_length=length, batch_size=3)
-    first = None if prefix == "neither" else 1  # both '<s>' and, without it, '</s>' have id 1 here
+    first = None if prefix == "neither" else 1  # here, both '<s>' and, in its absence, '</s>' have id 1
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     wanted = [reference_loglik(network, tokens, length, first) for tokens in plain]
-    wanted = [(loglik, tokens) for loglik, tokens in wanted if tokens]  # one token after nothing says nothing
+    wanted = [(loglik, tokens) for loglik, tokens in wanted if tokens]  # a lone token has no likelihood
     assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-5)
     total, tokens = sum(loglik for loglik, _ in wanted), sum(tokens for _, tokens in wanted)
     assert value.perplexity == pytest.approx(math.exp(-total / tokens), rel=1e-5)
@@ -80,7 +80,7 @@ def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: HeldOutTex
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("name", ["base", "reverser", "shifter"])
 def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_path: Path, name: str, bos: bool) -> None:
-    """On what ships: bfloat16 weights, held-out sentences; and with a tokenizer that has neither begin nor end."""
+    """Covers bfloat16 weights, held-out sentences, and a tokenizer with neither BOS nor EOS."""
     directory = tmp_path / name
     shutil.copytree(DEMO / "models" / name, directory)
     if not bos:
@@ -131,7 +131,7 @@ def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: HeldOutTex
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     wanted = [reference_loglik(network, tokens, 64, 1)[0] for tokens in plain]
-    assert logliks == pytest.approx(wanted, rel=1e-5)  # rounding each log-probability to bf16 moves them by 1e-3
+    assert logliks == pytest.approx(wanted, rel=1e-5)  # rounding log-probabilities to bf16 would change them by 1e-3
 
 
 def test_windows_never_exceed_what_the_model_was_made_for(tmp_path: Path, documents: HeldOutText) -> None:

@@ -1,4 +1,4 @@
-"""Remedies: the change that the measurements speak for, as a recipe that can be carried out."""
+"""Remedies propose the change that the measurements support, as a recipe that runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tally(
     conflict: float = 0.2,
     merge: tuple[float, ...] | None = (0.5, 0.5),
 ) -> Tally:
-    """Task vectors of length 1 with these cosines, and a merge that is this combination of them."""
+    """Return the tally of unit-length task vectors with these cosines and of a merge that combines them."""
     angles = cosines or {}
     gram = [
         [1.0 if i == k else angles.get((min(i, k), max(i, k)), 0.0) for k in range(vectors)] for i in range(vectors)
@@ -83,7 +83,7 @@ RISEN = DriftVerdict(
 
 def recipe(method: str, *, names: Sequence[str] = "ab", base: bool = True, **parameters: Any) -> dict[str, Any]:
     weighted = method not in ("slerp", "karcher")
-    among = ["base"] if base and method in ("linear", "karcher") else []  # there a base is one of the models
+    among = ["base"] if base and method in ("linear", "karcher") else []  # these methods list the base among the models
     return {
         "merge_method": method,
         **({"base_model": "base"} if base else {}),
@@ -249,7 +249,7 @@ def weighed(*weights: float, **parameters: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("proposed", "tried", "is_new"),
     [
-        (weighed(0.9, 0.9), [weighed(0.9, 0.1), weighed(0.5, 0.5)], False),  # normalised, the same merge
+        (weighed(0.9, 0.9), [weighed(0.9, 0.1), weighed(0.5, 0.5)], False),  # after normalization, the same merge
         (weighed(0.9, 0.9), [weighed(0.9, 0.1)], True),
         (weighed(0.9, 0.9, normalize=False), [weighed(0.5, 0.5, normalize=False)], True),
         (weighed(0.9, 0.1), [weighed(0.9, 0.1)], False),
@@ -307,5 +307,5 @@ def test_the_base_is_what_all_cards_name(tmp_path: Path) -> None:
     assert named_base([one, two], tmp_path / "recipes") == "../models/base"
     assert named_base([card("three", "org/name"), card("four", "org/name")], tmp_path) == "org/name"
     assert named_base([one, card("five", "../one")], tmp_path) is None  # they differ
-    assert named_base([one, base], tmp_path) is None  # it names none
+    assert named_base([one, base], tmp_path) is None  # the base's card names none
     assert named_base([one, card("six", "../base", "../two")], tmp_path) is None

@@ -1,4 +1,4 @@
-"""Looks and parts: fixed by settings and size alone, without gap or overlap, each look contained in the next."""
+"""Looks and parts depend only on settings and size, without gaps or overlaps; each look contains the one before."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_parts_share_out_every_document_once(sizes: dict[str, int], seed: int, d
 
 def test_documents_of_a_group_are_mixed_and_ascend_within_each_task() -> None:
     found = documents_in({"a": 500, "b": 500}, 0, DocumentRange(first=0, last=200))
-    assert 60 < len(found["a"]) < 140  # a fair coin, 200 times
+    assert 60 < len(found["a"]) < 140  # a fair coin, 200 tosses
     assert all(docs == sorted(docs) for docs in found.values())
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
-    """Written down, because everything in the store hangs on it."""
+    """The expected order is hard-coded, because every key in the store depends on it."""
     assert ordered({"t": 8}, 0) == [("t", doc) for doc in ORDER]
     assert ordered({"t": 8}, 1) != ordered({"t": 8}, 0)
 

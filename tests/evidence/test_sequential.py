@@ -1,4 +1,4 @@
-"""Several looks err no more often than one, because each is as sure as the spending of the error demands."""
+"""Several looks have the same error rate as one, because each uses the confidence that alpha spending allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SCHEDULES = [(500, 1000), (500, 1000, 1319), (500, 1000, 2000, 4000, 8000, 14042
 
 
 def never_crossed(schedule: tuple[int, ...], bounds: list[float]) -> float:
-    """Probability that no z statistic crosses its bound; those of looks j <= k correlate with ``sqrt(n_j / n_k)``."""
+    """Return the probability that no z statistic crosses its bound.
+
+    The statistics of looks j <= k correlate with ``sqrt(n_j / n_k)``.
+    """
     shares = np.array(schedule[: len(bounds)], dtype=float)
     correlation = np.sqrt(np.minimum.outer(shares, shares) / np.maximum.outer(shares, shares))
     integral = stats.multivariate_normal(cov=correlation, allow_singular=True, abseps=1e-7, maxpts=2_000_000, seed=1)
@@ -58,7 +61,7 @@ def test_asking_again_at_the_same_level_would_err_far_more_often() -> None:
 def test_no_look_is_less_sure_than_what_all_of_them_promise(total: int, first: int, confidence: float) -> None:
     plan = plan_looks(interim_looks(total, first), confidence)
     assert all(confidence - 1e-9 <= look.confidence <= 1 for look in plan)
-    assert sum(1 - look.confidence for look in plan) >= 1 - confidence - 1e-6  # not more careful than need be
+    assert sum(1 - look.confidence for look in plan) >= 1 - confidence - 1e-6  # not more conservative than necessary
     assert [look.number for look in plan] == list(range(1, len(plan) + 1))
     assert {look.of for look in plan} == {len(plan)}
 

@@ -1,4 +1,4 @@
-"""What requests share is read once: the answers are lm-eval's own, whatever the network and however they share."""
+"""Shared prefixes are computed once, and answers equal lm-eval's for every network and way of sharing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergegate.tasks.evaluation.backends.shared_prefix import RequestTokens, max
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
 LONGEST = 96
-# By family: its configuration, and whether its sequences may share.
+# Per family: its configuration, and whether its sequences may share a prefix.
 FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
     "llama": (lambda: tf.LlamaConfig(**MORE), True),
     "qwen2": (lambda: tf.Qwen2Config(**MORE), True),
@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 def drawn(seed: int, count: int) -> list[RequestTokens]:
-    """Questions with and without examples before them, answers of one token and of more, some too long to be read."""
+    """Draw requests with and without few-shot examples, with short and long answers, some over the context length."""
     rng = random.Random(seed)
     words = range(128)
     examples = rng.choices(words, k=20)
@@ -45,12 +45,12 @@ def drawn(seed: int, count: int) -> list[RequestTokens]:
     for number in range(count):
         context = (examples if number % 2 else []) + rng.choices(words, k=rng.randrange(1, 15))
         if number % 7 == 3:
-            context = context * 12  # longer than can be read: cut at its beginning
+            context = context * 12  # too long, so its beginning is cut off
         same = rng.choices(words, k=3)
         for answer in range(rng.randrange(1, 5)):
             continuation = (same if number % 3 else []) + rng.choices(words, k=rng.choice((1, 1, 2, 6)))
             found.append(((f"question {number}", f"answer {answer}"), context, continuation))
-    return found + found[:3]  # what is asked twice is answered twice
+    return found + found[:3]  # duplicate requests must all be answered
 
 
 def tokenizer() -> Any:
@@ -105,7 +105,7 @@ def test_what_is_shared_is_read_once() -> None:
 
 
 def prompts(seed: int, count: int, same: int = 24, **how: Any) -> list[Instance]:
-    """With the same examples before all of them, questions of one to twelve words; some stop early."""
+    """Return prompts that put questions of one to twelve words after the same few-shot examples; some stop early."""
     rng = random.Random(seed)
     examples = [f"w{number:03}" for number in rng.choices(range(2, 128), k=same)]
     found = []
@@ -117,10 +117,10 @@ def prompts(seed: int, count: int, same: int = 24, **how: Any) -> list[Instance]
 
 
 def writer(family: str) -> Any:
-    """A network that says something else at each token, and something else to each prompt."""
+    """Build a network whose output changes at each token and for each prompt."""
     torch.manual_seed(0)
     config = FAMILIES[family][0]()
-    config.tie_word_embeddings = False  # else what was said is said again
+    config.tie_word_embeddings = False  # tied embeddings would repeat the input
     network = tf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in network.parameters():
@@ -133,7 +133,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
     network = writer(family)
     asked = prompts(2, 21)
     theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
-    assert len(set(theirs)) > 6  # or there would be nothing to compare
+    assert len(set(theirs)) > 6  # the test needs different answers
     begun: list[int] = []
     ours = opened(shared_prefix_type(), network)
     assert ours._writes_exactly is FAMILIES[family][1]
@@ -145,7 +145,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
 
 
 DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-# How prompts are asked, beside what is usual, and how many at once.
+# Changes to the default prompts, and the batch size.
 ASKED: dict[str, tuple[dict[str, Any], int]] = {
     "nothing in common": ({"same": 0}, 8),
     "one at a time": ({}, 1),
@@ -159,12 +159,12 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("how", ASKED)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # heads in groups, each its own; a window
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # grouped heads, one per query, a sliding window
 def test_however_it_is_asked_what_is_written_is_the_same(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
-    monkeypatch.setattr(key_value_cache, "_ROOM", 7)  # so that it grows several times
+    monkeypatch.setattr(key_value_cache, "_ROOM", 7)  # small, so it grows several times
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []

@@ -1,4 +1,4 @@
-"""Intervals agree with independent references, cover at their level, and decide as often as is claimed."""
+"""Intervals agree with independent references, have their nominal coverage, and decide as often as stated."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mergegate.tasks.gate.statistics import (
     selection_bias,
 )
 
-STANDARD_ERROR = math.sqrt(0.90 * 0.10 / 10_000)  # of a coverage of 90 % in 10,000 simulations
+STANDARD_ERROR = math.sqrt(0.90 * 0.10 / 10_000)  # of 90% coverage in 10,000 simulations
 
 
 def most_likely_spread(lost: int, won: int, n: int, difference: float) -> float:
-    """Variance of one document's difference at the most likely shares among those that differ by ``difference``."""
+    """Return the variance of one document's difference, at the most likely shares that differ by ``difference``."""
 
     def surprise(p_won: float) -> float:
         shares = (p_won + difference, p_won, 1 - 2 * p_won - difference)
@@ -51,15 +51,15 @@ def test_the_binary_interval_is_the_wider_of_an_adjusted_wald_and_a_score_interv
     assert estimate.mean == pytest.approx((lost - won) / n)
     for bound, wald, side in ((estimate.low, max(-1, low), 1), (estimate.high, min(1, high), -1)):
         assert side * bound <= side * wald + 1e-9
-        if side * bound < side * wald - 1e-6 and abs(bound) < 1 - 1e-6:  # then it is the score test that just rejects
+        if side * bound < side * wald - 1e-6 and abs(bound) < 1 - 1e-6:  # here the score test determines the bound
             spread = most_likely_spread(lost, won, n, bound)
             score = (lost - won - n * bound) / math.sqrt(n * spread)
             assert score == pytest.approx(side * stats.norm.ppf(0.95), abs=2e-3)
 
 
 def test_the_score_interval_is_that_of_the_published_example() -> None:
-    # Airway hyper-responsiveness before and after transplantation, 1 and 7 of 21 pairs change (Fagerland et al. 2014,
-    # Stat. Med. 33:2850): Tango's interval is (-0.517, -0.026).
+    # Airway hyper-responsiveness before and after transplantation, where 1 and 7 of 21 pairs change (Fagerland et al.
+    # 2014, Stat. Med. 33:2850). Tango's interval is (-0.517, -0.026).
     lower = binary_difference(1, 7, 21, 0.975).low
     assert lower == pytest.approx(-0.517, abs=5e-4)
     upper = optimize.brentq(lambda d: float(score_statistic(np.array(1.0), np.array(7.0), 21, d)) + 1.959964, -0.2, 0.2)
@@ -72,7 +72,7 @@ def test_without_a_difference_the_score_statistic_is_mcnemars() -> None:
 
 def test_documents_that_all_agree_leave_more_than_a_point_open() -> None:
     estimate = binary_difference(0, 0, 200, 0.95)
-    # z^2 / (n + z^2): what the score test still allows when nothing changed.
+    # The bound is z^2 / (n + z^2), the largest difference that the score test accepts when no document changed.
     assert (estimate.low, estimate.high) == pytest.approx((-0.01335, 0.01335), abs=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_the_binary_interval_covers_at_its_level(discordant: float, delta: float
     counts = rng.multinomial(n, [(discordant + delta) / 2, (discordant - delta) / 2, 1 - discordant], size=10_000)
     low, high = binary_bounds(counts[:, 0].astype(float), counts[:, 1].astype(float), n, 0.95)
     assert 0.90 - 3 * STANDARD_ERROR <= np.mean((low <= delta) & (delta <= high)) <= 0.95
-    # The sides that would publish a bad merge and refuse a good one.
+    # These sides would publish a bad merge and refuse a good one.
     assert np.mean(high < delta) <= 0.05 + 3 * STANDARD_ERROR
     assert np.mean(low > delta) <= 0.05 + 3 * STANDARD_ERROR
 
@@ -100,16 +100,19 @@ def test_the_best_of_equals_looks_better_by_the_selection_bias(models: int) -> N
     rng = np.random.default_rng(13)
     gained, stated = [], []
     for _ in range(2000):
-        easy = rng.random(400)  # what is easy for one is easy for all: their scores go together
+        easy = rng.random(400)  # documents are equally easy for all models, so scores correlate
         scores = (rng.random((models, 400)) < np.clip(easy, 0.2, 0.8)).astype(float)
         gained.append(scores.mean(axis=1).max() - np.clip(easy, 0.2, 0.8).mean())
         stated.append(selection_bias(scores.tolist()))
-    # The mean over documents of chances is each model's own expectation here, so all of the gain is selection.
+    # Here, each model's expectation is the mean chance over documents, so the whole gain is selection bias.
     assert np.mean(stated) == pytest.approx(np.mean(gained), rel=0.05)
 
 
 def likelihoods(rng: np.random.Generator, documents: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Differences and tokens of documents of unequal length, on which the merge is ``drift`` nats a token worse."""
+    """Return differences and token counts of documents on which the merge is ``drift`` nats per token worse.
+
+    The documents vary in length.
+    """
     tokens = rng.integers(20, 400, documents)
     return tokens * (drift + rng.normal(0, 0.02, documents)), tokens
 
@@ -164,7 +167,7 @@ def test_the_needed_documents_do_decide_four_times_in_five() -> None:
 
 
 def test_the_detectable_drop_is_that_of_the_published_table() -> None:
-    # GSM8K at 0.75 correct and correlation 0.8: discordance 0.075, standard error 0.75 points.
+    # GSM8K at accuracy 0.75 and correlation 0.8 has discordance 0.075 and a standard error of 0.75 points.
     assert 100 * detectable_difference(0.075, 1319, 0.95) == pytest.approx(1.87, abs=0.02)
 
 

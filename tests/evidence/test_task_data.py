@@ -1,7 +1,7 @@
-"""What was measured is pinned: data that are exchanged under an old name are a new measurement, never a silent one.
+"""Data are pinned: replacing the data behind a name leads to a new measurement, never to silent reuse.
 
-The stand-in for a dataset of the Hub is the cache that datasets keeps of one: with the network forbidden, that is what
-a task is loaded from, and its directories carry the commit.
+The cache of the datasets library replaces a Hub dataset here. Without network access, tasks load from that cache, and
+its directory names contain the commit.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ metric_list:
 
 
 class CachedHub:
-    """What datasets has fetched of ``acme/letters``: a directory for each commit, of which it loads the newest."""
+    """Simulated cache of ``acme/letters``: one directory per commit; the datasets library loads the newest."""
 
     def __init__(self, cache: Path) -> None:
         self.place = cache / "acme___letters" / "default" / "0.0.0"
         self.times = 0
 
     def fetch(self, commit: str, right: int) -> None:
-        """The commit, in which the right answer of every document is ``right``."""
+        """Add a commit in which the correct choice of every document is ``right``."""
         rows = [{"word": word, "right": right, "choices": ["a", "b"]} for word in words(12)]
         made = self.place.parents[2] / "made"
         datasets.Dataset.from_list(rows).save_to_disk(str(made))
@@ -83,7 +83,7 @@ class CachedHub:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where datasets lie, here and in the process that scores, which reads its environment when it starts."""
+    """Set the datasets cache of this process and of the model process, which reads its environment at start."""
     cache = tmp_path_factory.mktemp("datasets")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_DATASETS_CACHE", str(cache))
@@ -194,7 +194,7 @@ def test_the_count_of_a_changed_dataset_is_another_one(hub: CachedHub, task: Eva
     ],
 )
 def test_all_that_is_asked_is_in_the_digest(tmp_path: Path, what: str, change: object) -> None:
-    """Loaded from one place, so that nothing but what is asked differs."""
+    """All variants load from one directory, so that only the prompts differ."""
     rows = [{"word": word, "right": 0, "choices": ["a", "b"]} for word in words(6)]
     digests = []
     for extra in (None, change):
@@ -250,7 +250,7 @@ def test_the_commit_of_a_dataset_is_asked_of_the_hub(hub: CachedHub, monkeypatch
     with answering(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert revision_now(source) == f"commit {COMMITS[1]}"
-        assert revision_now(DataSource(path="acme/other")) is None  # unknown there and not in the cache
+        assert revision_now(DataSource(path="acme/other")) is None  # neither known there nor cached
     assert asked
 
 
@@ -290,7 +290,7 @@ def test_a_template_is_compiled_once_and_says_of_each_document_what_a_new_one_sa
     with open_tasks(task) as leaves:
         (leaf,) = leaves.values()
         documents = list(leaf.eval_docs)
-        for way in (leaf.doc_to_text, leaf.doc_to_choice):  # now they are known
+        for way in (leaf.doc_to_text, leaf.doc_to_choice):  # compiles the templates
             way(documents[0])
         monkeypatch.setattr(Environment, "compile", lambda *_: pytest.fail("compiled again"))
         said = [(leaf.doc_to_text(one), leaf.doc_to_choice(one)) for one in documents]

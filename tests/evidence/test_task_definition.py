@@ -1,4 +1,4 @@
-"""A task's digest: everything that decides what is asked is in it, and nothing else."""
+"""A task's digest covers everything that determines its prompts, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pin(root: Path, task: str = "letters.yaml") -> EvalTask:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A task in two files, with a function of its own."""
+    """Write a task in two files, with a Python function."""
     root = tmp_path / "tasks"
     write_choices(root, extra="process_docs: !function cleaning.clean\n")
     (root / "letters.yaml").rename(root / "base.yaml")

@@ -1,4 +1,4 @@
-"""Sequences laid into rows: each token sees its own past and nothing else, wherever it stands and whoever shares it."""
+"""Packed rows: each token attends only to its own sequence, at any position and with shared prefixes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mergegate.tasks.evaluation.backends.token_rows import shared_beginning, token_rows
 
-# Of few different tokens, so that they share beginnings.
+# Few distinct tokens, so that sequences share prefixes.
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=14)
 
 
@@ -38,7 +38,7 @@ def test_what_is_shared_stands_once_and_no_row_is_longer_than_it_may_be(
 
 @given(SEQUENCES, st.integers(1, 20))
 def test_what_is_left_after_any_row_is_laid_as_it_would_have_been(sequences: list[list[int]], length: int) -> None:
-    """So a run that was killed asks the same batches."""
+    """A resumed run therefore computes the same batches."""
     rows = list(token_rows(sequences, length))
     for done in range(1, len(rows)):
         answered = {number for row in rows[:done] for number in row.sequences}

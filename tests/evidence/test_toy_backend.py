@@ -1,4 +1,4 @@
-"""A backend of another package: found by its entry point, here and in the process that scores, and used like ours."""
+"""A third-party backend is found by its entry point, here and in the model process, and works like a built-in one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_ONE = "toy"
 
 
 def install(site: Path, version: str = "1.0", entry: str = "toy_backend:BACKEND") -> None:
-    """Put a distribution into ``site``, as an installer would."""
+    """Install a distribution in ``site``, as an installer would."""
     facts = site / "mergegate_toy.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
     (site / "toy_backend.py").write_text(TOY)
@@ -63,7 +63,7 @@ def install(site: Path, version: str = "1.0", entry: str = "toy_backend:BACKEND"
 
 
 def forget() -> None:
-    """Look again at what is installed."""
+    """Drop the toy backend and all import caches, so that the next lookup scans the installed packages again."""
     sys.modules.pop("toy_backend", None)
     invalidate_caches()
     added_backends.cache_clear()
@@ -71,12 +71,12 @@ def forget() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place for distributions that this process and those that it starts see."""
+    """Create a site directory that is visible to this process and its children."""
     place = tmp_path / "site"
     place.mkdir()
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))))
-    end_model_process()  # one that was started before sees nothing of it
+    end_model_process()  # a process from before would not see the directory
     yield place
     end_model_process()
     monkeypatch.undo()
@@ -134,4 +134,4 @@ def test_what_another_package_registers_is_checked(site: Path, entry: str, found
     with pytest.raises(InvalidInput, match=found) as caught:
         backend_names()
     assert "mergegate.backends:toy" in caught.value.where
-    assert Scoring(backend="vllm").backend == "vllm"  # ours are found without looking at others
+    assert Scoring(backend="vllm").backend == "vllm"  # built-in backends need no entry point scan

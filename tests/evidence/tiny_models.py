@@ -1,4 +1,4 @@
-"""Random little models whose answers are arbitrary but fixed, and documents for them."""
+"""Tiny random models with arbitrary but fixed answers, and documents for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.stage.environment import Runtime
 
-# Kernels of microseconds: a second thread only waits, and long where the cores are shared.
+# Kernels take microseconds, so a second thread only waits, for a long time if the cores are shared.
 torch.set_num_threads(1)
 
 LETTERS = "abcdefghijklmnop>:. "
@@ -27,13 +27,13 @@ Prefix = Literal["bos added by the tokenizer", "eos only", "neither"]
 def make_model(
     directory: Path, *, seed: int = 0, prefix: Prefix = "bos added by the tokenizer", dtype: torch.dtype = torch.float32
 ) -> Model:
-    """A random Llama of two layers over single letters, saved in ``directory``."""
+    """Save a random two-layer Llama over single letters in ``directory``."""
     torch.manual_seed(seed)
     special = {"bos added by the tokenizer": ["<s>", "</s>"], "eos only": ["</s>"], "neither": []}[prefix]
     vocabulary = {token: i for i, token in enumerate(["<unk>", *special, *LETTERS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    if "<s>" in vocabulary:  # as Llama 3 and Gemma do
+    if "<s>" in vocabulary:  # as in Llama 3 and Gemma
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -49,7 +49,7 @@ def make_model(
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.4,  # sharper than a fresh model: answers differ clearly
+        initializer_range=0.4,  # larger than the default, so answers differ clearly
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -57,7 +57,7 @@ def make_model(
 
 
 def words(n: int, seed: int = 0, longest: int = 12) -> list[str]:
-    """Random words over ``LETTERS``' letters."""
+    """Return random words over the letters of ``LETTERS``."""
     rng = random.Random(seed)
     return ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, longest))) for _ in range(n)]
 
@@ -69,7 +69,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> Path:
 
 
 def write_choices(directory: Path, n: int = 40, *, name: str = "letters", extra: str = "") -> Path:
-    """A multiple-choice task of ``n`` documents: which of two letters comes after a word."""
+    """Write a multiple-choice task of ``n`` documents that asks which of two letters follows a word."""
     rng = random.Random(5)
     write_jsonl(
         directory / "data" / f"{name}.jsonl",

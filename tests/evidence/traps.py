@@ -1,4 +1,4 @@
-"""Tasks whose documents do something when they are turned into a prompt: hang, die, kill whoever asks."""
+"""Tasks with documents that hang, raise or kill the process when a prompt is built from them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def write_trap(directory: Path, deed: str, *, at: int, n: int = 40) -> EvalTask:
-    """The choices of ``write_choices`` with a ``deed`` (Python statements) before document ``at`` of the task's order.
+    """Write the task of ``write_choices``, with a ``deed`` before the document at position ``at`` of the task's order.
 
-    Every document that is turned into a prompt leaves a line ``pid word`` in ``directory/asked``.
+    ``deed`` contains Python statements. Every document that becomes a prompt adds a line ``pid word`` to
+    ``directory/asked``.
     """
     write_choices(directory, n)
     word = words(n)[ordered({"trap": n}, 0)[at][1]]
@@ -47,14 +48,14 @@ def prompt(doc):
 
 
 def asked(task: EvalTask) -> list[tuple[int, str]]:
-    """(process, word) of every document that was turned into a prompt so far."""
+    """Return (process, word) of every document that became a prompt so far."""
     assert task.definition is not None
     lines = (task.definition.parent / "asked").read_text().splitlines()
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
 def ends(process: int, within: float = HANG_S) -> bool:
-    """Whether a process, of any parent, ends in time."""
+    """Return whether a process ends within ``within`` seconds; it need not be a child of this one."""
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
@@ -71,7 +72,7 @@ def parent_of(process: int) -> int:
 
 @contextmanager
 def in_another_process(script: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process in a session of its own that runs ``script`` with this project's code and that of the tests."""
+    """Run ``script`` in a new session with a Python process that can import the project and its tests."""
     paths = (str(PROJECT), str(Path(__file__).parent))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

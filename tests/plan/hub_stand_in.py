@@ -1,7 +1,7 @@
-"""A stand-in for the Hugging Face Hub on loopback: just enough of its HTTP API for one library call chain.
+"""A fake Hugging Face Hub on loopback, with just enough of its HTTP API for one chain of library calls.
 
-Not the Hub: no redirects to storage, no LFS, no Xet. It serves the repositories it is given, honours ranges, and counts
-every byte of every file that leaves it.
+It has no redirects to storage, no LFS and no Xet. It serves the given repositories, honors ranges, and counts every
+byte of every file that it sends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class StandIn(ThreadingHTTPServer):
-    """Serves the directories ``repositories`` (``org/name`` → path).
+    """A server for the directories in ``repositories`` (``org/name`` → path).
 
     Args:
-        repositories: What it serves.
-        honours_ranges: Whether it answers a ranged read with the part, or with the whole file.
+        repositories: Directories by repository name.
+        honours_ranges: Whether a ranged read returns only that range instead of the whole file.
     """
 
     daemon_threads = True
@@ -39,13 +39,13 @@ class StandIn(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What ``HF_ENDPOINT`` must be."""
+        """Value for ``HF_ENDPOINT``."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 @contextmanager
 def serving(repositories: Mapping[str, Path], *, honours_ranges: bool = True) -> Iterator[StandIn]:
-    """A stand-in that answers for as long as the block runs."""
+    """Run a fake Hub for the duration of the block."""
     with answering(StandIn(repositories, honours_ranges=honours_ranges)) as server:
         yield server
 
@@ -55,14 +55,14 @@ class _Answer(BaseHTTPRequestHandler):
     server: StandIn
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress the request log."""
 
     def do_HEAD(self) -> None:
-        """What a file is, without the file."""
+        """Send the headers of a file without its content."""
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Repository facts, the tree, or a file."""
+        """Send repository metadata, the file tree or a file."""
         self.server.tokens.add(self.headers.get("Authorization"))
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if parts[:2] == ["api", "models"]:
@@ -105,7 +105,7 @@ class _Answer(BaseHTTPRequestHandler):
                     with self.server.lock:
                         self.server.served[f"{file.parent.name}/{file.name}"] += len(chunk)
             except OSError:
-                self.close_connection = True  # The client has seen enough.
+                self.close_connection = True  # The client closed the connection early.
 
     def _respond(self, status: int, body: bytes, facts: Mapping[str, str]) -> None:
         self.send_response(status)

@@ -1,4 +1,4 @@
-"""Checkpoints of true size that occupy no disk: real headers, and holes where the weights would be."""
+"""Checkpoints of realistic size that take up no disk space: real headers, with sparse regions for the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA_70B = {"layers": 80, "hidden": 8192, "wide": 28672, "keys": 1024, "tokens"
 
 
 def llama(*, layers: int, hidden: int, wide: int, keys: int, tokens: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's tensors; ``keys`` is the width of the grouped key and value projections."""
+    """Return names and shapes of a Llama's tensors; ``keys`` is the width of the grouped key and value projections."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (tokens, hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
@@ -38,7 +38,7 @@ def llama(*, layers: int, hidden: int, wide: int, keys: int, tokens: int) -> dic
 
 
 def save_sparse(directory: Path, shapes: Shapes, *, shards: int = 1, dtype: str = "BF16") -> Path:
-    """Write config, index and shards of ``shapes``; every weight is a hole that reads as zeros."""
+    """Write config, index and shards of ``shapes``, with sparse weights that read as zeros."""
     directory.mkdir(parents=True)
     files = _divided(shapes, shards)
     for file, names in files.items():
@@ -80,11 +80,11 @@ def _config(shapes: Shapes) -> dict[str, Any]:
 
 
 def weights_of(directory: Path) -> list[Path]:
-    """The weight files of a checkpoint."""
+    """Return the weight files of a checkpoint."""
     return sorted(directory.glob("*.safetensors"))
 
 
 def header_bytes(file: Path) -> int:
-    """Bytes before the first weight: the length field and the header."""
+    """Return the number of bytes before the first weight: the length field and the header."""
     with file.open("rb") as opened:
         return 8 + int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,4 @@
-"""What a merge needs, against what merging really does."""
+"""The resource estimate for a merge matches its actual use."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_passes_are_those_that_the_method_makes(name: str, chosen: dict[str, Any
 
 
 def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
-    """Run the passes of a method over coarse numbers, which have many equal magnitudes."""
+    """Run a method's passes over coarse numbers with many equal magnitudes, and count its folds."""
     generator = np.random.default_rng(0)
     numbers = torch.from_numpy(generator.integers(-4, 5, (count, 2048)) / 8).to(getattr(torch, dtype))
     numbers[:, ::5] += torch.arange(count)[:, None].to(numbers)
@@ -184,7 +184,7 @@ def test_memory_depends_on_blocks_and_threads_not_on_the_model(tmp_path: Path) -
     small = planned(LINEAR, tmp_path / "small", "a", "b", hidden=2048, wide=8192)
     large = planned(LINEAR, tmp_path / "large", "a", "b", hidden=2048, wide=8192, layers=40)
     assert needs(large).memory == needs(small).memory
-    # Two more threads with a block each: two bfloat16 inputs, a bfloat16 output, and float32 in between.
+    # Two more threads with one block each: two bfloat16 inputs, a bfloat16 output, and float32 intermediates.
     more = needs(small, cores=4).memory - needs(small).memory
     assert more == 2 * (1 << 20) * (2 + 2 + 2 + 4)
 

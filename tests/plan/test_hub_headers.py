@@ -1,6 +1,6 @@
-"""Checkpoints on the Hub are planned from ranged reads of their headers; the Hub here is a stand-in on loopback.
+"""``mergegate plan`` reads only the headers of Hub checkpoints, with ranged requests to a fake Hub on loopback.
 
-The library reads HF_ENDPOINT when it is imported, so every test runs the command in a process of its own.
+The library reads HF_ENDPOINT at import, so every test runs the command in a separate process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def repositories(tmp_path: Path) -> dict[str, Path]:
 
 
 def plan(tmp_path: Path, recipe: str, **environment: str) -> tuple[int, dict[str, object], str]:
-    """Run ``mergegate plan --json``: exit code, answer, standard error."""
+    """Run ``mergegate plan --json``, and return its exit code, result and standard error."""
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
@@ -153,7 +153,7 @@ def test_offline_says_so(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_refused(tmp_path: Path) -> None:
-    with socket.socket() as taken:  # A port where nobody listens.
+    with socket.socket() as taken:  # A port without a listener.
         taken.bind(("127.0.0.1", 0))
         code, answer, _ = plan(tmp_path, RECIPE, HF_ENDPOINT=f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert code == 3

@@ -1,4 +1,4 @@
-"""Tables of very large models: how often things are done, counted and not timed, on a small one of the kind."""
+"""Operations on very large tensor tables, counted (not timed) on a small model of the same structure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mergegate.merge_core.recipe import Recipe, value_for
 huge = load_benchmark("huge_plan")
 LAYERS, DENSE, EXPERTS, SHARDS = 6, 2, 8, 5
 SHAPES = huge.deepseek_shapes(LAYERS, EXPERTS, DENSE)
-# One filter, one gradient: what tells tensors apart.
+# One filter and one gradient distinguish the tensors.
 PARAMETERS = {"weight": [{"filter": "down_proj", "value": 0.25}, {"value": [0.5, 1.0]}]}
 
 
@@ -42,7 +42,7 @@ def recipe_in(place: Path) -> Recipe:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, key: Callable[..., Any]) -> Counter[Any]:
-    """Calls of a function by what ``key`` makes of their arguments."""
+    """Count the calls of a function, grouped by ``key`` of their arguments."""
     seen: Counter[Any] = Counter()
     real = getattr(module, name)
 
@@ -67,9 +67,7 @@ def test_each_header_is_read_once_and_each_name_is_taken_apart_once(
     assert len(cleared.plan.jobs) == len(SHAPES)
     assert len(headers) == 2 * SHARDS
     assert set(headers.values()) == {1}
-    assert (
-        parse_layer_place.cache_info().misses <= len(SHAPES) + LAYERS
-    )  # names of both models, and a few that are asked for
+    assert parse_layer_place.cache_info().misses <= len(SHAPES) + LAYERS  # names of both models, and some lookups
 
 
 def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_expert(
@@ -80,7 +78,7 @@ def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_exp
     costs = counting(monkeypatch, forecast, "work_of", lambda method, _: method.name)
     plan = plan_merge(recipe_in(mixtures), opened)
     needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu")
-    # Two inputs, filtered or not, in each layer and outside of them.
+    # Two inputs, filtered or not, inside and outside of each layer.
     assert asked["weight"] <= 2 * 2 * (LAYERS + 1)
     shapes = len(set(SHAPES.values()))
     assert sum(costs.values()) <= 2 * shapes * (LAYERS + 1)

@@ -1,4 +1,4 @@
-"""What a machine lacks for a run: pure decisions on given numbers, and this machine's own numbers."""
+"""A preflight check reports the resources that a machine lacks, on given numbers and on the real machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_has_to_be_downloaded_counts_on_its_disk() -> None:
 
 
 def test_memory_that_will_never_suffice_blocks_and_that_which_may_warns() -> None:
-    # 256 MiB for the process, what waits to be written, and ten blocks of 8 MiB: between 0.3 and 1 GB.
+    # 256 MiB for the process, pending writes, and ten blocks of 8 MiB: between 0.3 and 1 GB.
     assert found(memory=Capacity(GB // 4, GB // 4)) == [("block", "memory")]
     assert found(memory=Capacity(4 * GB, GB // 4)) == [("warn", "memory")]
     assert found(memory=Capacity(4 * GB, 2 * GB)) == []
@@ -70,7 +70,7 @@ def test_memory_of_the_gpu_is_looked_at_where_it_merges() -> None:
 
 @pytest.mark.parametrize(("dtypes", "enough"), [("auto", True), ("bfloat16", True), ("float32", False), ("", True)])
 def test_the_largest_model_must_fit_to_be_evaluated(dtypes: str, enough: bool) -> None:
-    available = Capacity(64 * GB, 4 * GB)  # 2 GB as stored or in bfloat16, 4 GB in float32, and a third more
+    available = Capacity(64 * GB, 4 * GB)  # 2 GB as stored or in bfloat16, 4 GB in float32, plus a third
     assert found(memory=available, dtypes=dtypes) == ([] if enough else [("warn", "memory")])
 
 
@@ -103,7 +103,7 @@ def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_pat
     (tmp_path / "memory.max").write_text("max\n")
     assert control_group(tmp_path) is None
     assert control_group(tmp_path / "nowhere") is None
-    (tmp_path / "memory.max").write_text("2000\n")  # lowered since: it is over its limit
+    (tmp_path / "memory.max").write_text("2000\n")  # lowered below the current usage
     (tmp_path / "memory.stat").write_text("anon 3400\ninactive_file 100\n")
     assert control_group(tmp_path) == Capacity(2000, 0)
 

@@ -1,4 +1,4 @@
-"""How long a night is said to take where it never ran: to a factor of three what recorded nights took."""
+"""Time estimates for a machine without history are within a factor of three of recorded runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mergegate.tasks.preflight.duration import (
     merge_seconds,
 )
 
-# Two cores that other programs used as well, as the probe found them.
+# Probe results for two cores that other programs used at the same time.
 RATES = Rates(
     read=2.2e9, write=5.2e8, copy=8.1e9, hash=1.8e9, units=4.5e9, same_disk=True, measured_at=0.0, products=3.0e10
 )
 DEMO = NetworkSize(parameters=280_000, nbytes=564_000, tensors=29)
 MIDDLE = NetworkSize(parameters=20_900_000, nbytes=83_600_000, tensors=74)
-# Requests, tokens and batch of one call; how many calls there were, what they took together in a night on that machine.
+# Requests, tokens and batch size of one call; number of calls, and their total seconds in a run on that machine.
 RECORDED = {
     "perplexity of the demo, with the start of its process": (DEMO, PromptLoad(600, 27_700, batch=16), 4, 4.0),
     "a task of the demo": (DEMO, PromptLoad(400, 8_800, batch=16), 12, 3.35),

@@ -1,4 +1,4 @@
-"""``mergegate plan``, as a person or a script meets it."""
+"""``mergegate plan`` as users and scripts run it."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_disk_that_is_too_small_is_said(plan: Plan, monkeypatch: pytest.Monkey
 
 
 def test_a_70_b_checkpoint_is_planned_in_under_a_second(plan: Plan) -> None:
-    plan("--no-probe", **LLAMA_70B)  # Writes the files and imports what is needed.
-    began = time.process_time()  # Not the wall clock: other programs must not fail this test.
+    plan("--no-probe", **LLAMA_70B)  # Writes the files and loads all imports.
+    began = time.process_time()  # Not the wall clock, so other programs cannot fail this test.
     content = answer(plan("--no-probe", "--json", **LLAMA_70B))
     assert time.process_time() - began < 1
     assert content["needs"]["tensors"] == 723

@@ -1,4 +1,4 @@
-"""Measuring a machine: bounded, and gone without a trace."""
+"""Measuring a machine takes bounded time and leaves no files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=Fals
 
 
 class FakeDisk:
-    """A disk of a given speed, and a clock that only it moves."""
+    """A disk of a given speed, with a clock that only the disk advances."""
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rate, self.now, self.sizes = rate, 0.0, list[int]()
@@ -60,7 +60,7 @@ def test_a_fast_disk_is_asked_for_more_and_no_disk_for_longer(rate: float, monke
     measured, total = probe._best_rate(disk.step, (1 << 18, 1 << 26), seconds=0.1)
     assert measured == pytest.approx(rate)
     assert total == sum(disk.sizes)
-    assert disk.now <= max(0.1, (1 << 18) / rate)  # One smallest step is the least there is.
+    assert disk.now <= max(0.1, (1 << 18) / rate)  # The smallest step is the minimum.
     if rate == 1e11:
         assert disk.sizes[-1] == 1 << 26
 
