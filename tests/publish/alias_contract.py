@@ -1,4 +1,4 @@
-"""What an alias promises at every target, asked of each where its stand-in is."""
+"""Check the alias contract that every target must fulfill. Each target's tests call it with their own stand-in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ALIAS = "production"
 
 
 def require_aliases(target: PublishTarget, held: Callable[[], object], writes: Callable[[], object]) -> None:
-    """An alias moves between versions, and nothing else does.
+    """Assert that an alias moves between versions and that nothing else changes.
 
     Args:
-        target: Where ``v1``, ``spring`` and, last, ``v2`` were published, and no alias is.
-        held: All that is there but the alias ``production``.
-        writes: Grows with each request or change that writes.
+        target: Target where ``v1``, ``spring`` and ``v2`` were published in this order, without any alias.
+        held: Function that returns everything at the target except the alias ``production``.
+        writes: Function whose result changes with each request that writes.
     """
     root, before = Path(), held()
     assert target.aliased(root, ALIAS) is None
@@ -32,7 +32,7 @@ def require_aliases(target: PublishTarget, held: Callable[[], object], writes: C
     with pytest.raises(InvalidInput, match="no version 'v3'"):
         target.set_alias(root, "v3", ALIAS)
     for name in ("spring", "v2", "main.1", "", "../v1", "latest" if target.to_name != "hub" else "main"):
-        if (target.to_name, name) != ("mlflow", "spring"):  # a version is a number there, its alias another thing
+        if (target.to_name, name) != ("mlflow", "spring"):  # in MLflow a version is a number, and `spring` is an alias
             with pytest.raises(InvalidInput, match=r"shadow\.alias"):
                 target.set_alias(root, "v1", name)
     assert target.aliased(root, ALIAS) == "v1"

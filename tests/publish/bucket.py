@@ -1,6 +1,7 @@
-"""S3 on loopback: moto's server in a thread, behind a proxy that compares checksums as S3 does and lets requests fail.
+"""Run S3 on loopback: moto's server in a thread, behind a proxy that injects faults and verifies checksums.
 
-What moto leaves undone and S3 does: a body that has another sha256 than its request says is refused (400 BadDigest).
+S3 refuses a body whose sha256 differs from the hash in the request (400 BadDigest). Moto does not, so the proxy adds
+this check.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _bad_digest(method: str, path: str, headers: dict[str, str], body: bytes) ->
 
 
 class S3OnLoopback:
-    """``url`` goes through the proxy, ``client`` past it."""
+    """S3 server with one bucket. ``url`` goes through the proxy, and ``client`` bypasses it."""
 
     def __init__(self, proxy: FaultyProxy, client: Any) -> None:
         self.proxy, self.client = proxy, client
@@ -38,14 +39,14 @@ class S3OnLoopback:
 
     @property
     def _bucket(self) -> Any:
-        """As moto has it, in this process: looking costs no request."""
+        """The bucket in moto's memory in this process, so that reading it sends no request."""
         from moto.core import DEFAULT_ACCOUNT_ID
         from moto.s3.models import s3_backends
 
         return s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[BUCKET]
 
     def objects(self) -> dict[str, bytes]:
-        """Content of every object, by key."""
+        """Return the content of every object by key."""
         return {key: found.value for key, found in sorted(self._bucket.keys.items())}
 
     def read(self, key: str) -> bytes:
@@ -53,7 +54,7 @@ class S3OnLoopback:
         return content
 
     def put_back(self, kept: Mapping[str, bytes]) -> None:
-        """Exactly these objects, as they were."""
+        """Restore the bucket to exactly these objects."""
         there = self._bucket.keys
         for key in list(there.keys()):
             if key not in kept:
@@ -63,7 +64,7 @@ class S3OnLoopback:
                 self.write(key, content)
 
     def write(self, key: str, content: bytes) -> None:
-        """As somebody with the rights would, who is not us."""
+        """Write an object as another authorized client would."""
         checksum = base64.b64encode(hashlib.sha256(content).digest()).decode()
         self.client.put_object(
             Bucket=BUCKET, Key=key, Body=content, ChecksumAlgorithm="SHA256", ChecksumSHA256=checksum
@@ -71,7 +72,7 @@ class S3OnLoopback:
 
     @contextmanager
     def found_by_clients(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
-        """boto3 and fsspec find it as a user's would be; no client that knows another one is left over."""
+        """Configure boto3 and fsspec for this server as a user would. Drop their cached clients before and after."""
         import s3fs
         from forked_publishers import AWS
 
@@ -97,7 +98,7 @@ class S3OnLoopback:
 
 @contextmanager
 def s3_on_loopback() -> Iterator[S3OnLoopback]:
-    """With one empty bucket, ``models``."""
+    """Run the server with one empty bucket named ``models``."""
     import boto3
     from botocore.config import Config
     from moto.server import DomainDispatcherApplication, create_backend_app

@@ -1,6 +1,6 @@
-"""A proxy on loopback in front of any server of the tests, that lets the k-th request go wrong in a chosen way.
+"""Run a proxy on loopback in front of any test server and inject a chosen fault at the k-th request.
 
-So the same faults come to every target, and the server behind it may be a real one.
+Every target gets the same faults, and the server behind the proxy can be a real one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FAULTS = ("before", "after", "500", "503", "silence")
 
 @dataclass(frozen=True)
 class ProxyFault:
-    """What happens to a request.
+    """Fault that the proxy injects into a request.
 
     Attributes:
-        kind: ``before``: the connection is closed, and nothing is done; ``after``: it is done, and the connection
-            closed; a status: answered with it, and nothing is done; ``silence``: nothing is done, and no answer comes;
-            ``call``: it is done, then ``call`` is called in place of an answer.
-        nth: The how many-th request, from 0.
-        times: How many in a row.
+        kind: One of these faults. ``before``: close the connection without forwarding. ``after``: forward, then close
+            the connection without an answer. A status code: answer with it without forwarding. ``silence``: do not
+            forward and never answer. ``call``: forward, then call ``call`` instead of answering.
+        nth: Index of the first affected request, from 0.
+        times: Number of consecutive requests affected.
     """
 
     kind: str
@@ -38,11 +38,11 @@ class ProxyFault:
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """Listens on loopback, forwards to ``upstream``, and counts.
+    """Proxy that listens on loopback, forwards requests to ``upstream`` and counts them.
 
     Args:
-        refuse: Looks at a request before it is forwarded (method, path, headers, body); a status and a body that it
-            returns are the answer.
+        refuse: Function that checks a request (method, path, headers, body) before it is forwarded. If it returns a
+            status and a body, the proxy answers with them instead.
     """
 
     daemon_threads = True
@@ -63,7 +63,7 @@ class FaultyProxy(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def begin(self, fault: ProxyFault | None) -> None:
-        """Count from 0 again, with this fault ahead."""
+        """Restart the count at 0 and set the next fault."""
         with self.lock:
             self.log, self.fault = [], fault
 
@@ -74,12 +74,12 @@ class FaultyProxy(ThreadingHTTPServer):
         return fault if fault and fault.nth <= number < fault.nth + fault.times else None
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that are killed or give up are what this is for."""
+        """Ignore broken connections, because tests kill clients and let them time out."""
 
 
 class _Forwarding(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer is written in two pieces: 40 ms between them otherwise
+    disable_nagle_algorithm = True  # Nagle's algorithm would delay the second part of an answer by 40 ms
     server: FaultyProxy
 
     def forward(self) -> None:
@@ -125,7 +125,7 @@ class _Forwarding(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not on the screen."""
+        """Print nothing."""
 
 
 @contextmanager
@@ -133,6 +133,6 @@ def faulty_proxy(
     upstream: str,
     refuse: Callable[[str, str, dict[str, str], bytes], tuple[int, bytes] | None] = lambda *request: None,
 ) -> Iterator[FaultyProxy]:
-    """The proxy while a block runs."""
+    """Run the proxy for the duration of a block."""
     with answering(FaultyProxy(upstream, refuse)) as proxy:
         yield proxy

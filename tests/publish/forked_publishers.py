@@ -1,6 +1,6 @@
-"""Publications to any target in processes of their own, that can be killed: a warm process forks one for each.
+"""Publish to any target in a separate process that a test can kill. A warm process forks one for each publication.
 
-Nothing in there ever waits: pauses between attempts are cut to none, and silence is believed after a moment.
+These processes do not wait: pauses between attempts are removed, and timeouts are short.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def work(job):
 
 @dataclass(frozen=True)
 class ForkedPublishers:
-    """The warm process."""
+    """Publishers forked from a warm process."""
 
     warm: WarmProcess
 
@@ -76,11 +76,11 @@ class ForkedPublishers:
         on_start: Callable[[int], None] = lambda pid: None,
         sha256: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Publish ``files`` (name -> path). Returns what came of it: version and new, refused or killed.
+        """Publish ``files`` (name -> path) and return the outcome: version and new, refused, or killed.
 
         Args:
-            on_start: Called with the process id before anything is sent.
-            sha256: What was gated, where that is not what lies on disk.
+            on_start: Function called with the process ID before the process sends anything.
+            sha256: Hashes of the gated files, for files that differ on disk.
         """
         listed = listed_files(files, sha256)
         job = {"target": dict(target), "files": listed, "version": version, "expected_head": expected_head}
@@ -89,10 +89,10 @@ class ForkedPublishers:
 
 @contextmanager
 def forked_publishers(place: Path, *warm: str, **environment: str) -> Iterator[ForkedPublishers]:
-    """A warm process.
+    """Run a warm process.
 
     Args:
-        warm: Which clients it imports beforehand.
+        warm: Clients that the process imports in advance.
     """
     settings = {**os.environ, **AWS, **environment, "MERGEGATE_HOME": str(place / "home")}
     with warm_process(place, _WARM, *warm, environment=settings) as process:

@@ -1,12 +1,12 @@
-"""A stand-in for the Hugging Face Hub on loopback, for the real huggingface_hub client: no test here sees the real one.
+"""Run a stand-in for the Hugging Face Hub on loopback. The real huggingface_hub client talks to it in all Hub tests.
 
-It knows tokens and what they may do, private and gated repositories, commits, branches, tags, LFS (in one or several
-parts, whole or in ranges), Xet (the real hf_xet writes into a directory) and pages of listings. It counts what of each
-large file leaves it. It can be told to fail, drop its answer, or call somebody when a
-request comes, and it keeps a log of every request and of what ``main`` listed after each.
+The stand-in supports tokens with permissions, private and gated repositories, commits, branches, tags, LFS (in one or
+several parts, whole or in ranges), Xet (the real hf_xet writes into a directory) and paged listings. It counts the
+bytes of each large file that it sends. At a chosen request it can fail, drop the answer or call a function. It logs
+every request and the files on ``main`` after each one.
 
-It was written from what the client expects. It shows that our side of the conversation is right; what the real Hub
-checks beyond that (scans, quotas, its card schema) it cannot show.
+The stand-in was written from the client's expectations, so it proves our requests correct. It does not cover further
+checks of the real Hub (scans, quotas, its card schema).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _CARD = re.compile(r"---\n(.*?)\n---", re.DOTALL)
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one request.
+    """Fault that the stand-in injects into a request.
 
     Attributes:
-        kind: ``fail``: answered with ``status``, nothing done. ``drop``: done, and the connection closed without an
-            answer. ``call``: done, then ``call`` is called in place of an answer.
-        nth: The how many-th matching request, from 0.
-        times: How many in a row.
+        kind: One of these faults. ``fail``: answer with ``status`` and do nothing. ``drop``: do the work, then close
+            the connection without an answer. ``call``: do the work, then call ``call`` instead of answering.
+        nth: Index of the first affected request among the matching ones, from 0.
+        times: Number of consecutive matching requests affected.
     """
 
     kind: str
@@ -64,19 +64,19 @@ class Fault:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as the routes see it."""
+    """A request in the form that the routes receive."""
 
     method: str
     path: str
     query: Mapping[str, list[str]]
     headers: Mapping[str, str]
     body: bytes
-    url: str  # of the stand-in, as the client addressed it
+    url: str  # base URL of the stand-in, as the client addressed it
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back."""
+    """An HTTP response."""
 
     status: int = 200
     body: bytes = b""
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Logged:
-    """A request that was answered, or not."""
+    """Log entry for one request, answered or not."""
 
     method: str
     path: str
@@ -95,13 +95,13 @@ class Logged:
 
 
 class LookAlike(ThreadingHTTPServer):
-    """The stand-in. ``repositories`` can be looked into and changed by the test.
+    """Stand-in for the Hub. Tests may inspect and change ``repositories``.
 
     Args:
-        root: Where large files lie.
-        xet: Whether large files travel by Xet; else by LFS.
-        part_size: LFS files above it are taken in parts of it; 0: always whole.
-        page: Entries on a page of a listing.
+        root: Directory for large files.
+        xet: Whether large files are transferred by Xet instead of LFS.
+        part_size: Size in bytes above which LFS files are uploaded in parts of this size. 0 means never.
+        page: Number of entries on a page of a listing.
     """
 
     daemon_threads = True
@@ -113,7 +113,7 @@ class LookAlike(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.log: list[Logged] = []
         self.sent: Counter[str] = Counter()  # bytes of large files, by sha256
-        self.listings: list[dict[str, str]] = []  # main of the one repository after every request: name -> blob
+        self.listings: list[dict[str, str]] = []  # files on main after every request: name -> blob
         self.faults: list[Fault] = []
         self.after: list[Callable[[Request], None]] = []
         self._matched: dict[int, int] = {}
@@ -121,26 +121,26 @@ class LookAlike(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What ``HF_ENDPOINT`` must be."""
+        """Value for ``HF_ENDPOINT``."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     @property
     def repository(self) -> Repository:
-        """The only one."""
+        """The only repository."""
         (only,) = self.repositories.values()
         return only
 
     def set_faults(self, faults: Sequence[Fault]) -> None:
-        """What will go wrong from now on."""
+        """Replace the faults and restart their counts."""
         with self.lock:
             self.faults = list(faults)
             self._matched.clear()
 
     def handle_error(self, *_: object) -> None:
-        """A client that was killed is no news."""
+        """Ignore broken connections, because tests kill clients."""
 
     def fault_for(self, request: Request) -> Fault | None:
-        """The fault whose turn it is."""
+        """Return the fault to inject into this request, if any, and count the request."""
         with self.lock:
             for number, fault in enumerate(self.faults):
                 if fault.method in ("", request.method) and re.search(fault.path, request.path):
@@ -151,7 +151,7 @@ class LookAlike(ThreadingHTTPServer):
         return None
 
     def answer(self, request: Request) -> Answer:
-        """Find the route and follow it."""
+        """Return the answer of the route that matches the request."""
         method = "GET" if request.method == "HEAD" else request.method
         path = re.sub(r"^(/api)?/datasets/", lambda at: "/api/models/" if at[1] else "/", request.path)
         for wanted, pattern, name in _ROUTES:
@@ -166,7 +166,7 @@ class LookAlike(ThreadingHTTPServer):
                     return _json({"error": no.message, **no.body}, no.status, facts)
         return _json({"error": f"no route {request.method} {request.path}"}, 404)
 
-    # Who may do what
+    # Permissions
 
     def namespace(self, request: Request) -> tuple[str, bool]:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -189,7 +189,7 @@ class LookAlike(ThreadingHTTPServer):
     def add_model(
         self, repo: str, directory: Path, *, private: bool = False, gated: str | bool = False, branch: str = "main"
     ) -> Commit:
-        """Commit what lies in ``directory``, in place of what is at ``branch``; the repository is made if need be."""
+        """Replace all files at ``branch`` with those in ``directory``. Create the repository if it is missing."""
         found = self.repositories.setdefault(repo, Repository(repo, private=private, gated=gated))
         tree = {}
         for path in sorted(path for path in directory.rglob("*") if path.is_file()):
@@ -385,7 +385,10 @@ class LookAlike(ThreadingHTTPServer):
     # Reading
 
     def storage(self, request: Request) -> str:
-        """Another origin than the Hub's, as it is in truth: the client then reads the facts off the redirect."""
+        """Return a storage origin that differs from the Hub's, as on the real Hub.
+
+        With a different origin, the client takes the file's metadata from the redirect.
+        """
         return request.url.replace("//127.0.0.1", "//localhost")
 
     def on_resolve(self, request: Request, repo: str, revision: str, path: str) -> Answer:
@@ -461,15 +464,15 @@ def _json(content: object, status: int = 200, headers: Mapping[str, str] | None 
 
 
 class _Conversation(BaseHTTPRequestHandler):
-    """One connection: HTTP/1.1 in, ``LookAlike.answer`` out, faults in between."""
+    """Handler of one HTTP/1.1 connection that injects faults and passes requests to ``LookAlike.answer``."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or every answer waits 40 ms for the client's acknowledgement
+    disable_nagle_algorithm = True  # otherwise every answer waits 40 ms for the client's acknowledgment
     wbufsize = -1
     server: LookAlike
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def _converse(self) -> None:
         split = urlsplit(self.path)
@@ -500,7 +503,7 @@ class _Conversation(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _converse  # noqa: N815  # the names that http.server looks for
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _converse  # noqa: N815  # names that http.server requires
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -515,6 +518,6 @@ class _Conversation(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(root: Path, *, xet: bool = False, part_size: int = 0, page: int = 1000) -> Iterator[LookAlike]:
-    """A stand-in that answers for as long as the block runs."""
+    """Run a stand-in for the duration of a block."""
     with answering(LookAlike(root, xet=xet, part_size=part_size, page=page)) as server:
         yield server

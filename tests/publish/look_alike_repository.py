@@ -1,6 +1,6 @@
-"""A stand-in for a repository on the Hugging Face Hub: commits, branches and tags in memory, large files by sha256.
+"""Model a Hugging Face Hub repository: commits, branches and tags in memory, and large files by sha256.
 
-Not git, and not the Hub: just what its HTTP API shows of them.
+The model is limited to the part that the Hub's HTTP API exposes. It does not use git.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LARGE = re.compile(r".*\.(safetensors|bin|gguf|pt|model|zip|parquet|npz)")
 
 
 class Denied(Exception):
-    """An answer that is an error: status, message and the code that the client looks for."""
+    """Error answer with a status, a message and the error code that the client checks."""
 
     def __init__(self, status: int, message: str, code: str = "", **body: object) -> None:
         super().__init__(message)
@@ -26,27 +26,27 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Stored:
-    """A file in a tree. Large ones have ``sha256`` and lie elsewhere; small ones are their ``data``."""
+    """A file in a tree. Small files hold their ``data``. Large files have a ``sha256`` and are stored elsewhere."""
 
     size: int
-    blob: str  # git's id: of the data, or of the pointer that stands for a large file
+    blob: str  # git ID of the data, or of the pointer to a large file
     data: bytes = b""
     sha256: str | None = None
     xet: str | None = None
 
 
 def plain(data: bytes) -> Stored:
-    """A small file."""
+    """Return a small file."""
     return Stored(len(data), _blob(data), data)
 
 
 def large(sha256: str, size: int, xet: str | None) -> Stored:
-    """A file in large file storage."""
+    """Return a file in large file storage."""
     return Stored(size, _blob(pointer(sha256, size)), sha256=sha256, xet=xet)
 
 
 def pointer(sha256: str, size: int) -> bytes:
-    """What git holds in place of a large file (git-lfs specification)."""
+    """Return the pointer that git stores in place of a large file (git-lfs specification)."""
     return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
 
 
@@ -56,7 +56,7 @@ def _blob(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Commit:
-    """A tree, and what it came after."""
+    """A tree and its parent commit."""
 
     id: str
     parent: str | None
@@ -66,7 +66,7 @@ class Commit:
 
 @dataclass
 class Repository:
-    """A model repository. It begins like the Hub's: with one commit that holds .gitattributes."""
+    """A model repository. Like on the Hub, it starts with one commit that contains .gitattributes."""
 
     id: str
     private: bool
@@ -80,7 +80,7 @@ class Repository:
         self.add("main", None, "initial commit", {".gitattributes": plain(b"*.safetensors filter=lfs\n")})
 
     def add(self, branch: str, parent: str | None, title: str, tree: Mapping[str, Stored]) -> Commit:
-        """A commit at the tip of ``branch``."""
+        """Add a commit with this tree and move ``branch`` to it."""
         what = f"{parent} {title} {next(self._numbers)} {sorted((name, file.blob) for name, file in tree.items())}"
         commit = Commit(hashlib.sha1(what.encode()).hexdigest(), parent, title, dict(tree))
         self.commits[commit.id] = commit
@@ -88,7 +88,7 @@ class Repository:
         return commit
 
     def write(self, branch: str, title: str, lines: list[dict[str, dict[str, object]]], objects: Objects) -> Commit:
-        """Apply the lines of a commit request, all or nothing."""
+        """Apply the lines of a commit request atomically and return the new commit."""
         if branch not in self.branches:
             raise Denied(404, f"Invalid rev id: {branch}", "RevisionNotFound")
         head = self.branches[branch]
@@ -112,14 +112,14 @@ class Repository:
         return self.add(branch, head, title, tree)
 
     def at(self, revision: str) -> Commit:
-        """The commit that a branch, a tag or a full id names."""
+        """Return the commit for a branch, a tag or a full commit ID."""
         commit = self.branches.get(revision) or self.tags.get(revision) or revision
         if commit not in self.commits:
             raise Denied(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return self.commits[commit]
 
     def history(self, branch: str = "main") -> list[Commit]:
-        """Its commits, newest first."""
+        """Return the commits of ``branch``, newest first."""
         found = [self.commits[self.branches[branch]]]
         while found[-1].parent is not None:
             found.append(self.commits[found[-1].parent])
@@ -128,7 +128,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Objects:
-    """Large files below ``root``: LFS objects by sha256, and the directory in which the real hf_xet keeps its own."""
+    """Large files below ``root``: LFS objects by sha256, and the directory where the real hf_xet stores its data."""
 
     root: Path
     xet: bool
@@ -144,14 +144,14 @@ class Objects:
         return self.root / "lfs" / sha256
 
     def keep(self, file: Path) -> Stored:
-        """A large file as if it had been uploaded."""
+        """Store a large file as if a client had uploaded it."""
         data = file.read_bytes()
         sha256 = hashlib.sha256(data).hexdigest()
         self.place(sha256).write_bytes(data)
         return large(sha256, len(data), None)
 
     def named(self, sha256: str, path: str) -> Stored:
-        """A file that must have been uploaded before it is committed."""
+        """Return an uploaded large file for a commit, or deny the commit if the file was never uploaded."""
         if self.xet and (found := self._in_xet(sha256)):
             return large(sha256, found[1], found[0])
         if self.place(sha256).exists():
@@ -166,15 +166,15 @@ class Objects:
         return None
 
 
-_RECORD = 48  # bytes: everything in a shard is a multiple of it
+_RECORD = 48  # bytes; every structure in a shard is a multiple of this size
 _END = b"\xff" * 32
 
 
 def files_of_shard(data: bytes) -> Iterator[tuple[str, str | None, int]]:
-    """(Xet hash, sha256, size) of the files that a Xet metadata shard describes.
+    """Yield (Xet hash, sha256, size) of each file that a Xet metadata shard describes.
 
-    A file is a head (hash, flags, number of segments), its segments, one verification record for each if flag bit 31 is
-    set, and a record with the sha256 if bit 30 is.
+    A file consists of a header (hash, flags, number of segments), its segments, one verification record per segment if
+    flag bit 31 is set, and a record with the sha256 if bit 30 is set.
     """
     place = _RECORD
     while data[place : place + 32] not in (_END, b""):
@@ -191,5 +191,5 @@ def files_of_shard(data: bytes) -> Iterator[tuple[str, str | None, int]]:
 
 
 def _hex(data: bytes) -> str:
-    """How Xet prints a hash: four little-endian numbers of 64 bits."""
+    """Return a hash in Xet's text form: four little-endian 64-bit numbers in hexadecimal."""
     return "".join(f"{number:016x}" for number in struct.unpack("<4Q", data))

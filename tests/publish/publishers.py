@@ -1,7 +1,7 @@
-"""Publications in processes of their own, that can be killed: a warm process forks one for each.
+"""Publish to the Hub in a separate process that a test can kill. A warm process forks one for each publication.
 
-The Hub's client reads its settings when it is imported and takes a second for it; the warm one has done that. Nothing
-in there ever waits: the client's pauses between its own attempts are cut to none.
+The Hub client reads its settings on import, which takes a second, so the warm process imports it once. The forked
+processes do not wait: the client's pauses between attempts are removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def work(job):
 
 @dataclass(frozen=True)
 class Publishers:
-    """The warm process."""
+    """Publishers forked from a warm process."""
 
     warm: WarmProcess
 
@@ -65,12 +65,12 @@ class Publishers:
         watched: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """Publish ``files`` (name -> path). Returns what came of it: commit and new, refused, unexpected or killed.
+        """Publish ``files`` (name -> path) and return the outcome: commit and new, refused, unexpected, or killed.
 
         Args:
-            on_start: Called with the process id before anything is sent.
-            sha256: What was gated, where that is not what lies on disk.
-            watched: Whether to say, too, what a person who watches was told.
+            on_start: Function called with the process ID before the process sends anything.
+            sha256: Hashes of the gated files, for files that differ on disk.
+            watched: Whether the outcome includes the progress that a user would see.
         """
         job = {
             "endpoint": endpoint,
@@ -86,10 +86,10 @@ class Publishers:
 
 @contextmanager
 def publishers(place: Path, *, xet: bool) -> Iterator[Publishers]:
-    """A warm process with an empty cache of its own."""
+    """Run a warm process with its own empty cache."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1"}
-    # hf_xet waits by itself, in Rust, before it asks again.
+    # hf_xet waits between retries in Rust, where a patched `time.sleep` has no effect.
     settings |= {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "1ms"}
     with warm_process(place, _WARM, environment={**clean, **settings}) as warm:
         yield Publishers(warm)

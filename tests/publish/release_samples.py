@@ -1,4 +1,4 @@
-"""What a release is made from, small: a content, parents, licences. As a run would put them together."""
+"""Build the parts of a small release as a run would: report content, parents and licenses."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def sha(text: str) -> str:
 
 
 def share(task: str, right: int, n: int, metric: str = "acc,none") -> TaskScore:
-    """A score that is a share of right answers, as the evaluation computes it."""
+    """Return the score for `right` correct answers of `n`, computed as the evaluation does."""
     p = right / n
     stderr = math.sqrt(p * (1 - p) / (n - 1))
     return TaskScore(task=task, metric=metric, n=n, score=p, stderr=stderr, higher_is_better=True)
 
 
 def parents(root: Path) -> tuple[PinnedCheckpoint, ...]:
-    """One on the Hub, one in a directory."""
+    """Return two parents: one on the Hub and one in a local directory."""
     for name in ("general", "local_one"):
         (root / name).mkdir(parents=True, exist_ok=True)
     return (
@@ -127,7 +127,7 @@ def license_verdict(
     ancestors: tuple[Ancestor, ...] = (),
     unread: dict[str, str] | None = None,
 ) -> LicenseVerdict:
-    """The verdict over models under these licences, by the shipped table."""
+    """Return the verdict for models under these licenses, by mergegate's own license table."""
     shipped = load_table()
     models = [LicensedParent(name=f"acme/{key}", license=shipped.lookup(key)) for key in ids]
     use = Use(purpose="research", visibility="public", commercial_entity=False, name=name)
@@ -141,7 +141,7 @@ def files() -> tuple[ReleaseFile, ...]:
 
 
 def stored(stage: str, directory: Path, value: Any, **contents: bytes) -> Artifact[Any]:
-    """An artifact with these files (``__`` for a dot in their names), as the store would hand it out."""
+    """Return an artifact with these files as the store would. ``__`` in a name stands for a dot."""
     directory.mkdir(parents=True, exist_ok=True)
     names = {name.replace("__", "."): data for name, data in contents.items()}
     for name, data in names.items():
@@ -152,7 +152,7 @@ def stored(stage: str, directory: Path, value: Any, **contents: bytes) -> Artifa
 
 @dataclass(frozen=True)
 class Publishable:
-    """All that the publish step is handed, but the target: a merge that passed, with its licences and its report."""
+    """Inputs of the publish step except the target: a merge that passed, with its licenses and its report."""
 
     content: ReportContent
     pinned: PinnedRecipe
@@ -162,7 +162,7 @@ class Publishable:
     report: Artifact[Report]
 
     def publish(self, target: PublishTarget, root: Path, expected_head: str | None = None) -> Release:
-        """The step itself, as the flow calls it."""
+        """Run the publish step as the flow does."""
         return publish(target, root, self.parts, expected_head=expected_head)
 
     @property
@@ -171,7 +171,7 @@ class Publishable:
 
 
 def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
-    """A small release in the making; other weights make another one."""
+    """Return a small unpublished release. Different weights give a different release."""
     merge = Merged(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )

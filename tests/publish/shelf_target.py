@@ -1,6 +1,6 @@
-"""A target that is no part of mergegate: what a package of its own would hold, in one file, by the documented seam.
+"""Define a target outside mergegate, as a third-party package would, through the documented extension point.
 
-A shelf keeps the files of all versions by their sha256, and one index that says which version lists what::
+A shelf stores the files of all versions by their sha256, and one index that lists the files of each version::
 
     place/files/3f9a…      the bytes of a file
     place/index.json       {"current": "v2", "versions": {"v1": {"config.json": [2, "3f9a…"]}, "v2": {…}}}
@@ -22,7 +22,7 @@ from mergegate.tasks.publish.targets import CurrentRelease, OnProgress, PublishT
 
 
 class ShelfTarget(PublishTarget):
-    """A shelf in a directory; ``shelf:PLACE@VERSION`` to those who read from it."""
+    """A shelf in a directory. Readers address it as ``shelf:PLACE@VERSION``."""
 
     known_as: ClassVar[str] = "shelf:PLACE@VERSION"
 

@@ -1,6 +1,6 @@
-"""MLflow's tracking and registry interface on loopback, as much of it as a release asks for, in memory and at once.
+"""Run an in-memory subset of MLflow's tracking and registry API on loopback, just large enough for a release.
 
-The real server says whether we ask it rightly (``test_mlflow``); this one is asked hundreds of times with faults.
+``test_mlflow`` checks our requests against the real server. This one is fast enough for hundreds of runs with faults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loopback import answering
 
 
 class SmallMlflow(ThreadingHTTPServer):
-    """What it holds can be looked into by the test."""
+    """Minimal MLflow server. Tests may inspect its contents."""
 
     daemon_threads = True
 
@@ -33,12 +33,12 @@ class SmallMlflow(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Connections that break are what this is for."""
+        """Ignore broken connections, because tests break them."""
 
 
 class _Asked(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer is written in two pieces: 40 ms between them otherwise
+    disable_nagle_algorithm = True  # Nagle's algorithm would delay the second part of an answer by 40 ms
     server: SmallMlflow
 
     def do_GET(self) -> None:
@@ -71,7 +71,7 @@ class _Asked(BaseHTTPRequestHandler):
             case "POST runs/search":
                 wanted = re.findall(r"'([^']*)'", said["filter"])
                 found = [run for run in held.runs if wanted == [tag["value"] for tag in run["data"]["tags"][:2]]]
-                return {"runs": found[::-1]}  # the newest first
+                return {"runs": found[::-1]}  # newest first
             case "POST runs/create":
                 info = {"run_id": f"run-{len(held.runs)}", "status": "RUNNING"}
                 held.runs.append({"info": info, "data": {"tags": said["tags"]}})
@@ -107,11 +107,11 @@ class _Asked(BaseHTTPRequestHandler):
         return next(run for run in self.server.runs if run["info"]["run_id"] == said["run_id"])
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not on the screen."""
+        """Print nothing."""
 
 
 @contextmanager
 def small_mlflow() -> Iterator[SmallMlflow]:
-    """The server while a block runs."""
+    """Run the server for the duration of a block."""
     with answering(SmallMlflow()) as server:
         yield server

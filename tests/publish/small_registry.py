@@ -1,7 +1,7 @@
-"""A registry on loopback that keeps the rules of the OCI distribution specification which a publication relies on.
+"""Run a registry on loopback that follows the rules of the OCI distribution specification on which publishing relies.
 
-A blob is kept only under the digest that it has; a manifest only when all of its blobs are there; tags move without a
-guard. It can ask for a token first, as public registries do.
+The registry accepts a blob only under its true digest, and a manifest only if all of its blobs exist. Tags move without
+a guard. It can require a token first, as public registries do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USER, PASSWORD, TOKEN = "acme", "an-example-password", "an-example-token"
 
 
 class SmallRegistry(ThreadingHTTPServer):
-    """What it holds can be looked into and changed by the test."""
+    """Minimal OCI registry. Tests may inspect and change its contents."""
 
     daemon_threads = True
 
@@ -39,12 +39,12 @@ class SmallRegistry(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that are killed are what this is for."""
+        """Ignore broken connections, because tests kill clients."""
 
 
 class _Registered(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer is written in two pieces: 40 ms between them otherwise
+    disable_nagle_algorithm = True  # Nagle's algorithm would delay the second part of an answer by 40 ms
     server: SmallRegistry
 
     def route(self) -> None:
@@ -113,6 +113,6 @@ def _error(code: str) -> bytes:
 
 @contextmanager
 def small_registry(*, login: bool = False) -> Iterator[SmallRegistry]:
-    """The registry while a block runs."""
+    """Run the registry for the duration of a block."""
     with answering(SmallRegistry(login=login)) as registry:
         yield registry

@@ -1,4 +1,4 @@
-"""What an optimizer keeps has a card of its own: its licence is found as that of any parent."""
+"""Test the license of optimizer state: it has its own card, and its license is found like that of any parent."""
 
 from __future__ import annotations
 

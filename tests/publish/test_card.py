@@ -1,4 +1,4 @@
-"""The model card: what machines read out of it is what was meant, and a person finds score, licence and doubt."""
+"""Test the model card: parsers read the intended metadata, and readers find the scores, the license and the caveats."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def card_of(
     publication: Publication = HERE,
     names: tuple[str, ...] = ("LICENSE", "licenses/apache-2.0.txt", "NOTICE"),
 ) -> str:
-    """The card, after the check that a release makes."""
+    """Return the card after the check that every release runs."""
     said, verdict = said or content(SCORES), verdict or license_verdict("apache-2.0", "mit")
     metadata = card_metadata(said, parents(root), verdict.combination)
     card = model_card(said, metadata, verdict, (), names, publication)
@@ -70,7 +70,7 @@ def test_no_name_can_break_the_metadata(
     try:
         card = card_of(root, said)
     except Refused:
-        return  # said before anything is uploaded
+        return  # the release is refused before any upload
     assert parse_card(card.encode()).fields == ModelCard(card).data.to_dict()
     assert said.recipe.strip() in card
 
@@ -100,7 +100,7 @@ def test_a_path_of_the_machine_is_no_base_model(tmp_path: Path) -> None:
         ("license: mit", "license: mit", None),
         ("language: en", "language: {x: y}", None),
         ("language: [", "language: [", None),
-        # YAML reads a bare 'no' as false: Norwegian is then not said, and not guessed.
+        # YAML reads a bare 'no' as false. The card then omits the language and does not guess Norwegian.
         ("language: no", "language: no", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Publishing to a directory: all there or not at all, versions that never change, a second run that does nothing."""
+"""Test publishing to a directory: releases are atomic, versions never change and a second run does nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def publish_directory(
     hashes: HashMemo,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Release:
-    """As the publish step does it."""
+    """Publish to a directory as the publish step does."""
     target = DirectoryTarget(path=directory)
     options = {"expected_head": None, "hashes": hashes, "on_progress": on_progress}
     return target.publish(files, "demo", version, Path(), **options)

@@ -1,4 +1,4 @@
-"""Scores for the Hub's leaderboards: only whole benchmarks that are registered there, as its library reads them."""
+"""Test the scores for the Hub's leaderboards: only complete, registered benchmarks, readable by the Hub's library."""
 
 from __future__ import annotations
 

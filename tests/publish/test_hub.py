@@ -1,4 +1,7 @@
-"""Publishing to the Hub by the real client, on both transports: round trips, refusals, settings, no token anywhere."""
+"""Test publishing to the Hub with the real client on both transports.
+
+Covered are round trips, refusals and settings, and that no token appears anywhere.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from mergegate.tasks.publish.targets.hub.aliases import version_on
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"
 
-# Written as a user would, in a process with an empty cache: the whole release by its tag, compared, then loaded.
+# Code as a user would write it, for a process with an empty cache: download a release by tag, compare and load it.
 _DOWNLOAD = """
 import json, sys
 from pathlib import Path
@@ -175,7 +178,7 @@ def test_a_commit_between_looking_and_promoting_is_not_written_over(
 ) -> None:
     def interfere(request: object) -> None:
         path = getattr(request, "path", "")
-        if path.endswith("/preupload/main"):  # the last thing before the promoting commit
+        if path.endswith("/preupload/main"):  # the last request before the promoting commit
             repository = stand_in.repository
             if len(repository.history()) == 1:
                 repository.add("main", repository.branches["main"], "somebody else's", repository.at("main").tree)
@@ -323,7 +326,7 @@ def test_an_environment_without_network_is_told_at_once(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def released(stand_in: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
-    """``v1``, ``spring`` and ``v2`` as publications leave them; the Hub of this process."""
+    """Make the stand-in this process's Hub, with ``v1``, ``spring`` and ``v2`` published."""
     from huggingface_hub import constants
 
     monkeypatch.delenv("HF_HUB_OFFLINE")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong at whichever request of a publication, running again ends in one whole release, and only that."""
+"""Test that after any fault at any request of a publication, running again produces exactly one complete release."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def transport(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 class Transport:
-    """A publisher and a Hub that speak LFS or Xet. On ``main`` stands a release of three shards."""
+    """A publisher and a Hub that use LFS or Xet. ``main`` holds a release with three shards."""
 
     def __init__(self, warm: Publishers, stand_in: LookAlike, old: Any, place: Path) -> None:
         self.warm, self.stand_in, self.old, self.place = warm, stand_in, copy.deepcopy(old), place
         self.count = 0
 
     def begin(self, *, first: bool) -> dict[str, Path]:
-        """Back to the old release, or to no repository at all; a new release of two shards to be published."""
+        """Reset to the old release, or to no repository if `first`, and return a new release with two shards."""
         self.count += 1
         self.stand_in.repositories = {} if first else {"acme/demo": copy.deepcopy(self.old)}
         self.stand_in.listings.clear()
         return release(self.place / str(self.count), 2, shards=2)
 
     def publish(self, files: dict[str, Path], kind: str, nth: int) -> dict[str, Any]:
-        """One attempt, with a fault at the nth request."""
+        """Publish once, with a fault at the nth request."""
         pids: queue.Queue[int] = queue.Queue()
         faults = {
             "none": [],
@@ -59,7 +59,7 @@ class Transport:
 
 
 def release(place: Path, number: int, *, shards: int) -> dict[str, Path]:
-    """Files of a release. No two releases share a byte of weights."""
+    """Write the files of a release. No two releases share weights."""
     place.mkdir(parents=True)
     contents = {f"model-{shard:05d}-of-{shards:05d}.safetensors": os.urandom(3000) for shard in range(1, shards + 1)}
     contents |= {"config.json": b'{"number": %d}' % number, "README.md": CARD}
@@ -69,8 +69,7 @@ def release(place: Path, number: int, *, shards: int) -> dict[str, Path]:
 
 
 def scenes() -> Iterator[Any]:
-    """Every fault, on both transports, for the first release and for one that replaces another. One in the slow
-    suite."""
+    """Yield every fault on both transports, for a first release and for a replacement. The slow suite runs one case."""
     for by, first, kind in itertools.product(("lfs", "xet"), (False, True), ("fail", "down", "drop", "kill")):
         often = (by, first, kind) == ("xet", False, "kill")
         marks = pytest.mark.slow if often else pytest.mark.long
@@ -84,7 +83,7 @@ def test_a_fault_at_any_request_is_healed_by_running_again(transport: Transport,
         files = transport.begin(first=first)
         attempt = transport.publish(files, kind, nth)
         if nth >= len(transport.stand_in.log):
-            break  # the whole publication went by before the fault's turn came
+            break  # the publication finished before the request with the fault
         if kind == "kill":
             assert attempt == {"killed": True}
         transport.publish(files, "none", 0)

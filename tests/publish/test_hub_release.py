@@ -1,4 +1,4 @@
-"""A whole run that releases to the Hub, with trouble on the way, and a token that is not to be found anywhere after."""
+"""Test a whole run that releases to the Hub despite faults and leaves no trace of the token."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Project:
-    """A directory with a profile that releases to a stand-in."""
+    """A directory with a profile that releases to the Hub stand-in."""
 
     root: Path
     stand_in: LookAlike
 
     def mergegate(self, *arguments: str, token: str = WRITER) -> subprocess.CompletedProcess[str]:
-        """The command in a process of its own, as a person would run it."""
+        """Run the command in a separate process, as a user would."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PREFECT_"))}
         ours = {
             "HF_ENDPOINT": self.stand_in.url,
@@ -57,7 +57,7 @@ class Project:
             "HF_TOKEN": token,
             "HF_HUB_DISABLE_XET": "1",
             "MERGEGATE_HOME": str(self.root / "state"),
-            # As talkative as it gets: what is logged is searched for the token.
+            # Log as much as possible, because a test searches the logs for the token.
             "PREFECT_LOGGING_LEVEL": "DEBUG",
             "PREFECT_LOGGING_TO_API_ENABLED": "1",
             "HF_HUB_VERBOSITY": "debug",
@@ -87,7 +87,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[P
 
 @pytest.fixture(scope="module")
 def released(project: Project) -> Project:
-    """The demo on the Hub, after a run that was refused and one that met trouble."""
+    """Release the demo to the Hub, after one refused run, in a run with faults."""
     project.stand_in.set_faults([])
     refused = project.mergegate("run", "elsewhere.yaml")
     assert refused.returncode == 3, refused.stderr
@@ -175,7 +175,7 @@ def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_
 
 
 def put_on_hub(stand_in: LookAlike, name: str, title: str = "weights") -> str:
-    """A model of the demo family as a repository of acme; its commit."""
+    """Commit a demo model to a repository of acme and return the commit ID."""
     repository = stand_in.repositories.setdefault(f"acme/{name}", Repository(f"acme/{name}", private=True))
     tree = dict(repository.at("main").tree)
     for path in (DEMO / "models" / name).iterdir():
@@ -206,7 +206,7 @@ def test_the_token_is_in_no_command_line(project: Project) -> None:
             try:
                 seen.append(process.read_bytes())
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
 
     project.stand_in.after.append(look)
     try:

@@ -1,4 +1,4 @@
-"""The next step of a publication, from every state that a Hub repository can be in."""
+"""Test the next step of a publication for every possible state of a Hub repository."""
 
 from __future__ import annotations
 

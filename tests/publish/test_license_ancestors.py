@@ -1,4 +1,4 @@
-"""The way up to ancestors on the Hub, asked by the real client of a stand-in on loopback."""
+"""Test the lookup of a model's ancestors on the Hub, with the real client and a stand-in on loopback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LookAl
 
 
 def _reach(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Let the client of this process, which was told to stay offline, ask what lies at `url`."""
+    """Point this process's Hub client, which is offline by default in tests, to the server at `url`."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -43,14 +43,14 @@ def _reach(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that anybody wanted to wait for a better moment: they are counted, not waited, on a slow machine too."""
+    """Replace `time.sleep` and record the requested seconds, so that tests do not depend on the machine's speed."""
     seconds: list[float] = []
     monkeypatch.setattr("time.sleep", seconds.append)
     return seconds
 
 
 def _add(stand_in: LookAlike, name: str, card: str, **files: bytes) -> str:
-    """A commit with this card in a public repository; its id."""
+    """Commit this card to a public repository and return the commit ID."""
     repository = stand_in.repositories.setdefault(name, Repository(name, private=False))
     content = {"README.md": f"---\n{card}\n---\n".encode(), "config.json": b"{}", **files}
     head = repository.branches["main"]
@@ -58,7 +58,7 @@ def _add(stand_in: LookAlike, name: str, card: str, **files: bytes) -> str:
 
 
 def _local(place: Path, card: str) -> ResolvedCheckpoint:
-    """A model here, as a recipe's parent."""
+    """Return a local model with this card as a parent of a recipe."""
     place.mkdir()
     (place / "README.md").write_text(f"---\n{card}\n---\n")
     return ResolvedCheckpoint(name=place.name, ref=f"../{place.name}", directory=place)
@@ -199,7 +199,7 @@ def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(
 def test_without_a_network_the_run_goes_on(
     tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as closed:  # a port that nobody listens at
+    with socket.socket() as closed:  # a port without a listener
         closed.bind(("127.0.0.1", 0))
         _reach(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path / "cache")
         chat = _local(tmp_path / "chat", "license: mit\nbase_model: [acme/a, acme/b]")
@@ -245,7 +245,7 @@ def test_a_parent_from_the_hub_is_read_where_it_was_downloaded(stand_in: LookAli
     chat = _local(tmp_path / "chat", "license: mit\nbase_model: acme/base")
     verdict = _judge(read_licenses([base, chat], TABLE))
     assert stand_in.log == []
-    assert verdict.ancestors == ()  # it is a parent
+    assert verdict.ancestors == ()  # base is a parent of the merge, so it is not listed as an ancestor
     assert any(
         "chat declares mit, but was made from base under gemma" in r.sentence for r in verdict.combination.reasons
     )
@@ -266,7 +266,7 @@ def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: p
 
     def silent(access: object, repository: str) -> NotRead:
         asked.append(repository)
-        Event().wait()  # as a name that nobody resolves
+        Event().wait()  # hang like a name lookup that never returns
         return NotRead("never")
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -1,4 +1,4 @@
-"""What a release ships for its licences, and what it says is left to be done."""
+"""Test the license files of a release and the list of obligations left to the publisher."""
 
 from __future__ import annotations
 

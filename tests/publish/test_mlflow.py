@@ -1,4 +1,4 @@
-"""MLflow's registry as a target: a version that points to a whole release, and an alias that comes last."""
+"""Test MLflow's registry as a target: each version points to a complete release, and the alias is set last."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ real = [
 
 @contextmanager
 def mlflow_server(place: Path) -> Iterator[str]:
-    """The real one, on SQLite."""
+    """Run the real MLflow server on SQLite."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -269,7 +269,7 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
 def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
     blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch, kind: str, stride: int
 ) -> None:
-    """Of MLflow; those of the place are tried where it is tested."""
+    """Only requests to MLflow get faults. The tests of the underlying storage target cover its own requests."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     old, new = files("old"), files("new")
     whole = [{one.name: (one.size, one.sha256) for one in release} for release in (old, new)]
@@ -300,18 +300,18 @@ def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistr
         to = target(mlflow.url, blobs, "demo")
         assert to.current(tmp_path) is None
         publish(to, files("old"), "v1")
-        publish(to.place, files("new"), "v2")  # type: ignore[attr-defined]  # as a run that is cut off here leaves it
+        publish(to.place, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
         behind = to.current(tmp_path)
         assert behind is not None
         assert not behind.complete
         assert publish(to, files("new"), "v2").new
         assert to.current(tmp_path) == dataclasses.replace(behind, complete=True)
-        mlflow.aliases["demo", "champion"] = "1"  # moved by hand
+        mlflow.aliases["demo", "champion"] = "1"  # as if a user had moved the alias
         assert to.current(tmp_path) == behind
 
 
 def refusal_of(to: PublishTarget, release: tuple[ReleaseFile, ...]) -> str:
-    """Why it was not published; empty where it was."""
+    """Return the reason for the refusal, or an empty string if the release was published."""
     try:
         publish(to, release, "v2")
     except Refused as error:

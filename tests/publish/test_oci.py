@@ -1,4 +1,7 @@
-"""A registry as a target: a release is a manifest by its digest, tags lead to whole ones, and versions never change."""
+"""Test an OCI registry as a target.
+
+A release is a manifest addressed by its digest. Tags point only to complete releases, and versions never change.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ FOREVER = 1 << 30
 
 @contextmanager
 def real_registry(place: Path) -> Iterator[str]:
-    """Debian's docker-registry."""
+    """Run Debian's docker-registry."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -88,7 +91,7 @@ def real_registry(place: Path) -> Iterator[str]:
     ]
 )
 def url(request: pytest.FixtureRequest, tmp_path: Path, home: Path) -> Iterator[str]:
-    """Of an empty registry."""
+    """Yield the URL of an empty registry."""
     if request.param == "real":
         with real_registry(tmp_path / "registry") as there:
             yield there
@@ -293,7 +296,7 @@ def _written(place: Path, number: int) -> dict[str, Path]:
 
 
 def _standing(registry: SmallRegistry) -> dict[str, bytes]:
-    """What somebody pulls by ``latest``."""
+    """Return the files that a client pulls as ``latest``."""
     manifest = json.loads(registry.manifests[registry.tags["latest"]])
     return {
         one["annotations"]["org.opencontainers.image.title"]: registry.blobs[one["digest"]]

@@ -1,4 +1,4 @@
-"""What exactly a person is asked about before it is published, and that nothing else is published on their word."""
+"""Test manual approval: it names the exact release, and mergegate publishes only the approved files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provenance and bill of materials: of the form that their specifications say, complete, and the same every time."""
+"""Test provenance and bill of materials: they follow their specifications, are complete and are reproducible."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card_metadata import card_metadata
 from mergegate.tasks.publish.provenance import LISTING, provenance
 
-# In an environment of its own: its format checkers make every import of Prefect beside them seconds slower.
+# The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
 CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"
 
-# Written down from the text of the specifications (in-toto Statement and ResourceDescriptor v1, SLSA provenance v1).
-# Closed, except for extension fields: those have an underscore after the name of whoever adds them.
+# These schemas follow the specification texts (in-toto Statement and ResourceDescriptor v1, SLSA provenance v1).
+# They allow no additional fields except extensions, whose names start with the vendor's name and an underscore.
 _EXTENSIONS = {"^mergegate_[a-zA-Z]+$": {}}
 _URI = {"type": "string", "pattern": "^[a-z][a-z0-9+.-]*:[^ ]+$"}
 _DIGEST = {
@@ -151,7 +151,7 @@ def test_in_totos_own_types_read_it(statement: Any) -> None:
     read = json_format.ParseDict(statement, statement_pb2.Statement())
     assert [subject.name for subject in read.subject] == ["licenses/mit.txt", "model.safetensors"]
     ours = {name: value for name, value in statement["predicate"].items() if not name.startswith("mergegate_")}
-    predicate = json_format.ParseDict(ours, provenance_pb2.Provenance())  # refuses what it does not know
+    predicate = json_format.ParseDict(ours, provenance_pb2.Provenance())  # rejects unknown fields
     build = predicate.build_definition
     assert [dependency.uri for dependency in build.resolved_dependencies] == [
         f"pkg:huggingface/acme/general@{COMMIT}",
@@ -188,7 +188,7 @@ def test_it_is_the_same_every_time_and_holds_no_path_of_the_machine(tmp_path: Pa
 
 
 def cyclonedx_finds(documents: list[str]) -> list[str | None]:
-    """What the strict validator of CycloneDX's own library says of each: None where it is content."""
+    """Return the error of CycloneDX's own strict validator for each document, or None if it is valid."""
     script = (
         "import json, sys\n"
         "from cyclonedx.schema import SchemaVersion\n"
@@ -213,7 +213,7 @@ def test_the_bill_of_materials_passes_the_strict_schema_of_cyclonedx(tmp_path: P
     unknown_type, more, no_address = (json.loads(good[-1]) for _ in range(3))
     unknown_type["metadata"]["component"]["type"] = "weights"
     more["metadata"]["more"] = 1
-    # Of a form that only a checker of formats sees: the library leaves it out in silence where it is not installed.
+    # Only a format checker finds this error. The library silently skips format checks if the checkers are missing.
     no_address["externalReferences"] = [{"type": "website", "url": "http://[not an address"}]
     found = cyclonedx_finds([*good, *map(json.dumps, (unknown_type, more, no_address))])
     assert found[:2] == [None, None]

@@ -1,4 +1,4 @@
-"""Names of local models in published files, and the scan before a release is published."""
+"""Test the names of local models in published files and the scan for private paths before a release."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_name_is_never_that_of_another_model() -> None:
     ],
 )
 def test_the_scan_finds_a_path_however_it_is_written(write: object) -> None:
-    content = f"text {write(SECRET)}\n"  # type: ignore[operator]  # every case is a function
+    content = f"text {write(SECRET)}\n"  # type: ignore[operator]  # every parametrized value is a function
     with pytest.raises(Refused) as refusal:
         require_no_private_paths([written_file("notes.txt", content)], [Path(SECRET)], "demo")
     assert refusal.value.where == "demo: notes.txt"

@@ -1,4 +1,7 @@
-"""A bucket as a target: whole releases, one guarded pointer, and every byte by the store's own checksum."""
+"""Test an S3 bucket as a target: releases are complete, one guarded pointer selects the current one.
+
+Every byte is verified by the object store's own checksum.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def s3() -> Iterator[S3OnLoopback]:
 
 @pytest.fixture
 def bucket(s3: S3OnLoopback, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3OnLoopback]:
-    """An empty one, found as a user's would be, without waiting between attempts."""
+    """Yield an empty bucket, configured as a user would, without pauses between attempts."""
     for name, value in AWS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.url)
@@ -116,7 +119,7 @@ def test_whoever_was_overtaken_publishes_nothing(bucket: S3OnLoopback, tmp_path:
 def test_of_two_that_move_the_pointer_at_once_one_is_overtaken(
     bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other releases after the last look and before the write: only the store's own guard can notice."""
+    """The other run releases between the last check and the write, so only the store's own guard detects it."""
     publish(ONE)
     move = publication._Publication.move
 
@@ -239,7 +242,7 @@ def test_a_champion_is_downloaded_once(bucket: S3OnLoopback, tmp_path: Path) -> 
     first = target().current(tmp_path)
     bucket.proxy.begin(None)
     assert target().current(tmp_path) == first
-    assert len(bucket.proxy.log) == 2  # the pointer, the listing
+    assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
 def test_leftovers_of_runs_that_were_cut_off_long_ago_are_removed(
@@ -366,7 +369,7 @@ def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhi
     read = aliases.read_alias
 
     def overtaken(place: access.S3Location, name: str) -> object:
-        """Somebody else moves it between our first look and our write."""
+        """Read the alias and, the first time, move it as another client would before our write."""
         found = read(place, name)
         assert found is not None
         if not seen:

@@ -1,5 +1,6 @@
-"""Whatever goes wrong at whichever request of a publication to a bucket, there is never half a release, and running
-again ends in a whole one.
+"""Test publications to a bucket with every fault at any request.
+
+Readers never see a partial release, and running again produces a complete one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkedPubl
 
 
 def release(place: Path, number: int) -> dict[str, Path]:
-    """Files of a release. No two releases share a byte of weights."""
+    """Write the files of a release. No two releases share weights."""
     place.mkdir(parents=True)
     contents = {"model.safetensors": os.urandom(3000), "config.json": b'{"number": %d}' % number}
     for name, data in contents.items():
@@ -45,7 +46,7 @@ def release(place: Path, number: int) -> dict[str, Path]:
 
 
 def what_stands(s3: S3OnLoopback) -> dict[str, bytes] | None:
-    """The release that a reader sees who follows the pointer, every file of it compared with the pointer's digest."""
+    """Return the release that the pointer selects, after comparing all files with the pointer's digest."""
     there = s3.objects()
     if "demo/latest.json" not in there:
         return None
@@ -60,9 +61,9 @@ def what_stands(s3: S3OnLoopback) -> dict[str, bytes] | None:
 
 
 def scenes() -> Iterator[Any]:
-    """Faults in a release that replaces another and in a first one."""
+    """Yield faults for a release that replaces another and for a first release."""
     yield pytest.param(False, "kill", 6, id="next-kill-some", marks=pytest.mark.slow)
-    # What is done without an answer, and a kill, at every request; what does nothing differs from those little.
+    # Lost answers and kills hit every request. Faults without an effect on the server hit only every fourth request.
     for kind, stride in (("after", 1), ("kill", 1), ("down", 4), ("before", 4), ("503", 4), ("silence", 4)):
         yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.long)
     for kind, stride, mark in (("kill", 1, pytest.mark.long), ("500", 4, pytest.mark.slow)):
@@ -97,7 +98,7 @@ def test_a_fault_at_any_request_leaves_a_whole_release_and_is_healed_by_running_
         s3.proxy.begin(fault)
         attempt = warm.publish(TARGET, files, "v2", on_start=pids.put)
         if nth >= len(s3.proxy.log):
-            break  # the whole publication went by before the fault's turn came
+            break  # the publication finished before the request with the fault
         s3.proxy.begin(None)
         assert what_stands(s3) in (standing, new), "half a release"
         if kind == "kill":

@@ -1,6 +1,6 @@
-"""Signatures over the files of a release: what OpenSSF's own library writes is read, it reads ours, changes break both.
+"""Test release signatures: we verify those of OpenSSF's own library, it verifies ours, and changes break both.
 
-The library is the oracle: it shares no code with us but the primitives of ``cryptography``.
+The library is an independent oracle. It shares no code with mergegate except the primitives of ``cryptography``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory whose names sort differently as text and as paths."""
+    """Return a directory whose file names sort differently as text and as paths."""
     place = tmp_path / "model"
     for name in ("a/z.safetensors", "a b/x.json", "a.txt", "ä.md", ".eval_results/gsm8k.yaml"):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def hashes(model: Path) -> dict[str, str]:
 
 
 def library_verifies(model: Path, public: Path) -> bool:
-    """As ``model_signing verify key`` does."""
+    """Return whether the signature is valid, as ``model_signing verify key`` checks it."""
     from model_signing import verifying
 
     try:
@@ -138,7 +138,7 @@ def test_no_byte_of_a_signature_can_be_changed_unnoticed(tmp_path: Path) -> None
     private, public = write_keys(tmp_path)
     original = sign("demo", {"model.safetensors": "0" * 64}, private).encode()
     assert read_signature(original).is_by(public)
-    for place in range(len(original) - 1):  # the last is the end of the line, which may be any white space
+    for place in range(len(original) - 1):  # the last byte is a newline, which may be any white space
         for bit in (1, 4):
             damaged = bytearray(original)
             damaged[place] ^= bit

@@ -1,4 +1,4 @@
-"""Where a release goes, as a profile says it: what is meant, what cannot be, and what must be there beforehand."""
+"""Test the target in a profile: how mergegate resolves it, and which settings and prerequisites it checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another package adds a target: a file and an entry point. A release flows through it as through our own."""
+"""Test a target from another package: a file and an entry point suffice to publish like to a built-in target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHELF = {"to": "shelf", "place": "library"}
 
 
 def install(site: Path, entry_points: str) -> None:
-    """What an installer leaves of a package: its module, and its metadata beside it."""
+    """Write the files of an installed package: its module and its metadata."""
     metadata = site / "shelf_for_models-1.0.dist-info"
     metadata.mkdir(parents=True)
     shutil.copyfile(Path(__file__).with_name("shelf_target.py"), site / "shelf_for_models.py")
@@ -38,7 +38,7 @@ def install(site: Path, entry_points: str) -> None:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Iterator[type[PublishTarget]]:
-    """The target of an installed package, known to profiles in this process until the test has ended."""
+    """Yield the target of an installed package, which profiles in this process accept until the test ends."""
     install(tmp_path / "site", "shelf = shelf_for_models:ShelfTarget")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path / "site"))

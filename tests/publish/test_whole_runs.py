@@ -1,4 +1,4 @@
-"""Whole runs as a person has them: released to a bucket, found there again, also by a machine with an empty disk."""
+"""Test whole runs as a user starts them: release to a bucket and find the release again, even from an empty disk."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SHARED = f"s3://{BUCKET}/store"
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3OnLoopback]:
-    """An empty one, and an environment in which releases and the shared store are found there."""
+    """Yield an empty bucket and set up the environment so that releases and the shared store use it."""
     with s3_on_loopback() as s3, s3.found_by_clients(monkeypatch):
         monkeypatch.setenv("MERGEGATE_STORE", SHARED)
         yield s3
 
 
 def machine(root: Path, *, guarded_by: str = "base", density: str | None = None) -> Project:
-    """One that has never run anything: a task, held-out text, and a release that goes to the bucket."""
+    """Set up a machine without earlier runs: a task, held-out text and a profile that releases to the bucket."""
     project = make_project(root)
     recipe = "demo/recipes/ties.yaml"
     if density is not None:
@@ -65,7 +65,7 @@ def machine(root: Path, *, guarded_by: str = "base", density: str | None = None)
 
 
 def run(project: Project) -> str:
-    """What a run printed that ended well; everything that it has to send is sent."""
+    """Run the profile successfully, wait until all uploads finish and return the output."""
     result = project.mergegate("run", PROFILE)
     assert result.exit_code == 0, result.output
     store = shared_store(project.home / "store")
@@ -75,7 +75,7 @@ def run(project: Project) -> str:
 
 
 def marks(printed: str) -> dict[str, str]:
-    """``✓``: made, ``=``: cached, by stage."""
+    """Return the mark of each stage: ``✓`` for computed, ``=`` for cached, ``✗`` for failed."""
     rows = [line.split() for line in printed.splitlines()]
     return {row[1]: row[0] for row in rows if len(row) > 1 and row[0] in ("✓", "=", "✗")}
 
@@ -105,7 +105,7 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
     verified = one.mergegate("verify", URL)
     assert (verified.exit_code, "all as published" in verified.output) == (0, True)
 
-    # Another machine with an empty disk: nothing is made, nothing is sent, and it says why.
+    # A second machine with an empty disk computes and sends nothing, and says why.
     two = machine(tmp_path / "two")
     printed = run(two)
     assert f"nothing new: {version} is released" in printed
@@ -115,8 +115,8 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
         assert two.artifacts(stage) == one.artifacts(stage) != set()
     assert bucket.objects() == there
 
-    # A third one judges another merge by the champion in the bucket: no parent is asked again. The champion is asked
-    # once: it was known as what a recipe had made, and is now known as what is published.
+    # A third machine gates another merge against the champion in the bucket. No parent is evaluated again. The champion
+    # is evaluated once, because it was cached as the merge of a recipe and is now identified as a published release.
     three = machine(tmp_path / "three", guarded_by="champion", density="0.6")
     printed = run(three)
     assert (marks(printed)["merge"], marks(printed)["publish"]) == ("✓", "✓")
@@ -128,7 +128,7 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
     assert newer["current"] != version
     assert [entry["version"] for entry in newer["versions"]] == [version, newer["current"]]
 
-    # A fourth one finds that it is the champion, and names it as the bucket does.
+    # A fourth machine finds that its merge is the champion and names it by its address in the bucket.
     four = machine(tmp_path / "four", guarded_by="champion", density="0.6")
     printed = run(four)
     assert f"nothing new: {newer['current']} is released" in printed
@@ -136,8 +136,8 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
     assert "publish" not in marks(printed)
     assert current(bucket) == newer
 
-    # Where something of the publication was left undone, the same merge goes the whole way once more. Its report has
-    # another champion now, so it is another version.
+    # After an incomplete publication, the same merge is published again. Its report now names another champion, so the
+    # release is a new version.
     look = S3Target.current
     monkeypatch.setattr(S3Target, "current", lambda self, root: replace(look(self, root), complete=False))  # type: ignore[type-var]
     assert marks(run(four))["publish"] == "✓"

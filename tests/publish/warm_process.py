@@ -1,5 +1,4 @@
-"""Publications in processes of their own, that can be killed: a warm process, which has imported what takes long, forks
-one for each."""
+"""Fork a process for each publication from a warm process that has done the slow imports, so that tests can kill it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from patience import HANG_S
 
 PROJECT = Path(__file__).resolve().parents[2]
 
-# After a script that has defined ``work(job)``, which returns what came of it.
+# This code runs after a script that defines ``work(job)``, which returns the outcome.
 _FORKS = """
 for line in sys.stdin:
     reading, writing = os.pipe()
@@ -36,16 +35,16 @@ for line in sys.stdin:
 
 @dataclass(frozen=True)
 class WarmProcess:
-    """The warm process, and where what it forks remembers hashes."""
+    """The warm process and the path of the hash cache that its forks share."""
 
     process: subprocess.Popen[str]
     memo: Path
 
     def ask(self, job: Mapping[str, Any], on_start: Callable[[int], None]) -> dict[str, Any]:
-        """What came of ``job`` in a process of its own: what ``work`` returned, or that it was killed.
+        """Run ``job`` in a forked process and return the result of ``work``, or that the process was killed.
 
         Args:
-            on_start: Called with the process id before anything is sent.
+            on_start: Function called with the process ID before the process sends anything.
         """
         assert self.process.stdin
         assert self.process.stdout
@@ -59,11 +58,11 @@ class WarmProcess:
 
 @contextmanager
 def warm_process(place: Path, script: str, *arguments: str, environment: Mapping[str, str]) -> Iterator[WarmProcess]:
-    """A warm process.
+    """Run a warm process.
 
     Args:
-        script: Python that imports what takes long, and defines ``work(job)``.
-        environment: All of its environment, but where this project lies.
+        script: Python code that does the slow imports and defines ``work(job)``.
+        environment: Complete environment of the process, except the path to this project.
     """
     place.mkdir(parents=True, exist_ok=True)
     with (place / "errors").open("w") as errors:
@@ -84,7 +83,7 @@ def warm_process(place: Path, script: str, *arguments: str, environment: Mapping
 
 
 def listed_files(files: Mapping[str, Path], gated: Mapping[str, str] | None) -> list[tuple[str, str, str]]:
-    """Name, path and sha256 of each; what was ``gated``, where that is not what lies on disk."""
+    """Return the name, path and sha256 of each file. A hash in ``gated`` overrides the one of the file on disk."""
     from mergegate.merge_core.files.hashing import sha256_file
 
     known = gated or {}

@@ -1,5 +1,7 @@
-"""A hundred nights of three profiles, as a year might bring them: parents move, scores drift, checks refuse, once it
-crashes. Equal seeds give equal nights."""
+"""Generate a realistic history of 100 nightly runs for three profiles.
+
+Parents move, scores drift, checks refuse a merge and one run crashes. Equal seeds give equal histories.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ RECIPE = "merge_method: ties\nbase_model: acme/base\nparameters: {{density: {den
 
 
 def nights(count: int = 100, seed: int = 1) -> list[RunRecord]:
-    """Runs of all profiles, night after night, in the order in which they ended."""
+    """Return the nightly runs of all profiles, in the order in which they ended."""
     told = []
     chance = random.Random(seed)
     for number, (profile, tasks) in enumerate(TASKS.items()):

@@ -1,4 +1,4 @@
-"""Pages that several tests look at, drawn once; and how they are read."""
+"""Render pages that several tests share, once each, and parse them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _drawn: dict[str, str] = {}
 
 
 def page_of(content: ReportContent) -> str:
-    """``render(content)``: equal content gives equal bytes, which has a test of its own."""
+    """Return ``render(content)``, cached. Another test checks that equal content gives equal bytes."""
     key = content.model_dump_json()
     if key not in _drawn:
         _drawn[key] = render(content)
@@ -21,7 +21,7 @@ def page_of(content: ReportContent) -> str:
 
 
 class Page(HTMLParser):
-    """Reads a page and complains about every tag that is not closed in order."""
+    """Parser for a page that fails on any tag that is not closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

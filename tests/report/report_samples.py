@@ -1,4 +1,4 @@
-"""Contents of reports as a run would put them together: released, refused, inconclusive, broken, and a large one."""
+"""Build report contents as a run would: released, refused, inconclusive, broken and a large one."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def broken(ratio: float | None = None) -> ReportContent:
 
 
 def tally(conflict: float, vectors: int, length: float, elements: int = 100_000) -> Tally:
-    """Task vectors at right angles, each a little longer than the one before, and a merge that is their half sum."""
+    """Return the tally of orthogonal task vectors of increasing length and a merge that is half their sum."""
     norms = [length * (1 + 0.1 * at) for at in range(vectors)]
     gram = [[norms[i] ** 2 if i == k else 0.0 for k in range(vectors)] for i in range(vectors)]
     cross = [norm**2 / 2 for norm in norms]
@@ -265,7 +265,7 @@ def tally(conflict: float, vectors: int, length: float, elements: int = 100_000)
 
 
 def interference(layers: int = 4, vectors: int = 2) -> Interference:
-    """Layers that conflict the more the deeper they are."""
+    """Return layers whose conflict grows with depth."""
     kinds: tuple[TensorKind, ...] = ("q", "k", "v", "o", "gate", "up", "down", "norm")
 
     def conflict(layer: int, kind: int) -> float:
@@ -319,7 +319,7 @@ def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")
 
 
 def explained() -> ReportContent:
-    """A refused merge with everything that a report can say about one."""
+    """Return a refused merge with every section that a report can have."""
     judge = ReportedJudge(
         model="judge-70b",
         reference="reverser",
@@ -398,7 +398,7 @@ def measured(**changes: object) -> ServingCost:
 
 
 def served() -> ReportContent:
-    """A released merge that was served, as two of its three parents were; one of them on another day."""
+    """Return a released merge that was served, with two served parents, one of them measured on another day."""
     checks = (
         ReportedCheck(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
         for name, seen, expected in CHECKS
@@ -420,7 +420,7 @@ def served() -> ReportContent:
 
 
 def compared() -> ReportContent:
-    """Two checkpoints that were compared: nothing was merged, no licence was looked at."""
+    """Return a comparison of two checkpoints, without a merge or a license check."""
     content = refused()
     models = tuple(model.model_copy(update={"licence": ""}) for model in (content.models[1], content.models[3]))
     update = {"recipe": "", "licence": "", "obligations": (), "files": (), "models": models, "name": "merge-reverser"}
@@ -428,7 +428,7 @@ def compared() -> ReportContent:
 
 
 def large() -> ReportContent:
-    """Twelve tasks, five models, long names."""
+    """Return a report with twelve tasks, five models and long names."""
     names = ("meta-llama-3.2-1b", "instruct-general-v2", "mathematics-specialist-2026-04", "code", "multilingual-eu")
     tasks = (
         "arc_challenge", "arc_easy", "gsm8k", "hellaswag", "mmlu_professional_medicine_continuation", "mmlu",

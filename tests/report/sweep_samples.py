@@ -1,6 +1,6 @@
-"""Made-up sweeps: confirmed, by layer, with a front, none confirmed, stopped early, with failures, of one trial only.
+"""Build synthetic sweeps: confirmed, by layer, with a front, unconfirmed, stopped early, with failures, with one trial.
 
-The scores come from a smooth bowl with seeded noise, so that slices have ridges and stairs have steps.
+The scores come from a smooth bowl with seeded noise, so that slice plots have ridges and progress plots have steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Bowl = Callable[[np.ndarray], tuple[float, ...]]
 
 
 def point_of(parameters: Sequence[ReportedParameter], at: np.ndarray) -> dict[str, float | int | str]:
-    """Values from shares of ranges."""
+    """Return parameter values from positions within their ranges, each between 0 and 1."""
     found: dict[str, float | int | str] = {}
     for one, share in zip(parameters, at, strict=True):
         if one.type == "category":
@@ -73,7 +73,7 @@ def searched(
     seed: int = 0,
     drops: bool = True,
 ) -> tuple[Trial, ...]:
-    """Hand-written trials, then generations that draw together around the bowl's best, with the baseline between."""
+    """Return hand-written trials, then generations that converge on the optimum, interleaved with baseline trials."""
     rng = np.random.default_rng(seed)
     dimensions = len(parameters)
     start = {one.name: one.start for one in parameters if one.start is not None}
@@ -103,7 +103,7 @@ def searched(
 
 
 def likelihood(dimensions: int, floor: float = -0.0047, seed: int = 1) -> Bowl:
-    """Nats a token: ``floor`` at the optimum, far worse far away."""
+    """Return a score in nats per token that equals ``floor`` at the optimum and falls off steeply."""
     rng = np.random.default_rng(seed)
     optimum = rng.uniform(0.3, 0.75, dimensions)
     steep = rng.gamma(1.0, 0.03, dimensions) * 5 / dimensions + 0.002
@@ -125,7 +125,7 @@ def winner_of(trials: Sequence[Trial], objective: int = 0) -> int:
 
 
 def confirmed() -> SweepContent:
-    """60 trials in 5 dimensions, likelihood against hand-written TIES and linear."""
+    """Return a confirmed sweep: 60 trials in 5 dimensions, by likelihood, against hand-written TIES and linear."""
     trials = searched(FIVE, likelihood(5), {"ties.yaml": (-0.0072,), "linear.yaml": (-0.0831,)})
     winner = winner_of(trials)
     score = trials[winner].scores[0]
@@ -168,7 +168,7 @@ def confirmed() -> SweepContent:
 
 
 def by_layer() -> SweepContent:
-    """17 dimensions, so lines instead of slices; importances could not be computed."""
+    """Return a sweep in 17 dimensions, which is drawn as lines instead of slices, without importances."""
     names = ["lambda", *(f"{name}.layers_{at}" for name in ("weight_reverser", "weight_shifter") for at in range(8))]
     parameters = tuple(ReportedParameter(name=name, low=0.2, high=1.8, start=1.0) for name in names)
     trials = searched(parameters, likelihood(17, floor=-0.0035, seed=6), {"ties.yaml": (-0.0092,)}, seed=3)
@@ -190,7 +190,7 @@ def by_layer() -> SweepContent:
 
 
 def several() -> SweepContent:
-    """Two objectives that pull apart, and a front."""
+    """Return a sweep with two conflicting objectives and a Pareto front."""
     parameters = FIVE[:3]
     rng = np.random.default_rng(4)
 
@@ -238,7 +238,7 @@ def several() -> SweepContent:
 
 
 def unconfirmed() -> SweepContent:
-    """Pure noise: the best of sixty looks better where it was searched, and is not."""
+    """Return a sweep over pure noise, whose best of 60 trials looks better only on the search set."""
     rng = np.random.default_rng(2)
     trials = searched(
         FIVE[:2], lambda _: (round(float(rng.binomial(200, 0.924)) / 200, 4),), {"ties.yaml": (0.925,)}, drops=False
@@ -265,7 +265,7 @@ def unconfirmed() -> SweepContent:
 
 
 def stopped() -> SweepContent:
-    """Killed after a handful."""
+    """Return a sweep that was stopped after 7 trials."""
     whole = confirmed()
     trials = whole.trials[:7]
     return whole.model_copy(
@@ -285,7 +285,7 @@ def stopped() -> SweepContent:
 
 
 def failing() -> SweepContent:
-    """Trials without a score, trials outside a constraint, one that is far away."""
+    """Return a sweep with unscored trials, trials that violate a constraint and one far outlier."""
     whole = confirmed()
     trials = list(whole.trials)
     for at in (9, 17, 33):
@@ -298,7 +298,7 @@ def failing() -> SweepContent:
 
 
 def lonely() -> SweepContent:
-    """Nothing but one candidate, and that one without a score."""
+    """Return a sweep with a single candidate that has no score."""
     whole = confirmed()
     trial = Trial(0, 0, "sampler", "", dict(whole.trials[5].point), (math.nan,), problem="not enough memory")
     return whole.model_copy(

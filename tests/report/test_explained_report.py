@@ -1,4 +1,4 @@
-"""The report of a refusal that is explained: what was tried, what was lost, where weights conflict, what to try."""
+"""Test the report of an explained refusal: remedies tried, scores lost, conflicting weights and what to try next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mergegate.tasks.report.table import as_markdown
 
 
 def text_of(html: str) -> str:
-    """What a person reads of a page, in one line."""
+    """Return the visible text of a page on one line."""
     shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
@@ -90,7 +90,7 @@ def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -
 def test_the_ensemble_is_a_dot_and_a_share_of_its_gain() -> None:
     content = samples.explained()
     html = page_of(content)
-    # ln(3.402 / 3.51) over ln(3.402 / 3.2): the merge lost where the ensemble gained.
+    # The share is ln(3.402 / 3.51) / ln(3.402 / 3.2), which is negative: the merge lost where the ensemble gained.
     assert "the merge keeps nothing of that gain" in text_of(html)
     assert html.count("parents' ensemble: 3.200.") + html.count("parents&#x27; ensemble: 3.200.") >= 2
     better = tuple(
@@ -150,7 +150,7 @@ def test_weights_that_could_not_be_compared_are_said_to_be() -> None:
 
 
 def cells_of(svg: str) -> dict[float, list[float]]:
-    """Opacity of the cells of each row, by the row's place from the top; the scale is the first."""
+    """Return the opacities of each row's cells, by the row's distance from the top. The color scale comes first."""
     found: dict[float, list[float]] = {}
     for path, style in re.findall(r'<path d="M ([^"]*)"[^>]*style="([^"]*var\(--fail\)[^"]*)"', svg):
         top = min(float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", path))
@@ -203,7 +203,7 @@ def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert "✗ worse limit 3 look 2 of 3" in found
-    assert "documents were asked" not in found  # nothing was left
+    assert "documents were asked" not in found  # no documents were left out
     early = looked.model_copy(update={"documents_left": 3000})
     verdict = content.verdict.model_copy(update={"guards": (early,)})
     saved = "1,000 of 4,000 documents were asked; looking at a part of them first saved 75 %."

@@ -1,4 +1,4 @@
-"""The history of runs: what is kept, what of it is believed, what changed, and the page about all of it."""
+"""Test the history of runs: storing and trusting records, finding changes, and rendering the history page."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class TestThePages:
         stray.parent.mkdir()
         stray.write_text("of a run that was killed before it was noted")
         for number in range(6):
-            kept = keep_run(tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE)  # the clock runs back
+            kept = keep_run(tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE)  # clock runs backward
         assert not stray.exists()
         assert len(list((tmp_path / "demo").glob("*.html"))) == 3
         assert kept.page.is_file(), "the newest by the order of runs, though its clock says otherwise"
@@ -267,7 +267,7 @@ class TestThePages:
         assert died >= 8, "it was interrupted at every step there is"
 
     def test_eight_that_end_at_once_each_have_their_page_their_line_and_their_place(self, tmp_path: Path) -> None:
-        # Not of this process, in which other tests have left threads and handlers.
+        # Do not fork this process: other tests have left threads and handlers in it.
         clean = multiprocessing.get_context("forkserver")
         clean.set_forkserver_preload(["mergegate.tasks.report"])
         ending = [clean.Process(target=_end_some, args=(tmp_path, worker)) for worker in range(8)]
@@ -414,7 +414,7 @@ def neighbours(page: Path) -> dict[str, Path]:
 
 
 def _dying(step: Callable[..., object], taken: list[int], at: int) -> Callable[..., object]:
-    """``step``, at whose call with that number the process is gone."""
+    """Wrap ``step`` so that step number ``at`` of the run ends in an interrupt, as if the process were gone."""
 
     def call(*arguments: object, **named: object) -> object:
         if len(taken) == at + 1:
@@ -455,4 +455,4 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
     assert '<a href="https://prefect.example/runs/flow-run/7f">' in page
     assert "<script>" not in page
     assert "<b>" not in page
-    assert tied(page, "demo/a.html", Neighbours(), (), hostile) == page  # once, however often it is kept
+    assert tied(page, "demo/a.html", Neighbours(), (), hostile) == page  # links are added only once

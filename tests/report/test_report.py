@@ -1,4 +1,4 @@
-"""The page a run leaves behind: complete, self-contained, safe against hostile names, and the same bytes every time."""
+"""Test the report page of a run: complete, self-contained, safe against hostile names and byte-reproducible."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def content(request: pytest.FixtureRequest) -> ReportContent:
 
 
 def with_hostile_names(content: ReportContent) -> ReportContent:
-    """Every name that somebody outside decides is a script, with a dollar and a control character in it."""
+    """Replace every name that an outsider controls with a script that contains a dollar and a control character."""
 
     def poisoned(value: object) -> object:
         if isinstance(value, dict):
@@ -82,7 +82,7 @@ def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
     assert all(href.startswith(("#", "https://huggingface.co/")) for href in page.attributes("href"))
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert "http://" not in html
-    # A page of the Hub is linked, for whoever follows it; nothing is loaded from there.
+    # The page may link to the Hub, but it loads nothing from there.
     assert "https://" not in re.sub(r'href="https://huggingface\.co/[\w./-]+"', "", html)
     assert re.search(r"@import|url\((?!#)", html) is None
 
@@ -125,7 +125,7 @@ def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
 
 
 def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> None:
-    """Read the plot as a person does: the marker's place between two labelled ticks gives the drop."""
+    """The position of a marker between two labeled ticks gives the drop, as a reader would estimate it."""
     html = page_of(samples.released())
     svg = html[html.index('<svg class="plot guards-wide"') :]
     svg = svg[: svg.index("</svg>")]
@@ -268,7 +268,7 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     per_byte = content.verdict.model_copy(update={"drift": drift.model_copy(update={"unit": "byte"})})
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
     assert "Bits per byte of each model" in page.text
-    assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes a token
+    assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes per token
 
 
 def test_the_page_says_on_which_data_the_verdict_rests() -> None:
@@ -311,7 +311,7 @@ def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
     grouped = score_bars([*many, replace(rows[0], task="alone")], models)
     assert [group.name for group in grouped] == ["a: mean of 6 tasks", "b: mean of 6 tasks", "alone"]
     assert [len(group.tasks) for group in grouped] == [6, 6, 0]
-    assert [bar.text for bar in grouped[0].bars] == [bar.text for bar in bars[0].bars]  # a mean of equal scores
+    assert [bar.text for bar in grouped[0].bars] == [bar.text for bar in bars[0].bars]  # the mean of equal scores
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What operators' machines are told of runs is what the history says of them."""
+"""Test the exported run metrics: monitoring systems receive the numbers in the history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mergegate.tasks.report.history.metrics import METRICS, OTEL, export_metrics
 
 
 def read(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Every sample, read by Prometheus' own parser."""
+    """Return every sample in a file, parsed by Prometheus' own parser."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(file.read_text())
@@ -122,7 +122,7 @@ class TestTextFile:
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """A collector of OpenTelemetry on loopback, and what was sent to it."""
+    """Run an OpenTelemetry collector on loopback. Yield its URL and the bodies it received."""
     received: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""What the report says of a model that was served, and what stays out of a release; and of a mere comparison."""
+"""Test the report of a served model, which serving numbers stay out of a release, and the report of a comparison."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mergegate.tasks.store.keys import stage_key
 
 
 def text_of(html: str) -> str:
-    """What a person reads of a page, in one line."""
+    """Return the visible text of a page on one line."""
     shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
 
 def another_day(content: ReportContent) -> ReportContent:
-    """The same model on the same server, served when the machine had more to do."""
+    """Return the same model on the same server, measured on another day when the machine was busier."""
     numbers = samples.measured(seconds_to_ready=99.0, tokens_per_second=55.5, when="2026-12-24", machine="1 core")
     checks = tuple(check.model_copy(update={"seen": "something else"}) for check in content.served)
     update = {"serving": (ReportedServing(name="merge", measured=numbers),), "served": checks}

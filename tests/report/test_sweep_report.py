@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: the page says the verdict first, shows every trial, and nothing on it is guessed."""
+"""Test the report of a sweep: the page states the verdict first, shows every trial and guesses nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_page_loads_nothing_and_runs_nothing(name: str) -> None:
 
 
 def test_every_colour_of_a_plot_is_the_pages_own(name: str) -> None:
-    """So that it is readable in the light, in the dark and on paper."""
+    """Plots use only the page's color variables, so they are readable in light mode, in dark mode and on paper."""
     plots = " ".join(re.findall(r"<svg.*?</svg>", page_of_sweep(name), re.DOTALL))
     assert re.findall(r"#[0-9a-f]{6}", plots) == []
     style = re.search(r"<style>(.*?)</style>", page_of_sweep(name), re.DOTALL)
@@ -74,7 +74,7 @@ def test_the_same_sweep_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("make", [samples.several, samples.failing], ids=["front", "with NaN"])
 def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
     text = make().model_dump_json()
-    assert "NaN" not in re.sub(r'"[^"]*"', "", text)  # outside of strings it is no JSON
+    assert "NaN" not in re.sub(r'"[^"]*"', "", text)  # outside strings, NaN is not valid JSON
     assert SweepContent.model_validate_json(text).model_dump_json() == text
 
 
@@ -147,7 +147,7 @@ def test_what_was_not_measured_is_a_dash_and_no_number() -> None:
     ],
 )
 def test_how_much_of_the_lead_was_luck_is_said(held_out: float, said: str) -> None:
-    """The reference has 92.5 where it was searched and 92.5 elsewhere, the winner leads it by 3 points."""
+    """The reference scores 92.5 on both the search set and the held-out set. The winner leads by 3 points in search."""
     content = samples.unconfirmed()
     assert content.winner is not None
     unseen = (HeldOut(trial=0, scores=(0.925,)), HeldOut(trial=content.winner, scores=(held_out,)))
@@ -239,7 +239,7 @@ def test_the_sets_the_recipe_and_how_to_run_it_again_are_there() -> None:
 
 def test_far_outliers_do_not_squeeze_the_picture_and_the_reference_is_always_in_it() -> None:
     axis = score_axis(samples.failing(), 0)
-    assert axis.low > -0.05  # one trial has -3.2
+    assert axis.low > -0.05  # one trial scores -3.2
     assert axis.low < -0.0072 < axis.high
 
 
@@ -275,7 +275,7 @@ def test_a_p_value_has_sensible_digits(p: float, text: str) -> None:
 def test_an_interval_that_ends_on_one_side_of_zero_is_never_shown_as_reaching_it(
     half: float, gain: float, factor: float
 ) -> None:
-    """Down to what can be shown at all."""
+    """This holds for every bound that is not too small to show with the most decimals allowed."""
     content = samples.lonely()
     test = samples.confirmed().confirmation
     assert test is not None

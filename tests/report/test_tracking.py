@@ -1,4 +1,4 @@
-"""The numbers of a run in Weights & Biases, and as Markdown: only where asked, and never an error of the run."""
+"""Test the export of a run's numbers to Weights & Biases and Markdown: only on request, and never failing the run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_real_one_writes_the_run_without_a_network(tmp_path: Path, monkeypat
     wandb = pytest.importorskip("wandb", reason="an extra: pip install 'mergegate[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
-    wandb.teardown()  # its own process writes at its end
+    wandb.teardown()  # the process that wandb starts writes when it ends
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert b"score/gsm8k" in content

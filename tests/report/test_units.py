@@ -1,4 +1,4 @@
-"""How bytes and short times are written."""
+"""Test the formatting of byte counts and short durations."""
 
 from __future__ import annotations
 

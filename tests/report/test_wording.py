@@ -1,4 +1,4 @@
-"""How numbers and verdicts are put into words."""
+"""Test the sentences that describe numbers and verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small search spaces that tests share."""
+"""Define small search spaces that several tests share."""
 
 from __future__ import annotations
 

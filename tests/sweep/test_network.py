@@ -1,4 +1,7 @@
-"""One network for all candidates: what is copied into it is what loading would give, or it is loaded."""
+"""Test the network that all candidates share: copying weights into it gives the same result as loading from files.
+
+A candidate whose weights cannot be copied in is loaded from files instead.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embed
 
 
 def saved(place: Path, config: Any, seed: int) -> Path:
-    """A random model with the demo's tokenizer."""
+    """Save a random model with the demo's tokenizer."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(place)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -40,7 +43,7 @@ def saved(place: Path, config: Any, seed: int) -> Path:
 
 
 class Study:
-    """Merges of two models of one configuration, in one network."""
+    """Merges of two models with the same configuration, tried in one shared network."""
 
     def __init__(self, root: Path, config: Any) -> None:
         self.root = root
@@ -50,7 +53,7 @@ class Study:
         self.network: CandidateNetwork | None = None
 
     def try_one(self, recipe: dict[str, Any]) -> str:
-        """Put a candidate into the network, and say how."""
+        """Put a candidate into the network and return how: "copied" or "loaded"."""
         plan = plan_merge(load_recipe(recipe), self.tables)
         structure = structure_of(plan, {})
         kept = self.network
@@ -60,7 +63,7 @@ class Study:
         return "loaded"
 
     def require_right(self, recipe: dict[str, Any]) -> None:
-        """What is in the network is what transformers loads of the files of the engine."""
+        """Assert that the network equals the one transformers loads from the files that the engine writes."""
         from mergegate.merge_core import merge_weights
 
         out = self.root / "out"
@@ -129,7 +132,7 @@ def test_where_transformers_joins_tensors_a_candidate_is_loaded(tmp_path: Path) 
 
 
 def tie_in_name_only(directory: Path, seed: int | None) -> None:
-    """Store the head as well, though the configuration ties it: the embedding itself, or another matrix."""
+    """Store a head although the configuration ties it: a copy of the embedding, or a random matrix from `seed`."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]
@@ -164,7 +167,7 @@ def test_a_merge_that_is_not_healthy_is_refused_on_both_ways(tmp_path: Path) -> 
 def test_a_change_counts_what_both_have(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
     change = Change(study.tables["a"])
-    plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # b itself
+    plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # the merge is b itself
     change.measure(plan, HOW)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     moved = sum(float((b[name].double() - a[name].double()).square().sum()) for name in a)

@@ -1,4 +1,4 @@
-"""A search that is over becomes the page of it: what was searched, confirmed and spent, number by number."""
+"""Test how a finished search becomes report content: parameters, trials, confirmation and cost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_table_has_the_scores_that_search_and_confirmation_have_seen(study: 
 
 
 def test_what_a_penalty_took_is_taken_from_both_scores(study: Study) -> None:
-    """Else the difference of the two would be the penalty's, and not optimism."""
+    """Otherwise the difference between the two scores would be the penalty instead of the optimism."""
     assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
     penalised = tuple(replace(one, scores=(one.scores[0] - 0.25,)) for one in study.trials)

@@ -1,4 +1,7 @@
-"""mergekit-evolve's YAML is taken as a profile that can be searched, and what is not carried over is named."""
+"""Test the conversion of mergekit-evolve's YAML to a profile with a sweep.
+
+Settings that the conversion does not carry over are listed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_a_whole_file_becomes_a_profile_that_can_be_searched() -> None:
     assert yaml.safe_load(yaml.safe_dump(profile)) == profile
     settings = SweepSettings.model_validate(profile["sweep"])
     space = make_space(profile["recipe"], settings, 32, "recipe")
-    assert len(space.coordinates) == 2 * 2 * 4 * 3  # models, parameters, groups of layers, filters and the rest
+    assert len(space.coordinates) == 2 * 2 * 4 * 3  # models, parameters, layer groups, filters (with the rest)
     recipe = load_recipe(yaml.safe_dump(space.recipe_of(space.start)))
     assert recipe.merge_method == "dare_ties"
     assert settings.parameters["weight_1"].start == 0.5

@@ -1,4 +1,7 @@
-"""Scored trials on disk: exactly what was put there, after a kill, a torn line, and another sweep that waits."""
+"""Test the ledger of scored trials: it returns each trial exactly as stored.
+
+This is true after a kill, after a torn line and while another sweep waits for the ledger.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a candidate is worth, and which is the best."""
+"""Test the score of a candidate and the choice of the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hopeless candidates are dropped; one that is not worse is dropped as seldom as was said."""
+"""Test racing: hopeless candidates are dropped, and equally good ones are dropped only at the declared error rate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_candidate_that_is_no_worse_is_dropped_less_often_than_the_error() -> 
         right = rng.random(400) < 0.8
         sheets = [{REV: np.where(rng.random(400) < 0.3, rng.random(400) < 0.8, right) * 1.0} for _ in range(2)]
         dropped += dropped_at(Race(sheets[0], {REV: 1.0}, LOOKS), sheets[1]) is not None
-    # All of them truly equal: 5 % and what 2,000 draws leave open.
+    # All candidates are truly equal, so the rate is 5 %, give or take the noise of 2,000 draws.
     assert 0.02 < dropped / 2000 < 0.065
 
 
@@ -55,7 +55,7 @@ def test_a_hopeless_candidate_is_dropped_at_the_first_look_and_a_better_one_neve
     assert dropped_at(race, {REV: (rng.random(400) < 0.3) * 1.0}) == 0
     assert dropped_at(race, {REV: np.ones(400)}) is None
     assert dropped_at(race, incumbent) is None
-    assert not race.is_hopeless({REV: np.zeros(400)}, 3)  # at the last look nothing is saved
+    assert not race.is_hopeless({REV: np.zeros(400)}, 3)  # dropping a candidate at the last look would save nothing
 
 
 def test_tasks_count_by_their_weight_not_by_their_documents() -> None:

@@ -1,4 +1,7 @@
-"""Samplers: seeded, decided by what they were told, and better than nothing; constraints by Deb's rule."""
+"""Test the samplers: seeded, determined by the results they receive, and better than random search.
+
+Constraints are handled by Deb's rule.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def sampler_of(kind: str, space: Space, objective: Objective = ONE, **more: Any)
 
 
 def bowl(space: Space, point: Point) -> float:
-    """Best at .3 of every range; of choices at the middle one, or at the first of two."""
+    """Return a score that peaks at 0.3 of every range, and at the middle choice or the first of two."""
     best = [(0.5 if one.choices % 2 else 0.25) if one.choices else 0.3 for one in space.coordinates]
     return -float(np.square(space.encode(point) - np.array(best)).sum())
 
@@ -66,7 +69,7 @@ def test_told_the_same_in_the_same_order_it_asks_the_same(kind: str, name: str) 
     if kind == "gp" and name != "one":
         pytest.skip("seconds each")
     space = SPACES[name]
-    # The first ten trials of Optuna's samplers are random.
+    # Run more than ten trials: the first ten of Optuna's samplers are random.
     shape = {"population": 4, "generations": 4} if kind == "gp" else {"population": 6, "generations": 3}
     first, again, other = (
         asked_in(sampler_of(kind, space, seed=seed, population=shape["population"]), space, shape["generations"])
@@ -146,7 +149,7 @@ def test_a_constraint_keeps_the_search_out_of_where_scores_are_best(kind: str) -
     sampler.begin(TrialResult(space.start, (1.0,), 0.4))
     for _ in range(4 if kind == "gp" else 12):
         points = sampler.ask()
-        # The more the better, but not above 0.6 of a range from 0.2 to 1.8.
+        # Larger is better, but values above 0.6 violate the constraint. The range is 0.2 to 1.8.
         sampler.tell([TrialResult(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
     last = sorted(float(point[name]) for point in points)
     assert 0.35 < last[len(last) // 2] < 0.8

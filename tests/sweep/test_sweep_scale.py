@@ -1,4 +1,4 @@
-"""The simulation of workers in ``benchmarks/sweep_scale.py``: bounds that hold for any schedule."""
+"""Test the simulation of workers in ``benchmarks/sweep_scale.py`` with bounds that hold for any schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_one_worker_takes_the_sum_and_more_never_less_than_their_share_or_the_ba
     assert one == 5 + 19 * 2 + 2 * 8
     for workers in (2, 4, 64):
         many = scale.time_of(sizes, workers, measured, random.Random(0))
-        barriers = sum(-(-size // workers) * 2 for size in sizes) + 8  # each generation waits for its last
+        barriers = sum(-(-size // workers) * 2 for size in sizes) + 8  # each generation waits for its last trial
         assert barriers + 5 <= many <= barriers + 2 * 5
     assert scale.time_of(sizes, 64, measured, random.Random(0)) == scale.time_of(sizes, 7, measured, random.Random(0))
 
@@ -31,4 +31,4 @@ def test_generations_are_those_of_the_product(scale: ModuleType, sampler: str, p
     sizes = scale.generations(sampler, 14, 40, population)
     assert sizes[0] == 1  # the hand-written recipe
     assert sum(sizes) == 40
-    assert sizes[1] == (30 if sampler == "random" else 14)  # 4 + 3 ln 14, and one of random search to three of it
+    assert sizes[1] == (30 if sampler == "random" else 14)  # CMA-ES: 4 + 3 ln 14, plus one random trial for every three

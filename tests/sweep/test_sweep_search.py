@@ -1,4 +1,6 @@
-"""The search: the same trials whoever is faster, killed or not; each scored once; budgets; equal recipes; problems."""
+"""Test the search: it gives the same trials for any order of results, and after a kill and a resume.
+Each trial is scored once. Budgets, equal recipes and failed candidates are covered too.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from mergegate.tasks.sweep.trials import Trial, TrialRequest, TrialScores
 
 
 class Killed(BaseException):
-    """Nobody catches it."""
+    """An exception that no handler catches, like a kill."""
 
 
 class DyingModels(ToyModels):
-    """Ends everything after so many results."""
+    """Models that kill the search after `after` results."""
 
     def __init__(self, after: int, **more: Any) -> None:
         super().__init__(**more)
@@ -42,7 +44,7 @@ class DyingModels(ToyModels):
 
 
 def said(trials: Sequence[Trial]) -> list[str]:
-    """Everything of trials, NaN and all."""
+    """Return all fields of the trials as text, so that NaN compares equal to NaN."""
     return [repr(trial) for trial in trials]
 
 

@@ -1,4 +1,7 @@
-"""A small edition of ``benchmarks/sweep_simulation.py``: sweeps of noise are not confirmed; racing loses nothing."""
+"""Run a small version of ``benchmarks/sweep_simulation.py``.
+
+Sweeps over pure noise are not confirmed, and racing loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation
         simulation.KINDS["exact match, wide"], sweeps, {"search": 100, "confirmation": 400}, budget={"trials": 20}
     )
     assert one.confirmed <= sweeps / 20
-    # Where winners are chosen, every other one would be.
+    # On the search set, where the winners are chosen, about half of them would be confirmed.
     assert one.on_search >= 0.1 * sweeps
     assert one.optimism > 0.04
 

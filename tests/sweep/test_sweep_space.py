@@ -1,4 +1,7 @@
-"""A recipe with holes: what is free becomes coordinates, a point becomes a recipe that a person could have written."""
+"""Test search spaces: free parameters of a recipe become coordinates, and a point becomes an ordinary recipe.
+
+The recipe for a point reads like one written by hand.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ def test_weights_that_sum_to_one_do_so_in_every_group_and_keep_their_ranges(unit
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
-    """Against scipy's general optimiser."""
+    """The result agrees with scipy's general-purpose optimizer."""
     from scipy.optimize import minimize
 
     found = np.array(summing_to_one(values, [(0.0, 1.0)] * len(values)))

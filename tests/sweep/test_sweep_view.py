@@ -1,4 +1,4 @@
-"""The study as Optuna reads it: a view that can be written again and again; importances; a dashboard."""
+"""Test the Optuna view of a study: it can be rewritten at any time and feeds importances and the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial: the numbers of the stages, at a fraction of their time, whatever was asked before."""
+"""Test a trial: it gives the same numbers as the stages in less time, independent of earlier trials."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERY = tuple(MetricKey(task, "log_likelihood") for task in PLAIN)
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """In this process instead of the one that holds models; questions and answers travel as they do between them."""
+    """Score trials in this process instead of the model process. Requests and answers are still pickled."""
     if "in_child" in request.fixturenames:
         return
 
@@ -69,7 +69,7 @@ def setting(place: Path) -> TrialSetting:
 
 
 def same(one: TrialScores, other: TrialScores) -> bool:
-    """Bit by bit."""
+    """Return whether two results have bit-identical scores."""
     return one.sheet.keys() == other.sheet.keys() and all(
         np.array_equal(numbers, other.sheet[asked]) for asked, numbers in one.sheet.items()
     )
@@ -81,7 +81,7 @@ def network_now() -> Any:
     return trial._workspace.network
 
 
-# What is in the network
+# Contents of the network
 
 
 def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
@@ -97,10 +97,10 @@ def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
         theirs = load_private_model(model, dtype="auto", device="cpu").network.state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-        score_trial(setting, TrialRequest(ties()))  # again in place of what was loaded
+        score_trial(setting, TrialRequest(ties()))  # copy into the network that was just loaded
 
 
-# What it answers
+# Scores
 
 
 def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> None:
@@ -129,7 +129,10 @@ def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> No
 
 
 def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: Path) -> None:
-    """Each answer read alone, all its probabilities in float64; of choices from their own."""
+    """They match a reference that reads each answer alone, with all probabilities in float64.
+
+    The entropy of a multiple-choice document is that of the softmax over its choices.
+    """
     asked = [MetricKey(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
     setting = setting_of(place, asked, scoring=Scoring(dtype="float32"))
     sheet = score_trial(setting, TrialRequest(ties())).sheet
@@ -150,7 +153,7 @@ def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: 
 
 
 def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: TrialSetting) -> None:
-    """Tokens of a document, decoded: what lm-eval's log of samples shows, few-shot examples included."""
+    """The decoded tokens of a document are the text in lm-eval's sample log, including few-shot examples."""
     own = setting_of(place, [MetricKey("few_shot", "exact")])
     score_trial(own, TrialRequest(ties()))
     loaded = network_now().loaded
@@ -176,7 +179,7 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def many(place: Path) -> TrialSetting:
-    """A study that asks all of them."""
+    """Return a study that evaluates all metrics."""
     return setting_of(place, list(METRICS))
 
 
@@ -231,7 +234,7 @@ def test_a_parent_as_it_is_scores_what_the_evaluation_stage_says(place: Path) ->
 
 
 def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: Path) -> None:
-    for number in range(2):  # the first is loaded from files, the second copied
+    for number in range(2):  # the first merge is loaded from files, the second is copied in
         found = score_trial(replace(setting, base="base"), TrialRequest(ties())).change
         written_merge(setting, ties(), tmp_path / f"out{number}")
         merge, base = (
@@ -243,7 +246,7 @@ def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: P
     assert math.isnan(score_trial(setting, TrialRequest(ties())).change)
 
 
-# What it does not depend on
+# Independence of earlier trials and settings
 
 
 def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
@@ -287,7 +290,7 @@ def test_torch_has_its_threads_again(setting: TrialSetting) -> None:
         torch.set_num_threads(before)
 
 
-# What cannot be scored
+# Candidates that cannot be scored
 
 
 def test_a_merge_that_is_refused_is_a_problem_of_this_candidate_only(setting: TrialSetting) -> None:
@@ -348,10 +351,10 @@ def test_a_right_answer_that_is_no_choice_has_no_likelihood(place: Path, tmp_pat
 
 @pytest.fixture
 def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Really asked in the process that holds models."""
+    """Score trials in the real model process."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # for the rule of the tests
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the child must be able to import StopsAt
     end_model_process()
     yield
     end_model_process()

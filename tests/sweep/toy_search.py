@@ -1,4 +1,7 @@
-"""A search whose candidates are scored by a formula: what each document gets is decided by the recipe and a seed."""
+"""Run a search whose candidates are scored by a formula.
+
+The recipe and a seed determine the outcome of each document.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,22 @@ Quality = Callable[[dict[str, Any]], float]
 
 
 def by_weights(recipe: dict[str, Any]) -> float:
-    """Chance to be right: best where the weights are .6 and 1.4."""
+    """Return the probability of a correct answer, which is highest at weights 0.6 and 1.4."""
     first, second = (model["parameters"]["weight"] for model in recipe["models"])
     return 0.9 - 0.4 * ((first - 0.6) ** 2 + (second - 1.4) ** 2)
 
 
 def noise(recipe: dict[str, Any]) -> float:
-    """All are alike."""
+    """Return the same probability for every recipe."""
     return 0.7
 
 
 class ToyModels:
-    """Scores recipes, in a shuffled order, and counts how often each was.
+    """Models that score recipes in a shuffled order and count how often each recipe was scored.
 
     Args:
-        documents: Of each set and task.
-        shared: Of a document's outcome, what all recipes share.
+        documents: Number of documents per set and task.
+        shared: Fraction of the variance of a document's outcome that all recipes share.
     """
 
     def __init__(self, quality: Quality = by_weights, documents: int = 200, shared: float = 0.6, seed: int = 0) -> None:
@@ -68,7 +71,10 @@ class ToyModels:
             yield number, self.one(requests[number])
 
     def _numbers(self, request: TrialRequest, asked: MetricKey) -> NDArray[np.float64]:
-        """Right where a normal variate, partly the document's own, lies below the quantile of the quality."""
+        """Return 1 for each document whose normal variate is below the quantile of the recipe's quality, else 0.
+
+        All recipes share a part of each document's variate.
+        """
         from scipy.special import ndtri
 
         own = int(
@@ -98,7 +104,7 @@ def toy_objective(settings: SweepSettings) -> Objective:
 
 
 def run_toy(models: Any, place: Path, settings: SweepSettings | None = None, **more: Any) -> Study:
-    """One search with a ledger at ``place``."""
+    """Run one search with a ledger in ``place``."""
     settings = settings or toy_settings()
     space = toy_space(settings)
     with open_ledger("0" * 64, study_key(space, settings), place=place) as ledger:

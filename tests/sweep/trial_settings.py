@@ -1,4 +1,7 @@
-"""Studies over the demo family, with few documents and tasks of every kind; what the stages say of the same merge."""
+"""Build studies over the demo models, with few documents and tasks of every kind.
+
+For comparison, the module also runs the merge and evaluation stages on the same recipe.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ fewshot_split: test
 
 
 def demo(place: Path, documents: int) -> Path:
-    """The demo's tasks with their first ``documents``, and three more tasks of other kinds."""
+    """Write the demo's tasks with only the first ``documents`` documents, and three tasks of other kinds."""
     shutil.copytree(DEMO / "tasks", place / "tasks")
     shutil.copytree(DEMO / "data", place / "data")
     for name in PLAIN:
@@ -72,7 +75,7 @@ def demo(place: Path, documents: int) -> Path:
 
 
 def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSetting:
-    """A study over base, reverser and shifter."""
+    """Return a study over the models base, reverser and shifter."""
     hashes = HashMemo(place / "hashes.db")
     recipe = load_recipe(ties(), where="demo")
     names = dict.fromkeys(one.task for one in asked if one.task != TEXT)
@@ -90,7 +93,7 @@ def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSet
 
 
 def ties(weight: float = 1.0, density: float = 0.5, method: str = "ties", dtype: str = "bfloat16") -> dict[str, Any]:
-    """The demo's recipe."""
+    """Return the demo's recipe."""
     parameters = {"weight": weight, "density": density}
     return {
         "merge_method": method,
@@ -104,7 +107,7 @@ def ties(weight: float = 1.0, density: float = 0.5, method: str = "ties", dtype:
 
 
 def written_merge(setting: TrialSetting, recipe: dict[str, Any], out: Path) -> Model:
-    """The same merge as the engine writes it."""
+    """Write the same merge with the engine."""
     loaded = load_recipe(recipe)
     plan = plan_merge(loaded, {parent.ref: parent.open() for parent in setting.parents})
     merge_weights(plan, out, seed=setting.seed, device="cpu")
@@ -112,7 +115,7 @@ def written_merge(setting: TrialSetting, recipe: dict[str, Any], out: Path) -> M
 
 
 def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) -> list[float]:
-    """What the evaluation stage says of each document, in the order in which documents are scored."""
+    """Return the evaluation stage's score of each document, in the order in which documents are scored."""
     part = DocumentRange(first=0, last=count_documents(task))
     scored = score_documents(model, task, scoring, part, "cpu", lambda done, of: None)
     rows: dict[tuple[str, int], DocumentScore] = {
@@ -123,7 +126,7 @@ def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) ->
 
 @dataclass(frozen=True)
 class StopsAt:
-    """A rule of the tests: drops a candidate at one look."""
+    """A stopping rule for tests that drops every candidate at one look."""
 
     looks: tuple[float, ...]
     look: int
