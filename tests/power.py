@@ -1,4 +1,4 @@
-"""Simulate power cuts: a program dies at its n-th write call, and only what the disk has promised survives.
+"""Simulate power cuts: a program dies at its n-th write call, and only flushed data survives.
 
 ::
 

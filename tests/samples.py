@@ -9,10 +9,10 @@ import pytest
 
 
 def sampled(values: Iterable[Any], often: Collection[Any], rest: Any = pytest.mark.slow) -> list[Any]:
-    """Return `values`, with the mark `rest` on all that are not in `often`."""
+    """Return `values`, and mark those outside `often` with `rest`."""
     return [value if value in often else pytest.param(value, marks=rest) for value in values]
 
 
 def sampled_rows(rows: Iterable[tuple[Any, ...]], often: Collection[Any], rest: Any = pytest.mark.slow) -> list[Any]:
-    """Return `rows` of several arguments each, with the mark `rest` on all that are not in `often`."""
+    """Return `rows` of several arguments each, and mark those outside `often` with `rest`."""
     return [row if row in often else pytest.param(*row, marks=rest) for row in rows]

@@ -34,8 +34,9 @@ TWINS = {
 
 
 class Import(NamedTuple):
-    """One import: `importer` imports `name` from `module`. Both modules are dotted, without the leading
-    ``mergegate.``.
+    """One import of `name` from `module`.
+
+    Both modules are dotted, without the leading ``mergegate.``.
     """
 
     importer: str
@@ -79,9 +80,7 @@ def imports() -> tuple[Import, ...]:
 
 
 def target(one: Import) -> str:
-    """Return the imported module: `name` itself if it is a module that its package does not export, otherwise
-    `module`.
-    """
+    """Return the imported module, which is `name` itself if that is a module that its package does not export."""
     inner = f"{one.module}.{one.name}"
     exported = one.module in PACKAGES and one.name in fronts(one.module)
     return one.module if exported or inner not in MODULES else inner
@@ -243,9 +242,7 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
     ids=["command line", "packages"],
 )
 def test_importing_stays_light(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
-    """Modules are imported one after the other in one process; the output names the first one that imports a heavy
-    library.
-    """
+    """The output names the first module in one process that imports a heavy library."""
     script = f"""
 import importlib, sys
 seen = set()
@@ -309,8 +306,9 @@ UNBOUNDED_READERS = {
 
 
 def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the calls that read a path without a bound or would wait for a pipe: `path.read_text()`, `open(path)`,
-    `path.open("rb")` and `with path.open()`.
+    """Return the calls that read a path without a bound or would wait for a pipe.
+
+    These are `path.read_text()`, `open(path)`, `path.open("rb")` and `with path.open()`.
     """
     reads = []
     for node in nodes:

@@ -45,8 +45,9 @@ Try = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
-    """Return a function that evaluates expressions in a confined process whose user has secrets in environment and
-    home.
+    """Return a function that evaluates expressions in a confined process; its user has secrets to steal.
+
+    The secrets are in the environment and in the home directory.
     """
     require_confinement()
     home = tmp_path / "home"
@@ -167,7 +168,9 @@ def test_what_holds_for_it_holds_for_what_it_starts(attempts: Try) -> None:
 def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a kernel without Landlock, or in a container that forbids namespaces, the process runs and the log says so."""
+    """Without Landlock or namespaces, as in some containers, the process runs and the log warns that it is not
+    confined.
+    """
     import mergegate.tasks.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())

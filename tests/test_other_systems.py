@@ -1,4 +1,4 @@
-"""Systems other than Linux: Linux calls are in few files, and unsupported functions say so.
+"""Systems other than Linux: Linux calls are in few files, and unsupported functions report an error.
 
 Merging, planning and reading work on any POSIX system. The tests emulate such a system in a process that removes the
 functions listed in ``ABSENT`` and claims to run on macOS.

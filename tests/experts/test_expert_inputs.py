@@ -1,7 +1,6 @@
 """Inputs of each expert of a mixture, compared with recomputed routers, and merges that use them.
 
-A merge handles one matrix per expert, whatever the layout on disk. The oracles are float64 formulas over the states
-that
+A merge handles one matrix per expert in either layout on disk. The oracles are float64 formulas over the states that
 enter a mixture block, and transformers for both layouts.
 """
 
@@ -153,8 +152,7 @@ def test_an_expert_sees_the_tokens_that_its_router_sends(
 
 
 def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> dict[str, Array]:
-    """Return the moments of the first matrices' inputs, from the states and expert numbers that expert modules
-    receive.
+    """Return the moments of the inputs that the experts' modules receive.
 
     For each window, only positions that no earlier window had are counted.
     """
@@ -426,8 +424,8 @@ def test_a_killed_merge_of_experts_goes_on_to_the_same_bytes(
 def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path
 ) -> None:
-    """A token goes to two of four experts. An expert that only one model's text reaches is solved by that model
-    alone.
+    """An expert that only one model's text reaches is solved by that model alone; a token goes to two of four
+    experts.
     """
     root, models = pair("mixtral", "a", "b")
     kept = [open_moments(out) for out in models.values()]

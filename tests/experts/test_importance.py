@@ -186,7 +186,7 @@ def talking(tmp_path: Path) -> Path:
 
 
 def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], talking: Path, tmp_path: Path) -> None:
-    """With two turns per side, the positions are those that predict the model's words and the ends of its turns."""
+    """The counted positions predict the model's own words and the ends of its turns."""
     turns = ("ab", "ba", "kjh", "hjk")
     found = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
     network, tokenizer = loaded

@@ -1,5 +1,6 @@
-"""Moments of a model's inputs on calibration texts, compared with hooks on plain transformers, and recipes that use
-them.
+"""Moments of a model's inputs on calibration texts, compared with hooks on plain transformers.
+
+The tests also cover recipes that use these moments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Dense models as the experts of a mixture: its output, its tensor names, and what is refused.
+"""Dense models as the experts of a mixture: its output, its tensor names, and refused recipes.
 
-The oracle is the dense model: a mixture of equal experts computes the same output, whichever experts the router
-selects.
+The oracle is the dense model: a mixture of equal experts computes the same output, with any routing.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def test_equal_experts_compute_what_the_dense_model_computes(
 def test_what_a_config_leaves_unsaid_stays_what_its_family_means_by_it(
     models: Path, tmp_path: Path, name: str, output: str
 ) -> None:
-    """A configuration may list only values that differ from its family's defaults, and a mixture family has other
-    defaults.
-    """
+    """A configuration may list only deviations from its family's defaults; a mixture family has other defaults."""
     changed = tmp_path / "models" / name
     changed.mkdir(parents=True)
     said = json.loads((models / name / "config.json").read_text())

@@ -82,7 +82,7 @@ class Found:
 
 @dataclass(frozen=True)
 class HeldRelease:
-    """A release in memory, one file of which is mutated."""
+    """A release in memory with one mutated file."""
 
     contents: Mapping[str, bytes]
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""Mutate honest bytes into hostile ones: at byte level, in the structure, or with known bad words; repeatable by
-seed.
-"""
+"""Mutate honest bytes into hostile ones, repeatably by seed: single bytes, structure, or known bad words."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def mutated(seed: bytes, others: tuple[bytes, ...], random: Random) -> bytes:
     """Return `seed` with one to four changes.
 
     Args:
-        others: Other inputs, parts of which may be inserted.
+        others: Other inputs, from which parts may be inserted.
     """
     value = seed
     if random.random() < 0.5 and (structured := _structured(seed, random)) is not None:

@@ -1,6 +1,4 @@
-"""The input boundary: any bytes give a value or InvalidInput, only plain files are read, and parsing takes linear
-time.
-"""
+"""The input boundary: any bytes give a value or InvalidInput, only plain files are read, in linear time."""
 
 from __future__ import annotations
 
@@ -124,7 +122,7 @@ def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4000))
 def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int) -> None:
-    """The total size that aliases add decides, whatever else the text contains."""
+    """Only the total size that aliases add counts, not the size of the text."""
     anchor = "[" + ", ".join(["x" * length] * values) + "]"
     text = f"a: &a {anchor}\nb: [{', '.join(['*a'] * aliases)}]\nc: {'y' * 100_000}"
     added = aliases * (16 + values * (16 + length))

@@ -1,6 +1,4 @@
-"""Dask and Ray clusters with two workers: same results, one Prefect API, and a dead worker costs its item one
-attempt.
-"""
+"""Dask and Ray clusters with two workers: same results, one API, and a dead worker costs its item one attempt."""
 
 from __future__ import annotations
 

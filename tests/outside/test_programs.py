@@ -120,9 +120,7 @@ def test_where_a_system_cannot_hold_it_nothing_is_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_of_calls_answers_as_it_is_written(machine: str) -> None:
-    """The test interprets the filter as bpf(4) defines it, for every call number, on the right machine and on
-    another.
-    """
+    """The filter is interpreted as bpf(4) defines it, for every call number, on the right machine and another."""
     column, architecture = program_child._MACHINES[machine]
     steps = program_child.call_filter(machine)
 

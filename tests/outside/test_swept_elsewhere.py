@@ -1,6 +1,4 @@
-"""A sweep gives the same trials, bit for bit, and the same winner in one process and on a cluster that loses a
-worker.
-"""
+"""A sweep gives identical trials and the same winner in one process and on a cluster that loses a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build adapters on the demo family's base that change only linear layers, including ones that vLLM rejects as LoRA."""
+"""Build adapters on the demo family's base that change only linear layers, and related models."""
 
 from __future__ import annotations
 

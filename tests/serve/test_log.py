@@ -1,4 +1,4 @@
-"""Parsing a server's log: find the cause rather than its consequences, and decide what is to blame."""
+"""Parsing a server's log: the cause rather than its consequences, and whether the model is to blame."""
 
 from __future__ import annotations
 

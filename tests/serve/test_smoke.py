@@ -134,7 +134,7 @@ def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, pre
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
     first = serve(model_in(checkpoint), configured, server, CPU)
-    # The result is cached; the placeholder server could not start anyway.
+    # The model's name is not part of the key, so this is a cache hit.
     again = serve(model_in(checkpoint).model_copy(update={"name": "merge"}), configured, server, CPU)
     assert again.key == first.key
     assert again.value == first.value

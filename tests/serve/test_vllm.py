@@ -1,8 +1,8 @@
 """The real vLLM, in a separate environment (``make test-serve``), with broken variants of the demo's merge.
 
-Most of these variants start, so mergegate refuses those that headers and configuration reveal before vLLM is started
-(``test_static_checks``). If the static checks ever miss one, the running server's answers must reveal it. These tests
-therefore serve each variant without the static checks and compare it with the merge before it was broken.
+Most of these variants start, so mergegate checks headers and configuration before it starts vLLM
+(``test_static_checks``). If the static checks ever miss a fault, the running server's answers must reveal it. These
+tests therefore serve each variant without the static checks and compare it with the merge before it was broken.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def failures(verdict: ServeVerdict) -> dict[str, str]:
     return {check.name: check.seen for check in verdict.failures}
 
 
-# In the slow suite, the zeroed norm and the adapter with the wrong sign cover that a running server reveals a broken
-# merge.
+# Only in the long suite: the tests with a zeroed norm and a wrong adapter sign already show that the running server
+# reveals a broken merge.
 @pytest.mark.long
 @pytest.mark.parametrize("variant", LIVE)
 def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(

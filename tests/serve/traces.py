@@ -1,4 +1,4 @@
-"""Mark server processes, and find what they have left behind."""
+"""Mark server processes, and find processes and files that outlive them."""
 
 from __future__ import annotations
 

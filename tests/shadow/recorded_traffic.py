@@ -83,7 +83,7 @@ def pair(
 
 
 def likes_good_answers(body: dict[str, Any]) -> Response:
-    """Judge an answer that contains 'good' as better than one that does not."""
+    """Prefer the answer that contains 'good'."""
     shown = body["messages"][1]["content"]
     a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")
     assert a is not None

@@ -1,7 +1,7 @@
-"""Run an OpenAI-compatible server on loopback whose answers identify the server and the request, with optional
-faults.
+"""Run an OpenAI-compatible server on loopback with optional faults.
 
-An answer is ``NAME echo QUESTION``, as JSON or as a stream. ``fault`` selects what goes wrong.
+An answer is ``NAME echo QUESTION``, as JSON or as a stream, so it identifies the server and the request. ``fault``
+selects what goes wrong.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ def test_the_simulation_leaves_no_look_out(script: ModuleType) -> None:
 
 
 def test_looked_at_after_every_pair_it_errs_as_seldom_as_it_promises(script: ModuleType) -> None:
-    """A small version of the table: 800 runs of 1,500 pairs. At a true rate of 5 %, 95 % of such samples are below
-    6.4 %.
+    """A small version of the table, with 800 runs of 1,500 pairs.
+
+    At a true error rate of 5 %, 95 % of such samples are below 6.4 %.
     """
     margin = script.simulate(0.6, 0.03, RULE, 800, 1_500)
     equal = script.simulate(0.6, 0.0, RULE, 800, 1_500)

@@ -1,6 +1,4 @@
-"""Looks that are killed and resumed, each in its own process as in a worker, from recorded streams to a routing
-decision.
-"""
+"""Looks that are killed and resumed, in separate processes, from recorded streams to a routing decision."""
 
 from __future__ import annotations
 

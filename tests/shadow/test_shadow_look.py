@@ -30,9 +30,7 @@ def judge() -> Iterator[Asked]:
 
 
 def alias_of(watch: Watched) -> str:
-    """Return the target of the alias 'production' at a publish target with two versions; it initially points to
-    'before'.
-    """
+    """Return the version that 'production' names at a publish target with two versions; initially 'before'."""
     link = watch.project.root / "releases" / "demo" / "production"
     if not link.parent.is_dir():
         for version in (VERSION, "before"):
@@ -61,7 +59,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traffic(watch: Watched, count: int, *, better: int = 0, worse: int = 0, first: int = 0) -> list[RecordedPair]:
-    """Return pairs of which the candidate wins `better` and loses `worse` of every ten; the others are ties."""
+    """Return pairs, of every ten `better` won and `worse` lost by the candidate; the others are ties."""
     found = []
     for number in range(first, first + count):
         turn = number % 10

@@ -1,6 +1,4 @@
-"""Sampling of pairs for the judge: one pair per session, chosen by hash; pairs without plain text are counted, not
-judged.
-"""
+"""Sampling of pairs for the judge: one per session, chosen by hash; pairs without plain text are only counted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The proxy against real servers: what clients see, what the candidate receives, what is recorded, and how faults
-end.
-"""
+"""The proxy against real servers: clients' view, copied requests, records and faults."""
 
 from __future__ import annotations
 

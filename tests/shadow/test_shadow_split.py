@@ -38,7 +38,7 @@ def test_the_interval_is_of_all_rates_that_are_not_refuted(failed: int, answered
 
 
 def test_looked_at_after_every_request_the_truth_is_left_out_as_seldom_as_promised() -> None:
-    """400 arms that fail 3 % of 2,000 requests. At a true rate of 5 %, 95 % of samples are below 7 %."""
+    """400 arms fail 3 % of 2,000 requests; at an error rate of 5 %, 95 % of such samples are below 7 %."""
     truth, alpha = 0.03, 0.05
     n = np.arange(1, 2_001)
     failed = np.cumsum(np.random.default_rng(5).random((400, 2_000)) < truth, axis=1)

@@ -1,4 +1,4 @@
-"""The kill switch: what stops a candidate immediately, after how many requests, and what does not."""
+"""The kill switch: the faults that stop a candidate immediately, and the number of requests that this takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mergegate shadow PROFILE`` shadows the current release, regardless of what it shadowed before."""
+"""``mergegate shadow PROFILE`` shadows the current release, even if it shadowed an older one before."""
 
 from __future__ import annotations
 

@@ -45,8 +45,10 @@ def records_at(place: Path) -> str:
 
 
 def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
-    """Return a profile's ``shadow`` section that copies every request by default. `own`: settings of the candidate's
-    server.
+    """Return a profile's ``shadow`` section that copies every request by default.
+
+    Args:
+        own: Additional settings of the candidate's server.
     """
     judge = {"model": "judge", "url": f"{NOBODY}/v1"}
     servers = {"parent": {"url": f"{parent}/v1"}, "candidate": {"url": f"{candidate}/v1", **(own or {})}}

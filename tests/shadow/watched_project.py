@@ -87,8 +87,11 @@ def watched(place: Path, url: str, *, hours: float = 30.0, **shadow: Any) -> Wat
 
 
 def rows(began: float, count: int, *, hours: float = 30.0, failing: float = 0.0, first: float = 0.02) -> list[ArmRow]:
-    """Return requests of both arms over `hours`; the candidate fails the share `failing`, with first bytes after
-    `first` s.
+    """Return requests of both arms, spread over `hours`.
+
+    Args:
+        failing: Share of requests that the candidate fails.
+        first: Time to the candidate's first byte, in seconds.
     """
     found = []
     for number in range(count):

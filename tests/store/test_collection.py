@@ -1,6 +1,4 @@
-"""Garbage collection with real files: concurrent builds and runs, kills at any call, and a hundred runs under a
-quota.
-"""
+"""Garbage collection with real files, next to builds and runs, killed at any call, and through a hundred runs."""
 
 from __future__ import annotations
 
@@ -388,7 +386,7 @@ def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: 
                 stages = stages[: chance.randrange(len(stages))]
             beside = next(iter(history["other" if profile == "demo" else "demo"][-1:]), [])
             with open_run(home.runs, run, "release", profile) as opened, open_run(home.runs, "beside", "compare", ""):
-                for stage, key in beside:  # Another process reads what the other profile built.
+                for stage, key in beside:  # Another process reads artifacts of the other profile.
                     record_use(home.runs, "beside", stage, key, "")
                 for stage, key, size in stages:
                     home.build(stage, key, run, size)

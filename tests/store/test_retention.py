@@ -1,6 +1,4 @@
-"""Retention as a pure decision: needed artifacts stay, quotas hold where possible, and the least recently used go
-first.
-"""
+"""Retention as a pure decision: needed artifacts stay, quotas hold where possible, the least recently used go first."""
 
 from __future__ import annotations
 

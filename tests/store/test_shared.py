@@ -94,7 +94,7 @@ def test_members_of_a_family_are_found_there_too(tmp_path: Path, address: str) -
 
 
 class Flaky:
-    """A file system on which every call from the `at`-th on fails."""
+    """A file system on which every request fails from the `at`-th on."""
 
     def __init__(self, fs: Any, at: int) -> None:
         self.fs, self.at, self.count = fs, at, 0
@@ -134,7 +134,7 @@ def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believ
         if failing.count < at:
             break
         assert two.build().digest == one.store.open("evaluate", KEY, Said).digest
-        # The next process on that machine sends what is still unsent.
+        # The next process on that machine sends the rest.
         again = Machine(tmp_path / f"{at}-1", shared)
         again.build("c" * 64)
         three = Machine(tmp_path / f"{at}-3", shared)
@@ -263,9 +263,7 @@ def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float
 
 
 def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
-    """On a file system that all workers share; fsspec's own check is not atomic, because it tests first and writes
-    later.
-    """
+    """All workers share a file system; fsspec's own guard is not atomic, because it checks first and writes later."""
     shared = SharedStore(f"file://{tmp_path}/shared", tmp_path / "own", 1 << 20)
     for turn in range(40):
         leases = [_Lease(shared, f"{tmp_path}/shared/evaluate/{turn}.lease") for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Damaged state is a miss, whatever the damage: it is set aside, kept small and built again."""
+"""Damaged state is a miss: it is set aside, kept small and built again."""
 
 from __future__ import annotations
 
@@ -185,9 +185,7 @@ def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, d
 @settings(max_examples=25)  # Each example builds an artifact.
 @given(st.data())
 def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObject) -> None:
-    """Content that is still accepted has the same meaning: whitespace does not count, and the stage name is
-    informational.
-    """
+    """Accepted content has the same meaning: whitespace does not count, and the stage name is informational."""
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
         first, _ = store.build("merge", KEY, Value, makes)
