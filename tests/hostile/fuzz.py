@@ -304,7 +304,7 @@ def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str
 
 
 def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: int) -> Found:
-    """Execute the targets until `executions` or `seconds` is reached, whichever comes first.
+    """Execute the targets until `executions` or `seconds` is reached.
 
     Cheaper targets run more often, by the inverse square root of the cost per execution, measured in the first
     rounds.
