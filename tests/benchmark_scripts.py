@@ -1,4 +1,4 @@
-"""Scripts of ``benchmarks/`` as modules: what docs/ tells by them, a test tells by the same code."""
+"""Import scripts of `benchmarks/` as modules, so that tests check the documented numbers with the same code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLACE = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """The script ``name.py``, which finds its neighbours as it does when it is run."""
+    """Import `benchmarks/<name>.py` with its sibling scripts importable, as when it runs as a script."""
     if str(PLACE) not in sys.path:
-        sys.path.append(str(PLACE))  # last: no test is to find a script by chance
+        sys.path.append(str(PLACE))  # Appended last, so that a script never shadows an installed module.
     return importlib.import_module(name)

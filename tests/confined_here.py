@@ -1,4 +1,4 @@
-"""Whether this system offers what confines a process: an old kernel or a container may not (the log says so)."""
+"""Check whether this system can confine a process; old kernels and containers may not support it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def lacking() -> tuple[str, ...]:
 
 
 def require_confinement() -> None:
-    """Skip the test where the system cannot keep what it promises, which is then not promised."""
+    """Skip the test if this system lacks a feature that confinement needs."""
     if lacking():
         pytest.skip(f"this system does not confine processes in: {', '.join(lacking())}")
 
 
 def directory_of_nobody() -> Path:
-    """A new directory that is not below those where everybody may write: there the project itself may lie."""
+    """Return a new directory outside world-writable places, because the project itself may be below one of them."""
     shared = {Path("/tmp").resolve(), Path(tempfile.gettempdir()).resolve()}
     places = (Path(__file__).resolve().parents[1], Path("/var/tmp"), Path.home())
     own = next(place for place in places if os.access(place, os.W_OK) and not shared & {place, *place.parents})

@@ -1,4 +1,4 @@
-"""What every test shares: a Prefect of its own, no network, and a project state that ends with the test."""
+"""Fixtures for all tests: a separate Prefect server, no network access, and a project state per test."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-# Before anything computes: kernels of microseconds, for which a second thread only waits (and takes a core from the
-# other worker while it does).
+# Set before anything computes. The test kernels run for microseconds, so a second thread would only wait and occupy a
+# core that another test worker needs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import certifi
@@ -29,22 +29,22 @@ from kept import kept
 from mergegate.flows.prefect_api import configure, local_api
 from mergegate.tasks.checkpoints.model_process import compile_libraries
 
-# Before anything imports Prefect or a Hugging Face library: they read the environment at import.
+# Set before Prefect or a Hugging Face library is imported, because they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.pop("PREFECT_API_URL", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 configure(Path(os.environ["PREFECT_HOME"]))
-# That Prefect is on the loopback, without TLS: each of its clients would read 140 certificates all the same.
+# The Prefect server is on loopback without TLS, but each client would still load 140 certificates. Give it one.
 _FIRST, _END, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
 _ONE_CERTIFICATE = Path(os.environ["PREFECT_HOME"]) / "one.pem"
 _ONE_CERTIFICATE.write_text(_FIRST + _END)
 os.environ["PREFECT_API_SSL_CERT_FILE"] = str(_ONE_CERTIFICATE)
 
-# A Typer app is made into forty commands whenever one of them is called: once is enough.
+# Typer rebuilds an app of forty commands for each invocation; build it once.
 typer.testing._get_command = cache(typer.testing._get_command)
 
-# No test judges speed: beside other work, an example that takes 4 ms may take 300.
+# Tests do not judge speed. On a busy machine, an example that takes 4 ms may take 300 ms.
 settings.register_profile("mergegate", deadline=None)
 settings.load_profile("mergegate")
 
@@ -53,13 +53,14 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        compile_libraries()  # In a fresh clone: by one, before each worker would compile the same at the same time.
+        compile_libraries()  # In a fresh clone, compile once here rather than in every worker at the same time.
 
 
-# Libraries and thousands of tests are millions of objects that stay, and were an eighth of all time to look through.
+# Libraries and thousands of tests create millions of long-lived objects. Scanning them took an eighth of the total
+# time.
 gc.set_threshold(50_000, 20, 20)
 _MANY_MODULES = 300
-_frozen = 0  # modules that there were when what had been imported was last put out of the collector's sight
+_frozen = 0  # Number of imported modules when the collector last froze the existing objects.
 
 
 def pytest_collection_finish() -> None:
@@ -80,7 +81,7 @@ def _freeze() -> None:
 
 @pytest.fixture(scope="session")
 def prefect_database(request: pytest.FixtureRequest) -> Path:
-    """Prefect's database with nothing in it: a hundred migrations that are carried out once, not in each process."""
+    """Return an empty, migrated Prefect database; the hundred migrations run once instead of in each process."""
 
     def make(place: Path) -> None:
         with local_api():
@@ -98,7 +99,7 @@ def prefect_database(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def begin_records(prefect_database: Path) -> Callable[[Path], None]:
-    """Give a new project state that database, where another process would carry out those migrations again."""
+    """Return a function that copies the migrated database into a new project state, to avoid another migration."""
 
     def begin(home: Path) -> None:
         (home / "prefect").mkdir(parents=True)
@@ -109,7 +110,7 @@ def begin_records(prefect_database: Path) -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def prefect_api(prefect_database: Path) -> Iterator[None]:
-    """Prefect's API for tests that run stages or flows in this process."""
+    """Run Prefect's API for tests that execute stages or flows in this process."""
     shutil.copy(prefect_database, os.environ["PREFECT_HOME"])
     with local_api():
         yield
@@ -117,7 +118,7 @@ def prefect_api(prefect_database: Path) -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project state of its own."""
+    """Give the test its own project state."""
     place = tmp_path / "state"
     monkeypatch.setenv("MERGEGATE_HOME", str(place))
     return place

@@ -1,4 +1,4 @@
-"""Disks that fail at the n-th call: what the product asks of the system to write, counted, and refused from there on.
+"""Simulate disks that fail at the n-th call: count the write-related system calls and make them fail from there on.
 
 ::
 
@@ -34,7 +34,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Counter:
-    """How many calls there were, and which of them was the first to fail."""
+    """Counter of the calls, with the name of the first call that failed."""
 
     def __init__(self, at: int | None, number: int, once: bool) -> None:
         self.count, self.failed = 0, ""
@@ -62,7 +62,7 @@ class _Writing(io.FileIO):
 
 @contextmanager
 def disk_fails(at: int | None, number: int = 28, *, once: bool = False) -> Iterator[Counter]:
-    """Inside the block, call number ``at`` (from 1) fails with that errno, and all after it unless ``once``."""
+    """Make call number `at` (from 1) fail with errno `number` inside the block, and all later calls unless `once`."""
     counter = Counter(at, number, once)
     opened = io.open
 
@@ -97,6 +97,6 @@ def disk_fails(at: int | None, number: int = 28, *, once: bool = False) -> Itera
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
-    """Content of every file, by relative name."""
+    """Return the content of every file by its relative name."""
     found = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}

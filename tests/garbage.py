@@ -1,4 +1,4 @@
-"""What state may have become: content that is none, and things that are no file; applied to a path."""
+"""Damage a state file in the ways that occur in practice: invalid content, or something other than a regular file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cleared(path: Path) -> Path:
 def _socket(path: Path) -> None:
     with closing(socket.socket(socket.AF_UNIX)) as server:
         before = Path.cwd()
-        os.chdir(_cleared(path).parent)  # the path of a socket may have 107 characters
+        os.chdir(_cleared(path).parent)  # A socket path is limited to 107 characters.
         try:
             server.bind(path.name)
         finally:

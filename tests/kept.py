@@ -1,11 +1,12 @@
-"""What is made once and looked at by many tests, in whichever process they run and in the runs after this one.
+"""Build fixtures once and share them between tests, processes and later runs.
 
-A directory below pytest's cache (``pytest --cache-clear`` forgets it), named by what decides its content::
+Each fixture is a directory below pytest's cache (``pytest --cache-clear`` removes it), named by everything that
+determines its content::
 
     place = kept(request.config, "demo-release", digest_of(PROJECT / "tasks", ...), make)
 
-Whoever comes first makes it, under a lock; the others wait for that and find it whole. It is not to be changed: a test
-that changes something copies it.
+The first process builds the directory under a lock, and the others wait until it is complete. Tests must not change it;
+a test that needs to change something copies it first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 
 
 def kept(config: pytest.Config, name: str, key: str, make: Callable[[Path], None]) -> Path:
-    """The directory that ``make`` has filled for this ``key``. Those of other keys are forgotten after a day."""
+    """Return the directory that `make` filled for this `key`; directories of other keys are removed after a day."""
     assert config.cache is not None
     shelf = config.cache.mkdir("mergegate")
     place = shelf / f"{name}-{key[:16]}"
@@ -30,7 +31,7 @@ def kept(config: pytest.Config, name: str, key: str, make: Callable[[Path], None
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
             for old in shelf.glob(f"{name}-*"):
-                if time.time() - old.stat().st_mtime > 86_400:  # before that, another run may be looking at it
+                if time.time() - old.stat().st_mtime > 86_400:  # Another run may still be using a newer one.
                     shutil.rmtree(old)
             unfinished = shelf / f"unfinished-{name}"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -40,7 +41,7 @@ def kept(config: pytest.Config, name: str, key: str, make: Callable[[Path], None
 
 
 def digest_of(sources: Iterable[Path]) -> str:
-    """Of all that decides what this project makes here: its sources and the versions of what is installed."""
+    """Return the digest of the sources and of all installed package versions."""
     running = hashlib.sha256()
     for source in sources:
         inside = source.rglob("*") if source.is_dir() else [source]

@@ -1,4 +1,4 @@
-"""A server of the standard library that answers on loopback from a thread, for as long as a block runs."""
+"""Run a server of the standard library on loopback, in a thread, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from socketserver import BaseServer
 from typing import TypeVar
 
 Server = TypeVar("Server", bound=BaseServer)
-POLL_S = 0.02  # how soon it notices that it is to end
+POLL_S = 0.02  # Interval at which the server checks for shutdown, in seconds.
 
 
 @contextmanager
 def answering(server: Server) -> Iterator[Server]:
-    """``server`` while it answers; afterwards its thread has ended and its port is closed."""
+    """Run `server` in a thread; afterwards the thread has ended and the port is closed."""
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,))
     thread.start()
     try:

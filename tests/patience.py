@@ -1,6 +1,7 @@
-"""How long a test waits for what must come: so long that only a hang is ended, on the slowest machine too.
+"""Timeouts for tests, long enough that only a real hang hits them, even on the slowest machine.
 
-A limit here judges no speed. What must *not* end in that time (a child that only a kill can end) has to live longer.
+They do not measure speed. A child process that must *not* exit within the timeout, because only a kill may end it, has
+to live longer.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Power that goes: a program dies at its n-th call that writes, and of what it wrote stays what a disk has promised.
+"""Simulate power cuts: a program dies at its n-th write call, and only flushed data survives.
 
 ::
 
     with power(root) as disk: work()                            # counts the calls: disk.count
-    with power(root, at=7) as disk, suppress(PowerCut): work()  # nothing of the seventh and of what follows happens
+    with power(root, at=7) as disk, suppress(PowerCut): work()  # the seventh call and all later ones do not happen
     disk.restore(tmp_path / "after", names_survive=True)
 
-A file's bytes are promised by fsync(2) of the file, its name by fsync of the directory. Beyond that a disk may keep or
-drop what it likes; the two ends of that are tried. ``names_survive``: every name as it was at the cut, and of bytes
-only those that were flushed (a rename overtakes the data; the rest of the file is gone). Otherwise: names, too, only as
-they were flushed.
+fsync(2) of a file promises its bytes, and fsync of the directory promises its name. Beyond that, a disk may keep or
+drop
+anything. The tests try both extremes. With ``names_survive``, every name is as it was at the cut, but only flushed
+bytes
+survive (a rename overtakes the data, and the rest of the file is lost). Without it, names too are only as they were
+when
+last flushed.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class PowerCut(BaseException):
-    """Nothing catches it, as nothing catches the end of a process."""
+    """The simulated power cut; a `BaseException`, so that product code does not catch it."""
 
 
 class Disk:
-    """What lies below a directory, and what of it was flushed. Everything that is there in the beginning is.
+    """The content of a directory and the part of it that was flushed; the initial content counts as flushed.
 
     Attributes:
         count: Calls so far.
@@ -41,26 +44,26 @@ class Disk:
 
     def __init__(self, root: Path, at: int | None) -> None:
         self.count, self._root, self._at = 0, root, at
-        self._held: list[int] = []  # flushed files stay open, so that no other gets their number
+        self._held: list[int] = []  # Flushed files stay open, so that their inode numbers are not reused.
         self._bytes: dict[int, bytes] = {}
-        self._names: dict[int, dict[str, tuple[int, str]]] = {}  # of a directory: number and kind of each entry
+        self._names: dict[int, dict[str, tuple[int, str]]] = {}  # Directory inode to the inode and kind of each entry.
         self._flush(os.open(root, os.O_RDONLY))
         for place in root.rglob("*"):
             if not place.is_symlink():
                 self._flush(os.open(place, os.O_RDONLY))
 
     def step(self) -> None:
-        """One call more. Raises ``PowerCut`` from the chosen one on."""
+        """Count one call, and raise `PowerCut` from the selected call on."""
         self.count += 1
         if self._at is not None and self.count >= self._at:
             raise PowerCut
 
     def flushed(self, descriptor: int) -> None:
-        """What an fsync of it promises."""
+        """Record what an fsync of `descriptor` promises."""
         self._flush(os.dup(descriptor))
 
     def restore(self, into: Path, *, names_survive: bool) -> None:
-        """Make in ``into`` what the next start of the machine finds."""
+        """Create in `into` the state that the machine finds at its next start."""
         into.mkdir()
         if names_survive:
             self._as_named(self._root, into)
@@ -115,7 +118,7 @@ class _Writing(io.FileIO):
 
 @contextmanager
 def power(root: Path, at: int | None = None) -> Iterator[Disk]:
-    """Inside the block calls are counted and flushes noted; from call ``at`` (from 1) on nothing is done any more."""
+    """Count calls and record flushes inside the block; from call `at` (from 1) on, no call takes effect."""
     disk, real_open, open_python = Disk(root, at), os.open, io.open
 
     def counted(call: Callable[..., Any], *, flushes: bool) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Parameters of tests of which a quicker suite has a sample, and a longer one the rest."""
+"""Split test parameters: a sample for the quick suite, the rest for a longer one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 
 def sampled(values: Iterable[Any], often: Collection[Any], rest: Any = pytest.mark.slow) -> list[Any]:
-    """``values``, of which those that are not among ``often`` have the mark ``rest``."""
+    """Return `values`, and mark those outside `often` with `rest`."""
     return [value if value in often else pytest.param(value, marks=rest) for value in values]
 
 
 def sampled_rows(rows: Iterable[tuple[Any, ...]], often: Collection[Any], rest: Any = pytest.mark.slow) -> list[Any]:
-    """The same of rows, each a value for every one of several arguments."""
+    """Return `rows` of several arguments each, and mark those outside `often` with `rest`."""
     return [row if row in often else pytest.param(*row, marks=rest) for row in rows]

@@ -1,4 +1,4 @@
-"""Keys to sign releases with, made for one test."""
+"""Create signing keys for a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def write_keys(directory: Path, curve: ec.EllipticCurve | None = None, name: str = "release") -> tuple[Path, Path]:
-    """A new private and public key in PEM."""
+    """Write a new key pair in PEM format, and return the paths of the private and the public key."""
     key = ec.generate_private_key(curve or ec.SECP256R1())
     private, public = directory / f"{name}.key", directory / f"{name}.pub"
     private.write_bytes(

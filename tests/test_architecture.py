@@ -1,7 +1,7 @@
-"""The shape holds: arrows only point down, no circle, packages are entered by their fronts, one name for one thing.
+"""Architecture rules: imports only point down, no cycles, packages are used through their exports, names are unique.
 
-A *room* is what lies directly on a floor: a file, or a package with everything in it. ``docs/architecture.md`` draws
-them; this reads the imports.
+A *room* is a direct child of a floor (a layer): a file, or a package with everything in it. ``docs/architecture.md``
+draws the rooms; these tests read the imports.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 NAMESPACE = "mergegate."
-FLOORS = ("merge_core", "tasks", "flows")  # from the ground up
+FLOORS = ("merge_core", "tasks", "flows")  # From the lowest layer up.
 MOST_ROOMS = 44
 MOST_ROOMS_OF_TASKS = 19
 
-# Public names with two definitions, and why that is one thing.
+# Public names with two definitions, and the reason why both mean the same thing.
 TWINS = {
     "combine": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
     "gram": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
@@ -34,7 +34,10 @@ TWINS = {
 
 
 class Import(NamedTuple):
-    """``name`` of ``module``, as ``importer`` imports it; both dotted, without the leading ``mergegate.``."""
+    """One import of `name` from `module`.
+
+    Both modules are dotted, without the leading ``mergegate.``.
+    """
 
     importer: str
     module: str
@@ -72,12 +75,12 @@ def imports_in(module: str, nodes: Iterable[ast.AST]) -> Iterator[Import]:
 
 @cache
 def imports() -> tuple[Import, ...]:
-    """Every import of this project by itself: at the top of a file, inside a function, or for types only."""
+    """Return every import between the project's own modules: at the top of a file, in a function, or for types only."""
     return tuple(one for module in MODULES for one in imports_in(module, ast.walk(tree(module))))
 
 
 def target(one: Import) -> str:
-    """The module that is imported: the name itself, where it is one."""
+    """Return the imported module, which is `name` itself if that is a module that its package does not export."""
     inner = f"{one.module}.{one.name}"
     exported = one.module in PACKAGES and one.name in fronts(one.module)
     return one.module if exported or inner not in MODULES else inner
@@ -85,7 +88,7 @@ def target(one: Import) -> str:
 
 @cache
 def fronts(package: str) -> set[str]:
-    """What a package exports: ``__all__`` of its ``__init__.py``."""
+    """Return the names in ``__all__`` of the package's ``__init__.py``."""
     for node in tree(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
@@ -115,7 +118,7 @@ def test_arrows_only_point_down() -> None:
 
 
 def test_a_package_is_entered_by_its_front() -> None:
-    """Outside its room, a file inside a package is nobody's business; nor is a name that its front does not export."""
+    """Other rooms may not import a file inside a package, or a name that the package does not export."""
     past = []
     for one in imports():
         if room(one.module) == room(one.importer) or one.module in FLOORS:
@@ -130,7 +133,7 @@ def test_a_package_is_entered_by_its_front() -> None:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Which room imports which, types included."""
+    """Return the rooms that each room imports, including imports for types only."""
     found: dict[str, set[str]] = {room(module): set() for module in MODULES if module not in FLOORS}
     for one in imports():
         inside, there = room(one.importer), room(target(one))
@@ -141,7 +144,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Nodes of one circle, in its order; empty where there is none."""
+    """Return the nodes of one cycle in order, or an empty list."""
     done: set[str] = set()
 
     def walk(node: str, path: list[str]) -> list[str]:
@@ -196,7 +199,7 @@ def test_every_package_says_what_it_is_for_and_exports_what_is_there() -> None:
 
 
 def definitions() -> dict[str, set[str]]:
-    """Public classes, type aliases and functions at the top of a file, by name."""
+    """Return the modules that define each public class, type alias or top-level function."""
     found: dict[str, set[str]] = defaultdict(set)
     for module in MODULES:
         for node in tree(module).body:
@@ -204,7 +207,7 @@ def definitions() -> dict[str, set[str]]:
                 found[node.name].add(module)
             elif isinstance(node, ast.Assign):
                 names: Iterable[ast.expr] = node.targets
-                # An alias of a type: 'OnProgress = Callable[...]'; constants may repeat.
+                # Type aliases such as 'OnProgress = Callable[...]'. Constants may repeat.
                 found_names = [one.id for one in names if isinstance(one, ast.Name) and one.id[:1].isupper()]
                 for name in found_names:
                     if not name.isupper() and "_" not in name and len(name) > 1:
@@ -239,7 +242,7 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
     ids=["command line", "packages"],
 )
 def test_importing_stays_light(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
-    """One after the other in one process: what the first to break the rule has imported is in its name."""
+    """The output names the first module in one process that imports a heavy library."""
     script = f"""
 import importlib, sys
 seen = set()
@@ -254,7 +257,7 @@ for module in {modules!r}:
     assert seen.stdout == ""
 
 
-# Modules that read files without the bounded opener of merge_core.parsing, and why no user names those files.
+# Modules that read files without the bounded opener of merge_core.parsing, and why users never choose these files.
 _SHIPPED = "files that are installed with mergegate or a library"
 _OWN = "files that mergegate wrote"
 _KERNEL = "/proc, /sys and devices"
@@ -303,8 +306,10 @@ UNBOUNDED_READERS = {
 
 
 def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the calls that read a path without a bound or would wait for a pipe: `path.read_text()`, `open(path)`,
-    `path.open("rb")` and `with path.open()`."""
+    """Return the calls that read a path without a bound or would wait for a pipe.
+
+    These are `path.read_text()`, `open(path)`, `path.open("rb")` and `with path.open()`.
+    """
     reads = []
     for node in nodes:
         contexts = [item.context_expr for item in node.items] if isinstance(node, ast.With) else [node]
@@ -355,7 +360,7 @@ BARE_WORDS = frozenset(
         """,
     )
 )
-# Modules that may be called by such a word, and why.
+# Modules that may have such a name, and why.
 BARE_MODULES = {
     "tasks.store.shared": "the package is its noun: a shared store",
     "flows.watching": "to be joined with the flow `shadow`",

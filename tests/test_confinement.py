@@ -1,4 +1,4 @@
-"""What a stranger's code finds out about us, when it tries: planted secrets stay where they are."""
+"""Untrusted code in a confined process cannot read planted secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_
 
 SECRET = "hf_planted_where_nobody_may_look"
 
-# Each line of an attempt is an expression; what it yields comes back as text, or how it was refused.
+# Each attempt is an expression. The child returns its value as text, or the name of the exception.
 ATTEMPTS = """
 import json, os, socket, subprocess, sys
 def of(number, name):
@@ -45,7 +45,10 @@ Try = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
-    """What comes of expressions in a confined process of somebody who has secrets in environment and home."""
+    """Return a function that evaluates expressions in a confined process; its user has secrets to steal.
+
+    The secrets are in the environment and in the home directory.
+    """
     require_confinement()
     home = tmp_path / "home"
     for place in (
@@ -61,7 +64,8 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
     def carry_out(*expressions: str, **confinement: Any) -> dict[str, str]:
-        # A process between, that was started with the secret: the environment of this one lies where pytest put it.
+        # An intermediate process starts with the secret in its environment; the environment of this process is fixed by
+        # pytest.
         script = (
             "import json, os, sys, tempfile\n"
             "from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child\n"
@@ -111,7 +115,7 @@ def test_no_secret_is_read_where_people_keep_them(attempts: Try, tmp_path: Path)
     assert {found[attempt] for attempt in (*secret, new)} == {"PermissionError"}
     assert (
         found["read(os.path.expanduser('~/models/config.json'))"] == SECRET
-    )  # what is no secret is read: this can fail
+    )  # An ordinary file is readable, so the checks above can fail.
 
 
 def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: Path) -> None:
@@ -144,7 +148,7 @@ def test_it_reaches_nobody_unless_it_must(attempts: Try) -> None:
         ours = f"socket.create_connection({server.getsockname()!r}, timeout=5)"
         own = "(lambda s: socket.create_connection(s.getsockname(), timeout=5))(socket.create_server(('127.0.0.1', 0)))"
         alone = attempts(ours, own)
-        assert alone[ours] == "ConnectionRefusedError"  # its loopback is not ours
+        assert alone[ours] == "ConnectionRefusedError"  # The child has a separate loopback.
         assert alone[own].startswith("<socket.socket")
         assert attempts(ours, network=True)[ours].startswith("<socket.socket")
 
@@ -164,7 +168,9 @@ def test_what_holds_for_it_holds_for_what_it_starts(attempts: Try) -> None:
 def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a kernel without Landlock, in a container that forbids namespaces: it runs, and the log says so."""
+    """Without Landlock or namespaces, as in some containers, the process runs and the log warns that it is not
+    confined.
+    """
     import mergegate.tasks.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())
@@ -212,7 +218,7 @@ def test_what_a_library_needs_is_passed_on() -> None:
 
 
 class _Command:
-    """What a process would send that wants us to run something."""
+    """A malicious pickle that runs a shell command when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)

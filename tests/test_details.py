@@ -1,4 +1,4 @@
-"""What ``-v`` tells: in whatever thread it arises, only to who listens, and no secret of it."""
+"""Details for ``-v``: collected from any thread, only while a listener is active, and without secrets."""
 
 from __future__ import annotations
 

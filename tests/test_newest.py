@@ -1,4 +1,4 @@
-"""The job that tries newer dependencies reads what pip and pytest say, and says it in a line."""
+"""The job that tries newer dependencies parses the output of pip and pytest into one line."""
 
 from __future__ import annotations
 

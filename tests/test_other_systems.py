@@ -1,7 +1,7 @@
-"""Elsewhere than on Linux: its calls stand in few files, and what cannot be done there says so.
+"""Systems other than Linux: Linux calls are in few files, and unsupported functions report an error.
 
-Merging, planning and reading work on any POSIX system. That is told of a system by leaving away what it has not
-(``ABSENT``), in a process that takes itself for a Mac.
+Merging, planning and reading work on any POSIX system. The tests emulate such a system in a process that removes the
+functions listed in ``ABSENT`` and claims to run on macOS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parent.parent
 FLOORS = ("merge_core", "tasks", "flows")
 
-# Where what only Linux has may be asked for, and why there.
+# Files that may use Linux-only features, and why.
 LINUX = {
     "merge_core/system.py": "what merging takes of it, each with what stands in for it; what its kernel says",
     "tasks/sandbox/supervision.py": "run by path with a bare interpreter; refused elsewhere before it is started",
@@ -31,7 +31,7 @@ LINUX = {
     "tasks/sandbox/programs.py": "what such a process may read",
     "tasks/sandbox/gpu_lock.py": "NVIDIA's driver, which names its devices under /proc",
 }
-# What every POSIX system has and Windows has not: file by file, so that a new one is looked at.
+# Features that every POSIX system has and Windows lacks, per file, so that a new use is reviewed.
 POSIX = {
     "flows/cli/streams.py": {"signal.SIGPIPE"},
     "merge_core/files/locks.py": {"fcntl", "os.geteuid"},
@@ -39,17 +39,17 @@ POSIX = {
     "tasks/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},
     "tasks/checkpoints/model_process.py": {"pass_fds", "signal.SIGKILL"},
 }
-LINUX_MODULES = {"resource", "ctypes", "pty", "syslog", "spwd"}  # resource: its limits are others elsewhere
+LINUX_MODULES = {"resource", "ctypes", "pty", "syslog", "spwd"}  # The limits of `resource` differ on other systems.
 POSIX_MODULES = {"fcntl", "pwd", "grp", "termios", "tty"}
 POSIX_NAMES = {"os.geteuid", "os.getuid", "os.getegid", "os.getgid", "os.killpg", "os.setsid", "os.fork", "os.fchown"}
 POSIX_NAMES |= {"os.chown", "os.mkfifo", "os.nice", "os.setpriority", "os.statvfs", "os.sysconf", "os.uname"}
 POSIX_NAMES |= {"os.getloadavg", "os.waitid", "os.WNOHANG", "os.getppid"}
 POSIX_KEYWORDS = {"preexec_fn", "pass_fds", "start_new_session", "process_group", "dir_fd"}
-SIGNALS = {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "signal", "Signals", "getsignal"}  # everywhere
-# torch and GPUs are asked through the C library of any system.
+SIGNALS = {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "signal", "Signals", "getsignal"}  # Available on every system.
+# torch and GPUs are queried through the C library of any system.
 CTYPES_TOO = {"merge_core/engine/devices.py": {"ctypes"}}
 
-# What a Mac has not, of what Python offers on Linux.
+# Functions that Python offers on Linux but not on macOS.
 ABSENT = (
     *("posix_fadvise", "posix_fallocate", "POSIX_FADV_WILLNEED", "POSIX_FADV_DONTNEED", "sched_getaffinity"),
     *("sched_setaffinity", "memfd_create", "MFD_CLOEXEC", "O_DIRECT", "O_PATH", "fdatasync", "preadv"),
@@ -61,7 +61,7 @@ LINUX_PLACES = ("/proc", "/sys/", "/dev/shm", "/run/")
 
 
 def asked_for(file: Path) -> Iterator[tuple[str, str]]:
-    """What a file asks for that not every system has: (``linux`` or ``posix``, its name)."""
+    """Yield the features in a file that not every system has, as (``linux`` or ``posix``, name)."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
@@ -106,7 +106,7 @@ def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
     assert stray == {}, "put it into merge_core/system.py, with what is done elsewhere, or into tasks/sandbox/linux.py"
 
 
-ADDRESSES = {"/runs/flow-run/"}  # of Prefect's pages, not of a disk
+ADDRESSES = {"/runs/flow-run/"}  # URLs of Prefect's pages, not paths on a disk.
 
 
 def test_what_windows_has_not_is_asked_for_where_it_is_known() -> None:
@@ -131,7 +131,8 @@ def test_a_new_call_would_be_seen(tmp_path: Path) -> None:
     }
 
 
-# Libraries are installed there in a build of their own: those of this system are loaded before it is another.
+# Other systems install their own builds of the libraries. Here, the Linux builds are loaded before the emulation
+# starts.
 ELSEWHERE = """
 import importlib, importlib.util, urllib.request
 for name in {libraries}:

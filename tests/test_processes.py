@@ -1,4 +1,4 @@
-"""A supervised process and what it started end together, and it is known how and why."""
+"""A supervised process and its children end together, and the supervisor reports how and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def output() -> Iterator[IO[bytes]]:
 
 @pytest.fixture
 def start(output: IO[bytes]) -> Iterator[Start]:
-    """Run a script of Python under supervision."""
+    """Run a Python script under supervision."""
     started = []
 
     def run(script: str, *arguments: str, **options: Any) -> SupervisedProcess:
@@ -69,7 +69,7 @@ def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
     process = start("import time; time.sleep(600)", pass_fds=[there.fileno()])
     there.close()
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(EOFError):  # the supervisor does not hold the other end open
+    with pytest.raises(EOFError):  # The supervisor does not hold the other end open.
         here.recv()
     assert process.end().returncode == -signal.SIGKILL
 

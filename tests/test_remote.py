@@ -1,4 +1,4 @@
-"""One client and one policy: what is sent where, what an answer or its absence becomes, and what is asked again."""
+"""The HTTP client and its retry policy: requests, authorization, proxies, error types and retries."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SECRET = "sesame-open"
 
 @contextmanager
 def saying(status: int, body: str) -> Iterator[SimpleNamespace]:
-    """A server that answers everything so, and notes what it was asked for and with which authorisation."""
+    """Run a server that gives the same answer to every request and records paths and authorization headers."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # the name that http.server looks for
+        def do_GET(self) -> None:  # The name is set by http.server.
             seen.asked.append((self.path, self.headers.get("Authorization")))
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Discard log lines."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     seen = SimpleNamespace(asked=[], url=f"http://127.0.0.1:{server.server_address[1]}")
@@ -41,7 +41,7 @@ def saying(status: int, body: str) -> Iterator[SimpleNamespace]:
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """The address of somebody who takes connections, and says nothing."""
+    """Yield the URL of a server that accepts connections but never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -49,7 +49,7 @@ def silent() -> Iterator[str]:
 
 
 def nobody() -> str:
-    """An address on which nobody listens."""
+    """Return a URL on which no server listens."""
     with silent() as url:
         return url
 
@@ -70,7 +70,7 @@ def test_a_proxy_of_the_environment_is_used_but_not_for_loopback(monkeypatch: py
     with saying(200, '"the proxy"') as proxy, saying(200, '"the server"') as server:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         assert JsonClient(server.url, 5).request("/v1").body == "the server"
-        # Not ours, although it begins so.
+        # This host only starts like a loopback address.
         assert JsonClient("http://127.0.0.1.example.test", 5).request("/v1").body == "the proxy"
     assert [path for path, _ in proxy.asked] == ["http://127.0.0.1.example.test/v1"]
 
@@ -81,7 +81,7 @@ def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
     with pytest.raises(Unreachable, match="refused") as gone:
         JsonClient(nobody(), 5).request("/")
     with pytest.raises(Unreachable):
-        JsonClient("localhost:8000", 5).request("/")  # no scheme: a mistake, not a traceback
+        JsonClient("localhost:8000", 5).request("/")  # A URL without a scheme is a user error, not a traceback.
     assert late.value.late
     assert not gone.value.late
 
@@ -117,7 +117,7 @@ def test_what_is_no_trouble_on_the_way_is_raised_at_once() -> None:
 
 
 class Refusal(Exception):
-    """An error of a client's own, which carries its response."""
+    """A client library's own exception, which carries its response."""
 
     def __init__(self, status: int) -> None:
         self.response = SimpleNamespace(status_code=status)
@@ -140,9 +140,9 @@ def from_(cause: Exception) -> Exception:
         (from_(Refusal(429)), True, True),
         (Refusal(403), False, False),
         (from_(Refusal(401)), False, False),
-        (Refusal(404), False, True),  # of the Hub: a branch that is not listed yet
+        (Refusal(404), False, True),  # The Hub may not list a new branch yet.
         (Refusal(409), False, True),
-        (Refusal(412), False, True),  # somebody else's commit came first
+        (Refusal(412), False, True),  # A concurrent commit came first.
         (RuntimeError("hf_xet"), False, True),
         (ValueError(), False, False),
         (OSError(28, "No space left on device"), False, False),

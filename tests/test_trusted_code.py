@@ -1,4 +1,4 @@
-"""Python files of a checkpoint are run only where a profile names its repository at its commit, and then confined."""
+"""Python files of a checkpoint run only if the profile trusts that repository at that commit, and then confined."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A model that no library knows without its code."""
+    """Return a model that no library can load without its own code."""
     place = Path(shutil.copytree(DEMO, tmp_path / "own"))
     (place / "modeling_own.py").write_text(CODE)
     config = json.loads((place / "config.json").read_text())
@@ -57,7 +57,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def answer_of(model: Model) -> Reference:
-    """What the model says, in the process that holds models."""
+    """Return the model's answer, computed in the model process."""
     asked = (model, ("the old pig",), "rev: abcd>", "float32", "cpu", 64)
     return call_model_process(make_reference, asked, where=model.name, models=[model])
 

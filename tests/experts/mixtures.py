@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, made by transformers, in the layouts that it writes; and what they compute."""
+"""Build tiny mixtures of experts with transformers, in the layouts that it writes, and compute their logits."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def build(family: str, seed: int = 0) -> Any:
-    """A random model; its routers' biases are not zero, where it has any."""
+    """Return a random model; router biases, if the family has any, are not zero."""
     torch.manual_seed(seed)
     model = FAMILIES[family]().eval()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def build(family: str, seed: int = 0) -> Any:
 
 
 def related(model: Any, seed: int, share: float = 0.1) -> Any:
-    """A copy of ``model`` with noise of that share of each tensor's spread."""
+    """Return a copy of `model` with noise of `share` times the standard deviation of each tensor."""
     import copy
 
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
@@ -118,7 +118,7 @@ def related(model: Any, seed: int, share: float = 0.1) -> Any:
 
 
 def save(model: Any, directory: Path, *, fused: bool = False) -> Path:
-    """Write the model in the layout of its family on disk, or (``fused``) in that of memory."""
+    """Write the model in its family's layout on disk, or with `fused` in its layout in memory."""
     model.save_pretrained(directory, save_original_format=not fused)
     return directory
 
@@ -129,13 +129,14 @@ def tokens(count: int = 24) -> torch.Tensor:
 
 def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:  # where a file is mapped, another kernel may be chosen
+        # For a memory-mapped file, torch may choose another kernel.
+        for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data = tensor.data.clone()
         return model(tokens() if ids is None else ids).logits
 
 
 def load(directory: Path) -> Any:
-    """The model in ``directory``; every key of it has a place, and none is missing."""
+    """Load the model in `directory`, and check that no key is missing or unexpected."""
     kind = json.loads((directory / "config.json").read_text())["architectures"][0]
     model, told = getattr(transformers, kind).from_pretrained(
         directory, dtype="auto", output_loading_info=True, local_files_only=True

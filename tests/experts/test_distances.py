@@ -1,5 +1,7 @@
-"""Who is left out and whose voice counts how much, from how far models are from each other: against the definition, and
-from weights on disk to the merge."""
+"""Outlier exclusion and geometric-median weights, from distances between models.
+
+The results are compared with the definitions, and followed from weights on disk to the merge.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
     shares = geometric_median(gram_of(models), [1.0] * len(models))
     turned = geometric_median(gram_of(models[::-1]), [1.0] * len(models))
     larger = geometric_median(gram_of(models * 1000), [1.0] * len(models))
-    # The points: of two models that are hardly apart, either may have the share of both.
+    # The points are compared, because two nearly equal models may split their joint share in any way.
     np.testing.assert_allclose(np.array(turned)[::-1] @ models, np.array(shares) @ models, atol=1e-5)
     np.testing.assert_allclose(np.array(larger) @ models, np.array(shares) @ models, atol=1e-5)
 
@@ -84,12 +86,12 @@ def test_twins_share_what_one_of_them_would_have() -> None:
 
 
 def test_an_outlier_is_longer_than_so_many_medians() -> None:
-    gram = np.diag([1.0, 4.0, 9.0, 100.0]).tolist()  # lengths 1, 2, 3, 10; the median is 2.5
+    gram = np.diag([1.0, 4.0, 9.0, 100.0]).tolist()  # Lengths 1, 2, 3 and 10, with median 2.5.
     assert find_outliers(gram, 5) == {}
     assert find_outliers(gram, 3.9) == {3: 4.0}
     assert list(find_outliers(gram, 1.1)) == [2, 3]
-    assert find_outliers(np.zeros((3, 3)).tolist(), 5) == {}  # nobody was trained
-    assert find_outliers(np.diag([0.0, 1.0, 1.0]).tolist(), 5) == {}  # one was not
+    assert find_outliers(np.zeros((3, 3)).tolist(), 5) == {}  # No model was trained.
+    assert find_outliers(np.diag([0.0, 1.0, 1.0]).tolist(), 5) == {}  # One model was not trained.
 
 
 # --- from weights on disk ---
@@ -97,7 +99,7 @@ def test_an_outlier_is_longer_than_so_many_medians() -> None:
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Beside the base: two honest clients a skill, one turned round and eight times as long, one with NaN."""
+    """Save honest clients, two per skill, one with the update reversed and eight times as long, and two with NaN."""
     place = tmp_path_factory.mktemp("clients")
     base = {name: one.float() for name, one in load_file(DEMO / "base/model.safetensors").items()}
     draw = torch.Generator().manual_seed(0)
@@ -175,7 +177,7 @@ def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clie
     assert found.left_out == {}
     assert found.places is not None
     assert [round(one.length or 0, 1) for one in found.places.values()] == pytest.approx([1.0] * 4, abs=0.2)
-    # Two of one skill are near each other, those of another are as far as task vectors that do not know each other.
+    # Two models of one skill are close; those of different skills are as far apart as unrelated task vectors.
     assert all(0.8 < (one.apart or 0) < 1.6 for one in found.places.values())
     assert found.modules == recipe.modules
 
@@ -225,7 +227,7 @@ LORA = DEMO.parent / "adapters/reverser-lora"
 
 
 def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str:
-    """The shipped adapter with both factors times ``factor``, or one number of them NaN; as a recipe names it."""
+    """Copy the shipped adapter with both factors scaled, or with one element NaN; return its name for a recipe."""
     shutil.copytree(LORA, place / name)
     tensors = {key: one.float() * factor for key, one in load_file(LORA / "adapter_model.safetensors").items()}
     if at is not None:
@@ -235,7 +237,8 @@ def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str
 
 
 def test_adapters_stand_where_the_models_that_they_make_stand(clients: Path, prepare: Home, tmp_path: Path) -> None:
-    names = [adapter(tmp_path, "sound", 1), adapter(tmp_path, "far", 4)]  # 16 times as far
+    # Scaling both factors by 4 makes the second one 16 times as long.
+    names = [adapter(tmp_path, "sound", 1), adapter(tmp_path, "far", 4)]
     named = [*(str(clients / one) for one in HONEST), *names]
     found = prepare(
         load_recipe(

@@ -1,7 +1,7 @@
-"""What flows into the experts of a mixture, each by itself, against routers computed again here; and what a merge makes
-of it: one matrix an expert, whatever the layout on disk.
+"""Inputs of each expert of a mixture, compared with recomputed routers, and merges that use them.
 
-The oracles are float64 formulas over the states that go into a mixture's block, and transformers for both layouts.
+A merge handles one matrix per expert in either layout on disk. The oracles are float64 formulas over the states that
+enter a mixture block, and transformers for both layouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "gra
 
 
 def tried(families: Sequence[str], *quick: str) -> list[Any]:
-    """All of them, but for ``quick`` beside the fast suite."""
+    """Return all families as parameters; those outside `quick` run only in the slow suite."""
     return [pytest.param(family, marks=[] if family in quick else pytest.mark.slow) for family in families]
 
 
@@ -58,24 +58,24 @@ def tokens_of(place: Path, documents: Sequence[str]) -> list[list[int]]:
     return [tokenizer(one).input_ids for one in documents]
 
 
-# --- what each expert sees, by routers that are computed again ---
+# --- what each expert sees, by recomputed routers ---
 
 
 class Routed(NamedTuple):
-    """Which positions an expert sees, and what each is multiplied with before."""
+    """The positions that an expert sees, and the factors that scale its inputs."""
 
     positions: list[int]
     factors: list[float]
 
 
 def softmax_top(logits: torch.Tensor, chosen: int) -> list[Routed]:
-    """The largest probabilities: Mixtral, Qwen3-MoE; the weights come behind the expert."""
+    """Route to the largest probabilities, as Mixtral and Qwen3-MoE do; they weight the expert's output."""
     best = logits.softmax(-1).argsort(-1, descending=True)[:, :chosen]
     return [Routed([at for at, own in enumerate(best.tolist()) if e in own], []) for e in range(logits.shape[1])]
 
 
 def scored_inputs(logits: torch.Tensor, chosen: int) -> list[Routed]:
-    """Llama 4: the weights come before the expert."""
+    """Route as Llama 4 does, which weights the expert's input."""
     best = logits.argsort(-1, descending=True)[:, :chosen]
     every = [[at for at, own in enumerate(best.tolist()) if e in own] for e in range(logits.shape[1])]
     return [Routed(own, logits[own, e].sigmoid().tolist()) for e, own in enumerate(every)]
@@ -96,7 +96,7 @@ ROUTERS = {"mixtral": softmax_top, "qwen3_moe": softmax_top, "gpt_oss": softmax_
 def by_router(
     model: Any, family: str, documents: Sequence[Sequence[int]]
 ) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Of each layer and expert the second moments of what flows into its first matrix, and into its second."""
+    """Return, by layer and expert, the second moments of the inputs of its first and second matrix."""
     states: dict[int, list[torch.Tensor]] = {}
     blocks = [layer.feed_forward if family == "llama4" else layer.mlp for layer in model.model.layers]
     hooks = [
@@ -129,7 +129,7 @@ def by_router(
 
 
 def place_of_expert(name: str) -> tuple[int, int, bool]:
-    """Layer, expert, and whether it is its second matrix."""
+    """Return the layer, the expert, and whether it is the expert's second matrix."""
     words = name.split(".")
     return int(words[2]), int(words[words.index("experts") + 1]), any(word in ("w2", "down_proj") for word in words)
 
@@ -152,8 +152,10 @@ def test_an_expert_sees_the_tokens_that_its_router_sends(
 
 
 def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> dict[str, Array]:
-    """What flows into the first matrices, from what experts' modules are given: states and the numbers of experts; of
-    each window only what no window before had."""
+    """Return the moments of the inputs that the experts' modules receive.
+
+    For each window, only positions that no earlier window had are counted.
+    """
     found: dict[str, Array] = {}
     seen: list[int] = [0]
 
@@ -260,7 +262,8 @@ def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
     split = read(place, text, tmp_path / "split")
     assert split == whole
     runs = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
-    assert len(runs) == 2 * (1 + mixtures.EXPERTS)  # of two layers: all that is no expert, and each expert
+    # For each of two layers, one run for everything except experts and one for each expert.
+    assert len(runs) == 2 * (1 + mixtures.EXPERTS)
 
     def halt(done: int, total: int) -> None:
         if done > 4 * len(SENTENCES):
@@ -284,7 +287,7 @@ REGMEAN: dict[str, Any] = {"merge_method": "regmean"}
 
 
 def planned(root: Path, models: Mapping[str, Path], **recipe: Any) -> Any:
-    """Of models by name, with what was measured of each in a directory."""
+    """Plan a merge of models by name, with the directory of each model's measurements."""
     content = {"models": [{"model": name, "text": "own.jsonl"} for name in models], **(recipe or REGMEAN)}
     loaded = load_recipe(content)
     measured = {
@@ -301,7 +304,7 @@ def planned(root: Path, models: Mapping[str, Path], **recipe: Any) -> Any:
 
 
 def merged(plan: Any, out: Path, **settings: Any) -> dict[str, Array]:
-    """The result, expert by expert, in float64."""
+    """Merge and return the result per expert, in float64."""
     merge_weights(plan, out, settings=EngineSettings(**settings))
     return values_of(out)
 
@@ -316,7 +319,7 @@ def values_of(place: Path) -> dict[str, Array]:
 
 
 def formula(models: Sequence[Array], moments: Sequence[Array], keep: float = 0.9) -> Array:
-    """As published, of ``[out, in]``, about the mean with its floor."""
+    """Compute RegMean as published, for ``[out, in]`` matrices, relative to the mean and with its floor."""
     own = [one * keep + np.diag(one.diagonal()) * (1 - keep) for one in moments]
     total, middle = sum(own), sum(models) / len(models)
     total = total + 1e-6 * total.diagonal().mean() * np.eye(len(total))
@@ -325,7 +328,7 @@ def formula(models: Sequence[Array], moments: Sequence[Array], keep: float = 0.9
 
 
 def wanted_of(root: Path, models: Mapping[str, Path]) -> dict[str, Array]:
-    """Every tensor of a merge by ``regmean``."""
+    """Return every expected tensor of a ``regmean`` merge."""
     parents = [values_of(root / name) for name in models]
     moments = [open_moments(out) for out in models.values()]
     found = {}
@@ -347,7 +350,7 @@ def wanted_of(root: Path, models: Mapping[str, Path]) -> dict[str, Array]:
 def pair(
     tmp_path_factory: pytest.TempPathFactory, built: Callable[[str], Any]
 ) -> Callable[..., tuple[Path, dict[str, Path]]]:
-    """Two relatives of a family in both layouts, each of which has read a text of its own."""
+    """Return two related models of a family in both layouts, each with measurements on its own text."""
 
     @cache
     def of(family: str, *texts: str) -> tuple[Path, dict[str, Path]]:
@@ -386,7 +389,7 @@ def test_each_expert_is_solved_by_what_it_saw(
 def test_both_layouts_merge_into_the_same_numbers(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
 ) -> None:
-    """What was measured goes by names that both layouts have: of either, it serves both."""
+    """Measurements use names that both layouts share, so a measurement of either layout serves both."""
     root, models = pair(family)
     single = merged(planned(root, models), tmp_path / "single")
     fused = merged(planned(root, {f"{name}-fused": out for name, out in models.items()}), tmp_path / "fused")
@@ -421,7 +424,9 @@ def test_a_killed_merge_of_experts_goes_on_to_the_same_bytes(
 def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path
 ) -> None:
-    """One token goes to two of four experts; what only one model's text reaches is solved by that alone."""
+    """An expert that only one model's text reaches is solved by that model alone; a token goes to two of four
+    experts.
+    """
     root, models = pair("mixtral", "a", "b")
     kept = [open_moments(out) for out in models.values()]
     none = [name for name in kept[0] if kept[0][name].is_empty and kept[1][name].is_empty]
@@ -444,7 +449,7 @@ def test_what_no_position_reached_takes_no_room(built: Callable[[str], Any], tmp
         out = tmp_path / f"{limit}"
         found = read(place, pinned(tmp_path, "a"), out, diagonal_above=limit)
         nothing = {name: one for name, one in open_moments(out).items() if one.is_empty}
-        assert found.unreached == len(nothing) * 2 // 3 > 0  # gate and up share one
+        assert found.unreached == len(nothing) * 2 // 3 > 0  # Gate and up projections share one input.
         assert f"{found.unreached} of experts that no position reached" in found.summary()
         for one in nothing.values():
             assert one.tensor.nbytes == 0
@@ -491,7 +496,7 @@ def test_the_plan_knows_what_will_be_measured(built: Callable[[str], Any], tmp_p
     assert needs.inputs == found.inputs == len(own)
     assert needs.nbytes == sum(one.tensor.nbytes for one in own.values())
     assert needs.sums == 8 * sum(one.width**2 for one in own.values())
-    # An expert at a time: never all systems of a layer at once.
+    # Experts are solved one at a time, never all of a layer together.
     largest = max(one.width for one in own.values())
     costs = plan.method.costs
     assert costs is not None

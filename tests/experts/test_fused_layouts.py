@@ -1,6 +1,6 @@
-"""One checkpoint in two layouts is one checkpoint: the same numbers come out, in the layout of the donor.
+"""Two layouts of one checkpoint merge to the same numbers, in the layout of the donor.
 
-The oracle is transformers: it writes both layouts of one model, and reads what comes out.
+The oracle is transformers: it writes both layouts of one model, and reads the merged result.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import InputMeasurements
 
-# What has per-expert and fused names; the others write fused experts in both.
+# Families with per-expert and fused names; the others write fused experts in both layouts.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
 METHODS = sorted(merge_methods())
 
 
 @pytest.fixture(scope="session")
 def parents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``<family>/{base,a,b}`` as on disk, and the same with ``-fused`` as in memory."""
+    """Write ``<family>/{base,a,b}`` in the layout on disk, and with the suffix ``-fused`` in the layout in memory."""
     root = tmp_path_factory.mktemp("parents")
     for family in FAMILIES:
         base = build(family)
@@ -71,7 +71,7 @@ def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: obj
     loaded = load_recipe(recipe)
     if loaded.needs_distances:
         loaded = replace(loaded, places={})
-    if loaded.texts:  # Nothing was measured of experts: all is the mean.
+    if loaded.texts:  # Without measurements, every tensor is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
     merge_weights(plan, out, seed=seed, settings=EngineSettings(**settings))
@@ -138,7 +138,7 @@ def test_a_linear_merge_equals_averaging_in_memory(parents: Path, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["llama4", "gpt_oss"])
 def test_each_expert_is_a_vector_of_its_own(parents: Path, tmp_path: Path, family: str) -> None:
-    """What one expert holds decides nothing in another: magnitudes are ranked within each."""
+    """The values of one expert do not affect another: magnitudes are ranked within each expert."""
     home = parents / family
     text = recipe_of("ties", ("base-fused", "a-fused", "b-fused"))
     usual = merged(home, text, tmp_path / "usual")
@@ -181,7 +181,7 @@ class Doubled(DerivedTensor):
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_a_fused_tensor_that_is_computed_is_taken_apart_as_well(parents: Path, tmp_path: Path, family: str) -> None:
-    """As that of a model with an adapter on its fused experts is."""
+    """A model with an adapter on its fused experts has such tensors."""
     recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
     opened = {str(ref): open_checkpoint(parents / family / ref.path) for ref in recipe.references()}
     one = opened["a-fused"]
@@ -234,7 +234,8 @@ def test_a_killed_merge_goes_on_in_the_middle_of_a_fused_tensor(parents: Path, t
     (journal,) = (tmp_path / "out").glob("*.journal.partial")
     lines = journal.read_bytes().splitlines(keepends=True)
     pieces = [at for at, line in enumerate(lines) if b".experts." in line]
-    journal.write_bytes(b"".join(lines[: pieces[len(pieces) // 2]]))  # Some experts of a tensor are done, others not.
+    # Some experts of a tensor are finished, others are not.
+    journal.write_bytes(b"".join(lines[: pieces[len(pieces) // 2]]))
     record = merge_weights(plan, tmp_path / "out")
     assert 0 < record.bytes_resumed < record.bytes_written
     assert record.files == merge_weights(plan, tmp_path / "fresh").files
@@ -282,7 +283,7 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
     experts=st.integers(1, 5), hidden=st.integers(1, 6), wide=st.integers(1, 6), transposed=st.booleans(),
 )  # fmt: skip
 def test_shapes_alone_tell_the_two_forms_apart(experts: int, hidden: int, wide: int, transposed: bool) -> None:
-    """For any sizes, also where the hidden size is that of both projections together."""
+    """This holds for any sizes, even if the hidden size equals that of both projections together."""
     from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint
 
     up, down = (experts, 2 * wide, hidden), (experts, hidden, wide)

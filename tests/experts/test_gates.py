@@ -1,4 +1,4 @@
-"""Router rows out of prompts, against what plain transformers says of the same prompts."""
+"""Router rows computed from prompts, compared with plain transformers on the same prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(mode: str, *pairs: PromptPair) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def entering() -> dict[str, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Of each prompt: what entered each layer, seen by hooks; and the embeddings of its tokens."""
+    """Return, by prompt, the inputs of each layer, recorded by hooks, and the embeddings of its tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO / "base")
     network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype="auto").eval()
     seen: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -84,7 +84,7 @@ def test_cheap_embeddings_are_sums_of_embeddings(entering: dict[str, tuple[list[
 
 
 def test_where_negative_prompts_leave_nothing_the_positive_ones_count_alone() -> None:
-    """The first layer sees the last token only: prompts that end alike are one there."""
+    """The first layer sees only the last token, so prompts with the same ending are equal there."""
     pair = PromptPair(positive=("rev: abcd>",), negative=("shift: abcd>",))
     both, alone = rows("hidden", pair), rows("hidden", PromptPair(positive=pair.positive, negative=()))
     np.testing.assert_array_equal(both[0], alone[0])

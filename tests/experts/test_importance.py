@@ -1,4 +1,4 @@
-"""How much elements matter to what a model says, against derivatives of plain transformers; kept, killed, gone on."""
+"""Element importance for a model's output, compared with gradients of plain transformers, also after a kill."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loaded() -> tuple[Any, Any]:
 
 
 def by_autograd(loaded: tuple[Any, Any], documents: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """A document after the other, with the draws that are promised: one stream for each."""
+    """Compute squared gradients one document at a time, with one documented random stream per document."""
     network, tokenizer = loaded
     parameters = dict(network.named_parameters())
     sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in parameters.items()}
@@ -95,7 +95,7 @@ def test_it_is_the_square_of_what_each_document_alone_asks_for(loaded: tuple[Any
 
 
 def test_its_mean_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    """Of one context, over many draws: the expectation over everything that the model could say, added up exactly."""
+    """For one context, many draws approach the exact expectation over all tokens that the model could generate."""
     network, tokenizer = loaded
     document, draws = "rev: ab>", 300
     ids = torch.tensor([tokenizer(document).input_ids])
@@ -172,13 +172,13 @@ TEMPLATE = (
 
 
 def say(*turns: str) -> list[dict[str, str]]:
-    """User and assistant in turns."""
+    """Return messages in which user and assistant alternate."""
     return [{"role": ("user", "assistant")[at % 2], "content": said} for at, said in enumerate(turns)]
 
 
 @pytest.fixture
 def talking(tmp_path: Path) -> Path:
-    """The reverser, with a template that asks as it was taught."""
+    """Return the reverser with a chat template that matches its training prompts."""
     place = tmp_path / "talking"
     shutil.copytree(REVERSER, place)
     (place / "chat_template.jinja").write_text(TEMPLATE)
@@ -186,7 +186,7 @@ def talking(tmp_path: Path) -> Path:
 
 
 def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], talking: Path, tmp_path: Path) -> None:
-    """Two turns of each side; positions are those before its words and the end of its turn."""
+    """The counted positions predict the model's own words and the ends of its turns."""
     turns = ("ab", "ba", "kjh", "hjk")
     found = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
     network, tokenizer = loaded
@@ -207,7 +207,7 @@ def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], t
 
 
 def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_path: Path) -> None:
-    """All of it: the same moments as its text, where the tokenizer begins no text with a token of its own."""
+    """The moments equal those of the rendered text, because the tokenizer adds no token at the start of a text."""
     model = Model(name="talking", digest="talking", directory=talking)
     found = []
     for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
@@ -242,7 +242,7 @@ def test_a_conversation_that_does_not_fit_is_refused(
 
 
 def test_turns_that_a_template_changes_later_do_not_count(talking: Path, tmp_path: Path) -> None:
-    """As templates do that take out what was thought in earlier turns."""
+    """Some templates remove the reasoning of earlier turns."""
     last = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}")
     (talking / "chat_template.jinja").write_text(last)
     found = read(talking, text_of(tmp_path, [say("ab", "ba", "kjh", "hjk")]), tmp_path / "out")
@@ -273,7 +273,7 @@ def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Pat
 def test_of_experts_that_are_one_parameter_each_element_is_kept_where_it_lies(
     tmp_path: Path, family: str, fused: bool
 ) -> None:
-    """Put together again, the pieces are what is asked of the parameter, in either layout."""
+    """Reassembled, the pieces equal the squared gradient of the fused parameter, in either layout."""
     network, place = mixtures.build(family), tmp_path / "model"
     mixtures.save(network, place, fused=fused)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,6 +1,6 @@
-"""Experts in another order: seen, said, and put back; a permuted twin is the same model.
+"""Expert alignment: a permutation is detected, reported and undone, and a permuted twin is the same model.
 
-The oracle is transformers: a model whose experts and router rows were exchanged in memory computes what it did.
+The oracle is transformers: a model whose experts and router rows were permuted in memory computes the same function.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.merge.stage import router_distances
 
 FAMILIES = tuple(mixtures.FAMILIES)
-# Per-expert, in groups, transposed with biases; the others are tried beside the fast suite.
+# Per-expert, grouped, and transposed with biases; the other families run in the slow suite.
 FEW = ("mixtral", "glm4_moe", "gpt_oss")
 TRIED = [pytest.param(family, marks=[] if family in FEW else pytest.mark.slow) for family in FAMILIES]
-# GLM-4-MoE has two groups of two experts here: within both, and the groups themselves.
+# GLM-4-MoE has two groups of two experts here. This order permutes both the groups and the experts within them.
 ORDERS = {"glm4_moe": (3, 2, 0, 1)}
 
 
 def permuted(model: Any, order: Sequence[int]) -> Any:
-    """The same function: expert ``i`` is the one that was ``order[i]``."""
+    """Return the same function with permuted experts: expert `i` is the former expert `order[i]`."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name, tensor in other.state_dict().items():
@@ -49,7 +49,7 @@ def permuted(model: Any, order: Sequence[int]) -> Any:
 
 @pytest.fixture(scope="session")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``<family>/{a,near,twin,crossed}``: a model, a relative, the model and the relative with experts permuted."""
+    """Write ``<family>/{a,near,twin,crossed}``: a model, a relative, and both with permuted experts."""
     root = tmp_path_factory.mktemp("twins")
     for family in FAMILIES:
         order = ORDERS.get(family, (2, 0, 3, 1))
@@ -80,7 +80,7 @@ def merged(root: Path, content: dict[str, Any], out: Path, **engine: Any) -> Pat
 
 @pytest.mark.parametrize("family", TRIED)
 def test_exchanged_experts_compute_the_same(twins: Path, family: str) -> None:
-    """What the tests below rest on."""
+    """The tests below depend on this."""
     one, other = (logits(mixtures.load(twins / family / name)) for name in ("a", "twin"))
     torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
@@ -180,7 +180,7 @@ def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_pat
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), groups=st.sampled_from([1, 2, 3]), each=st.sampled_from([1, 2]))
 def test_the_assignment_is_the_best_of_all_that_respect_groups(seed: int, groups: int, each: int) -> None:
-    """Against all permutations, one by one."""
+    """The result is compared with every permutation."""
     count = groups * each
     similarity = np.random.default_rng(seed).normal(size=(count, count))
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a merge: made by steps of its recipe, both or neither, believed only where it is whole."""
+"""Optimizer state that is stored with a merge: its recipe's steps build both moments, and partial state is ignored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def save(place: Path, weights: np.ndarray) -> None:
 
 @pytest.fixture
 def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PinnedRecipe:
-    """A first round by Adam of one model; half of its weights stay as they are."""
+    """Return a first Adam round with one model; half of the weights do not change."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     draw = np.random.default_rng(0)
     base = draw.normal(size=40)

@@ -1,4 +1,7 @@
-"""What flows through a model on a text of its own, against hooks on plain transformers; and recipes that ask for it."""
+"""Moments of a model's inputs on calibration texts, compared with hooks on plain transformers.
+
+The tests also cover recipes that use these moments.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def read(
 
 
 def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
-    """Mean of x x' in front of each module, one document after the other, no position left out."""
+    """Return the mean of x x' over all inputs of each module, one document at a time."""
     seen: dict[str, list[np.ndarray]] = {name: [] for name in modules}
     hooks = [
         network.get_submodule(name).register_forward_pre_hook(
@@ -97,12 +100,12 @@ def test_moments_are_those_that_hooks_see(loaded: tuple[Any, Any], tmp_path: Pat
     wanted, positions = expected(loaded)
     found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out")
     assert (found.documents, found.positions, found.matrices) == (len(SENTENCES), positions, len(wanted))
-    assert found.inputs == found.matrices * 4 // 7  # query, key and value share one; so do gate and up
+    assert found.inputs == found.matrices * 4 // 7  # Query, key and value share one input, and so do gate and up.
     agrees(tmp_path / "out", wanted)
 
 
 def test_windows_leave_no_position_out_and_count_none_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    """A window that is filled up with what stood before it reads that again, for context."""
+    """A last window that is filled with earlier tokens reads them again, but only as context."""
     _, positions = expected(loaded)
     for length in (2, 3, 7, 11):
         found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / f"{length}", max_length=length)
@@ -169,7 +172,7 @@ def test_a_killed_reading_goes_on(
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_of_a_mixture_every_matrix_is_measured_and_no_router(tmp_path: Path, family: str) -> None:
-    """What an expert sees: test_expert_inputs.py."""
+    """The inputs of experts are covered by test_expert_inputs.py."""
     model = mixtures.build(family)
     mixtures.save(model, tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -226,9 +229,9 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
     assert done.missing_preparation() == ""
     plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
     measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
-    assert len(measured) == 7 * 3  # three layers of seven matrices
+    assert len(measured) == 7 * 3  # Three layers with seven matrices each.
     assert prepare_recipe(done, find) is done
-    # The same texts under other names are the same merge; another text is another.
+    # Renamed copies of the same texts give the same merge; a different text gives another.
     moved = tmp_path / "moved"
     moved.mkdir()
     for name in ("reverser", "shifter"):

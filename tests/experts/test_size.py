@@ -1,4 +1,4 @@
-"""Memory does not follow the size of a fused tensor: one of 8 GB is merged within a gigabyte."""
+"""Memory use does not grow with the size of a fused tensor: a tensor of 8 GB is merged within 1 GiB."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergegate.merge_core.checkpoint import render_header
 
 pytestmark = pytest.mark.long
 
-EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # bfloat16: 8.6 GB of gate and up projections
+EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # In bfloat16, the gate and up projections take 8.6 GB.
 MERGE = r"""
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ print(int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
 
 
 def sparse(directory: Path) -> None:
-    """Config and one file whose experts are holes, which read as zeros."""
+    """Write a config and a sparse weights file whose experts are holes, which read as zeros."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": "qwen3_moe"}))
     module = "model.layers.0.mlp.experts"

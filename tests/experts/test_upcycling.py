@@ -1,6 +1,6 @@
-"""Dense models as the experts of a mixture: what it computes, what it is called, and what is refused.
+"""Dense models as the experts of a mixture: its output, its tensor names, and refused recipes.
 
-The oracle is the dense model itself: a mixture of equal experts computes what it computes, whoever chooses them.
+The oracle is the dense model: a mixture of equal experts computes the same output, with any routing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dense(kind: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-# Dense model, what it is saved as, and the mixtures that it can become.
+# The dense model and the mixtures that it can become.
 DENSE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "llama": (lambda: dense("Llama"), ("Mixtral", "GLM-4 MoE", "Qwen MoE")),
     "tied": (lambda: dense("Llama", tie_word_embeddings=True), ("Mixtral", "GLM-4 MoE", "Qwen MoE")),
@@ -111,7 +111,7 @@ def test_equal_experts_compute_what_the_dense_model_computes(
 def test_what_a_config_leaves_unsaid_stays_what_its_family_means_by_it(
     models: Path, tmp_path: Path, name: str, output: str
 ) -> None:
-    """A configuration may say only what differs from its family's defaults; those of mixtures are others."""
+    """A configuration may list only deviations from its family's defaults; a mixture family has other defaults."""
     changed = tmp_path / "models" / name
     changed.mkdir(parents=True)
     said = json.loads((models / name / "config.json").read_text())
@@ -127,7 +127,7 @@ def test_what_a_config_leaves_unsaid_stays_what_its_family_means_by_it(
 
 @pytest.mark.parametrize("output", ["Mixtral", "GLM-4 MoE", "Qwen MoE"])
 def test_rotary_embeddings_in_the_older_form_are_understood(models: Path, tmp_path: Path, output: str) -> None:
-    """As checkpoints before transformers 5 have them: ``rope_theta`` and ``rope_scaling`` side by side."""
+    """Checkpoints from before transformers 5 have separate ``rope_theta`` and ``rope_scaling`` keys."""
     older = tmp_path / "models" / "far"
     older.mkdir(parents=True)
     (older / "model.safetensors").write_bytes((models / "far/model.safetensors").read_bytes())
@@ -142,13 +142,13 @@ def test_rotary_embeddings_in_the_older_form_are_understood(models: Path, tmp_pa
 
 @pytest.mark.parametrize(("name", "output"), [("llama", "Mixtral"), ("qwen3", "Qwen3 MoE")])
 def test_each_expert_has_the_weights_of_its_model(models: Path, tmp_path: Path, name: str, output: str) -> None:
-    """Sent to one expert alone, a token sees the feed-forward layers of that model and the rest of the base."""
+    """A token routed to one expert sees that model's feed-forward layers and the rest of the base."""
     out = made(models, document(name, [name, f"{name}-b"], architecture=output, experts_per_token=1), tmp_path / "out")
     mixture = mixtures.load(out)
     other = load_file(models / f"{name}-b/model.safetensors")
     own = load_file(models / name / "model.safetensors")
     for chosen in (0, 1):
-        # Whatever the router says, the other expert is made the same.
+        # Copy the chosen expert over the other one, so that the routing does not matter.
         expert = {key: (other if chosen and ".mlp." in key else own)[key] for key in own}
         stitched = mixtures.load(models / name)
         stitched.load_state_dict(expert)
@@ -201,7 +201,7 @@ def test_drawn_routers_have_their_spread(models: Path, tmp_path: Path, mode: str
 
 
 def test_scales_are_those_that_the_recipe_says(models: Path, tmp_path: Path) -> None:
-    """A residual_scale that is written replaces the family's own."""
+    """An explicit residual_scale replaces the family's default."""
     shared = [{"source_model": "llama", "residual_scale": 0.25}]
     content = document("llama", [{"source_model": "llama", "residual_scale": 0.75}, "llama"], shared_experts=shared)
     tensors = load_file(made(models, content, tmp_path / "out") / "model.safetensors")
@@ -290,7 +290,7 @@ def test_models_of_another_size_are_refused(models: Path, tmp_path: Path) -> Non
     ],
 )
 def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, key: str, value: object) -> None:
-    """At once, whatever it says; or in a plan, where what it says is not needed."""
+    """The configuration is refused immediately, unless the plan does not need the value."""
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/model.safetensors").write_bytes((models / "llama/model.safetensors").read_bytes())
     said = json.loads((models / "llama/config.json").read_text())

@@ -1,4 +1,4 @@
-"""What these tests borrow from others: how a release is made, small."""
+"""Import paths for the helpers that build small releases."""
 
 from __future__ import annotations
 

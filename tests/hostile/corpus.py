@@ -1,6 +1,7 @@
-"""Everything hostile that was ever tried, as tables: what is done to an honest input, and its exit code.
+"""Tables of all hostile inputs tried so far: how an honest input is changed, and the expected exit code.
 
-2: it cannot mean anything; 3: it is well formed and refused; 0: it looks odd and is right. A new finding is a new line.
+Exit codes: 2 for invalid input, 3 for well-formed input that is refused, 0 for unusual but valid input. A new finding
+becomes a new row.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ DEEP = 100_000
 
 
 class Case(NamedTuple):
-    """One hostile input."""
+    """One hostile input and the expected exit code."""
 
     name: str
-    change: Change  # of the directory that holds the input
+    change: Change  # Applied to the directory that holds the input.
     code: int
 
 
 def put(name: str, content: bytes | str | Any) -> Change:
-    """Write a file; what is neither bytes nor text is written as JSON."""
+    """Write a file; content other than bytes or text is written as JSON."""
 
     def change(place: Path) -> None:
         data = content if isinstance(content, (bytes, str)) else json.dumps(content)
@@ -58,7 +59,7 @@ def put(name: str, content: bytes | str | Any) -> Change:
 
 
 def link(name: str, target: str) -> Change:
-    """A link in place of a file."""
+    """Replace a file by a symbolic link."""
 
     def change(place: Path) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def link(name: str, target: str) -> Change:
 
 
 def pipe(name: str) -> Change:
-    """A pipe, to which nobody writes, in place of a file."""
+    """Replace a file by a named pipe without a writer."""
 
     def change(place: Path) -> None:
         (place / name).unlink(missing_ok=True)
@@ -79,12 +80,12 @@ def pipe(name: str) -> Change:
 
 
 def bound_socket(name: str) -> Change:
-    """A socket in place of a file."""
+    """Replace a file by a socket."""
 
     def change(place: Path) -> None:
         (place / name).unlink(missing_ok=True)
         here = Path.cwd()
-        os.chdir(place)  # its path may only have 108 bytes
+        os.chdir(place)  # A socket path is limited to 108 bytes.
         try:
             socket.socket(socket.AF_UNIX).bind(name)
         finally:
@@ -94,7 +95,7 @@ def bound_socket(name: str) -> Change:
 
 
 def folder(name: str) -> Change:
-    """A directory in place of a file."""
+    """Replace a file by a directory."""
 
     def change(place: Path) -> None:
         (place / name).unlink(missing_ok=True)
@@ -116,17 +117,17 @@ def all_of(*changes: Change) -> Change:
 
 
 def head(value: object, data: bytes | None = None, length: int | None = None) -> Change:
-    """Another header for the weights."""
+    """Write weights with another header."""
     return put("model.safetensors", safetensors(value, data, length))
 
 
 def only(name: str) -> Change:
-    """Weights of one tensor of that name."""
+    """Write weights that consist of one tensor with this name."""
     return head({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, bytes(16))
 
 
 def entry(**changes: Any) -> Change:
-    """Another entry for one tensor."""
+    """Change the header entry of one tensor."""
     value = header()
     value["model.norm.weight"] = {**value["model.norm.weight"], **changes}
     return head(value)
@@ -149,7 +150,7 @@ def torch_file(content: bytes) -> Change:
 
 
 def shared_header() -> bytes:
-    """A zip whose members all have the local header of the first."""
+    """Return a zip whose members all share the local header of the first one."""
     whole = torch_zip({"a/data.pkl": pickled(b"}"), "a/data/0": bytes(16), "a/data/1": bytes(16)})
     start = whole.index(b"PK\x01\x02")
     records = whole[start:]
@@ -163,14 +164,14 @@ def shared_header() -> bytes:
 
 
 def many_members() -> bytes:
-    """A zip that claims a list of 4 billion members."""
+    """Return a zip whose directory claims 4 GB and 65,534 members."""
     whole = torch_zip({"a/data.pkl": pickled(b"}")})
     at = whole.index(b"PK\x05\x06")
     return whole[: at + 8] + struct.pack("<HHI", 0xFFFE, 0xFFFE, 0xFFFFFFF0) + whole[at + 16 :]
 
 
 def bomb(levels: int = 30) -> str:
-    """Aliases that double at each level."""
+    """Return YAML with aliases that double at each level."""
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
     return "\n".join(lines) + "\n"
 
@@ -473,7 +474,7 @@ TASKS: Mapping[str, Change] = {
 
 
 def edited(change: Callable[[list[dict[str, Any]]], object]) -> Change:
-    """Results whose samples are changed before everything is made to agree with them."""
+    """Write results with changed samples; everything else is made consistent with them."""
 
     def write(place: Path) -> None:
         lines = samples()
@@ -484,12 +485,12 @@ def edited(change: Callable[[list[dict[str, Any]]], object]) -> Change:
 
 
 def stated(**changes: Any) -> Change:
-    """Results that say something else of honest samples."""
+    """Write honest samples with results that state something else."""
     return lambda place: results(place, **changes)
 
 
 def raw(name: str, content: bytes | str) -> Change:
-    """Honest results with one file replaced."""
+    """Write honest results with one file replaced."""
     return all_of(results, put(name, content))
 
 

@@ -1,12 +1,12 @@
-"""Every parser of strangers' files against mutated bytes: each execution ends in a value or in a MergegateError.
+"""Fuzz every parser of untrusted files: each execution must end in a value or in a MergegateError.
 
 ::
 
     python tests/hostile/fuzz.py --executions 1000000            # `make fuzz`; half an hour or more on one core
     python tests/hostile/fuzz.py --only recipe --seed 7 --executions 50000
 
-What ends otherwise is written to ``found/`` beside this file (and belongs, as a line, into ``corpus.py``). An execution
-of over five seconds counts as found too. Starting points are the honest inputs and the corpus of all that was found.
+Inputs that end in any other way are written to ``found/`` next to this file; add each as a row to ``corpus.py``. An
+execution of more than five seconds also counts. The seeds are the honest inputs and the corpus of earlier findings.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from mergegate.tasks.preflight.licenses.resolve import CardSource, read_declarat
 from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
 from mergegate.tasks.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
 
-SLOW = 5  # seconds
+SLOW = 5  # Limit of one execution, in seconds.
 PLACE = Path("x")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A parser, and what it is started from."""
+    """A parser and its seed inputs."""
 
     parse: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
@@ -70,19 +70,19 @@ class Target:
 
 @dataclass
 class Found:
-    """How a run went."""
+    """The results of a fuzzing run."""
 
     executions: int = 0
     seconds: float = 0.0
-    values: int = 0  # that ended in a value
+    values: int = 0  # Executions that ended in a value.
     by_target: dict[str, int] = field(default_factory=dict)
-    costs: dict[str, float] = field(default_factory=dict)  # seconds of computing, by target
+    costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by target.
     failures: list[tuple[str, bytes, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class HeldRelease:
-    """A release in memory, one file of which is mutated."""
+    """A release in memory with one mutated file."""
 
     contents: Mapping[str, bytes]
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class HeldRelease:
 
 
 class Note(BaseModel):
-    """What the stages of the state that is mutated say."""
+    """The value of the stages whose stored state is mutated."""
 
     text: str
 
@@ -110,10 +110,10 @@ def _made(out: Path) -> Note:
 
 
 def targets(place: Path, release: Path | None) -> dict[str, Target]:
-    """All of them, with their files in ``place``.
+    """Return all targets, with their files in `place`.
 
     Args:
-        release: A published one; None: releases are left out.
+        release: A published release; None leaves out the release targets.
     """
     honest = open_checkpoint(checkpoint(place / "base"))
     recipe = load_recipe(RECIPE)
@@ -242,7 +242,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
     every_line = (place / "samples" / f"samples_letters_{DATE}.jsonl").read_bytes()
 
     def target(parse: Callable[[bytes], object], *seeds: object) -> Target:
-        """What is neither bytes nor text is started from as JSON."""
+        """Return a target; seeds other than bytes or text are written as JSON."""
         texts_or_json = (one if isinstance(one, (bytes, str)) else json.dumps(one) for one in seeds)
         return Target(parse, tuple(one if isinstance(one, bytes) else one.encode() for one in texts_or_json))
 
@@ -282,7 +282,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Interrupt what takes too long."""
+    """Interrupt executions that take too long."""
 
     def too_long(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"over {SLOW} s")
@@ -296,7 +296,7 @@ def limited() -> Iterator[None]:
 
 
 def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str]:
-    """Which targets come next, each at least now and then."""
+    """Return the next targets to execute; cheaper ones come more often, but each comes now and then."""
     if min((found.by_target.get(name, 0) for name in known), default=0) < 20:
         return list(known)
     often = {name: (found.by_target[name] / max(found.costs[name], 1e-6)) ** 0.5 for name in known}
@@ -304,9 +304,10 @@ def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str
 
 
 def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: int) -> Found:
-    """Execute the targets until the number or the time is reached, whichever is first.
+    """Execute the targets until `executions` or `seconds` is reached.
 
-    Cheap ones more often: as the root of what one execution takes, measured on the first rounds.
+    Cheaper targets run more often, by the inverse square root of the cost per execution, measured in the first
+    rounds.
     """
     random, found, started = Random(seed), Found(), time.monotonic()
     every = tuple(one for target in known.values() for one in target.seeds)
@@ -336,7 +337,7 @@ def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: 
 
 
 def published(place: Path) -> Path:
-    """A release as mergegate makes it; takes some seconds, for Prefect's API."""
+    """Publish a release with mergegate; starting Prefect's API takes some seconds."""
     from honest import release
 
     from mergegate.flows.prefect_api import configure, local_api
@@ -347,14 +348,14 @@ def published(place: Path) -> Path:
 
 
 def main() -> int:
-    """Fuzz as the command line says; 1 if anything was found."""
+    """Fuzz as the command line specifies, and return 1 if anything was found."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--executions", type=int, default=1_000_000)
     arguments.add_argument("--seconds", type=float, default=float("inf"))
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", help="targets whose names begin so")
     asked = arguments.parse_args()
-    logging.disable(logging.WARNING)  # what is not believed is a miss, and each is logged
+    logging.disable(logging.WARNING)  # Each distrusted cache entry is a miss and would be logged.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="mergegate-fuzz-") as scratch:
         known = targets(Path(scratch) / "inputs", published(Path(scratch) / "release"))

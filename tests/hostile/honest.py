@@ -1,4 +1,4 @@
-"""Honest inputs of each kind, as small as they get: what is then made hostile, one thing at a time."""
+"""Minimal honest inputs of each kind, which the hostile tests change one thing at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ models:
 
 
 def header(shapes: Mapping[str, list[int]] = SHAPES, **more: Any) -> dict[str, Any]:
-    """The header of a safetensors file of float32 tensors."""
+    """Return the header of a safetensors file with float32 tensors."""
     entries: dict[str, Any] = {}
     start = 0
     for name, shape in shapes.items():
@@ -66,7 +66,7 @@ def header(shapes: Mapping[str, list[int]] = SHAPES, **more: Any) -> dict[str, A
 
 
 def safetensors(head: object = None, data: bytes | None = None, length: int | None = None) -> bytes:
-    """A safetensors file with this header (bytes are taken as they are)."""
+    """Return a safetensors file with this header; a header given as bytes is used unchanged."""
     text = head if isinstance(head, bytes) else json.dumps(header() if head is None else head).encode()
     size = sum(4 * (shape[0] * (shape[1] if len(shape) > 1 else 1)) for shape in SHAPES.values())
     weights = struct.pack(f"<{size // 4}f", *(0.01 * number for number in range(size // 4)))
@@ -74,7 +74,7 @@ def safetensors(head: object = None, data: bytes | None = None, length: int | No
 
 
 def checkpoint(place: Path) -> Path:
-    """A checkpoint that can be merged with itself."""
+    """Write a checkpoint that can be merged with itself."""
     place.mkdir(parents=True)
     (place / "model.safetensors").write_bytes(safetensors())
     (place / "config.json").write_text(json.dumps(CONFIG))
@@ -84,7 +84,7 @@ def checkpoint(place: Path) -> Path:
 
 
 def torch_zip(members: Mapping[str, bytes], *, compress: int = zipfile.ZIP_STORED) -> bytes:
-    """A zip as torch.save writes it."""
+    """Return a zip in the format of torch.save."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compress) as archive:
         for name, content in members.items():
@@ -93,12 +93,12 @@ def torch_zip(members: Mapping[str, bytes], *, compress: int = zipfile.ZIP_STORE
 
 
 def pickled(*instructions: bytes) -> bytes:
-    """A pickle of these instructions."""
+    """Return a pickle of these instructions."""
     return b"\x80\x02" + b"".join(instructions) + b"."
 
 
 def text(word: str) -> bytes:
-    """The instruction that puts a text on the stack."""
+    """Return the instruction that pushes a text onto the stack."""
     data = word.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
@@ -106,19 +106,19 @@ def text(word: str) -> bytes:
 def tensor(
     key: str = "0", shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", kind: str = "FloatStorage"
 ) -> bytes:
-    """The instructions that describe a tensor of four elements."""
+    """Return the instructions that describe a tensor of four elements."""
     storage = b"(" + text("storage") + b"ctorch\n" + kind.encode() + b"\n" + text(key) + text("cpu") + b"K\x04tQ"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + strides + b"\x89N" + b"tR"
 
 
 def weights(*instructions: bytes, **members: bytes) -> bytes:
-    """A file of torch.save with these instructions in its description."""
+    """Return a torch.save file whose pickle has these instructions."""
     own = instructions or (b"}" + text("model.norm.weight") + tensor() + b"s",)
     return torch_zip({"a/data.pkl": pickled(*own), "a/data/0": bytes(16), **members})
 
 
 def evil_pickle() -> bytes:
-    """A pickle that would run a command."""
+    """Return a pickle that would run a command when loaded."""
 
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
@@ -130,7 +130,7 @@ def evil_pickle() -> bytes:
 
 
 def samples(count: int = 40, acc: object = None) -> list[dict[str, Any]]:
-    """The lines of a samples file: every other answer is right."""
+    """Return the lines of a samples file; every other answer is right."""
     lines = []
     for number in range(count):
         hashes = {
@@ -143,7 +143,7 @@ def samples(count: int = 40, acc: object = None) -> list[dict[str, Any]]:
 
 
 def results(place: Path, lines: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
-    """A directory as lm-eval writes it, in which everything agrees; then ``changes`` of the results file."""
+    """Write a consistent lm-eval output directory, then apply `changes` to the results file."""
     place.mkdir(parents=True)
     lines = samples() if lines is None else lines
     hashed = "".join(line[name] for line in lines for name in ("doc_hash", "prompt_hash", "target_hash"))
@@ -167,7 +167,7 @@ def results(place: Path, lines: list[dict[str, Any]] | None = None, **changes: A
 
 
 def release(place: Path) -> Path:
-    """A release as mergegate publishes it to a directory."""
+    """Publish a release to a directory."""
     from release_samples import publishable
 
     from mergegate.tasks.publish.targets.directory import DirectoryTarget

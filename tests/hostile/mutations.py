@@ -1,4 +1,4 @@
-"""Making hostile bytes of honest ones: by bytes, by structure, by words that have hurt. Seeded, so repeatable."""
+"""Mutate honest bytes into hostile ones, repeatably by seed: single bytes, structure, or known bad words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-# What parsers have fallen over, here and elsewhere.
+# Inputs that have broken parsers, in this project and elsewhere.
 WORDS = (
     *(b'"\\ud800"', b"\xed\xa0\x80", b"\x00", b"\xff", b"\xef\xbb\xbf", b"\x1b[2J", b"\\", b'"', b"'", b"\n---\n"),
     *(b"9" * 400, b"9" * 5000, b"-1", b"1e999", b"NaN", b"Infinity", b".nan", b".inf", b"1:59:59", b"0x" + b"f" * 99),
@@ -33,10 +33,10 @@ ODD: tuple[Any, ...] = (
 
 
 def mutated(seed: bytes, others: tuple[bytes, ...], random: Random) -> bytes:
-    """``seed``, changed one to four times.
+    """Return `seed` with one to four changes.
 
     Args:
-        others: Of which parts may be put into it.
+        others: Other inputs, from which parts may be inserted.
     """
     value = seed
     if random.random() < 0.5 and (structured := _structured(seed, random)) is not None:
@@ -73,7 +73,7 @@ def _byte_change(value: bytes, others: tuple[bytes, ...], random: Random) -> byt
 
 
 def _structured(seed: bytes, random: Random) -> bytes | None:
-    """A JSON text with one of its values replaced; also good as YAML."""
+    """Return JSON text with a few values replaced, which is also valid YAML, or None if `seed` is not JSON."""
     try:
         value = json.loads(seed)
     except (ValueError, RecursionError):

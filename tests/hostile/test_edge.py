@@ -1,4 +1,4 @@
-"""The edge itself: a value or InvalidInput for any bytes, plain files of the directory only, linear time."""
+"""The input boundary: any bytes give a value or InvalidInput, only plain files are read, in linear time."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4000))
 def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int) -> None:
-    """The sum over aliases of the size of their anchor decides, whatever else the text holds."""
+    """Only the total size that aliases add counts, not the size of the text."""
     anchor = "[" + ", ".join(["x" * length] * values) + "]"
     text = f"a: &a {anchor}\nb: [{', '.join(['*a'] * aliases)}]\nc: {'y' * 100_000}"
     added = aliases * (16 + values * (16 + length))
@@ -209,7 +209,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def test_a_pickle_takes_time_as_it_has_bytes(tmp_path: Path) -> None:
-    """Marks far below a long stack: looking for them from the bottom took a second for 16 kB, four for 32 kB."""
+    """Marks far below a long stack: a search from the bottom took one second for 16 kB and four for 32 kB."""
 
     def file(count: int) -> Path:
         path = tmp_path / f"{count}.bin"

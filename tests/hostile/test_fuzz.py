@@ -1,4 +1,4 @@
-"""A little of `make fuzz` at every test run: parsers end in a value or a message; the fuzzer finds what it should."""
+"""A short version of `make fuzz` in every test run, and checks that the fuzzer detects tracebacks and hangs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whatever a stranger hands in ends with its exit code: no traceback, no hang, nothing that looks finished.
+"""Hostile input ends with its exit code: no traceback, no hang, and no output that looks finished.
 
-The command line itself, in this process: a process for each would take minutes.
+The tests call the command line in this process, because a process per input would take minutes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 
 from mergegate.flows.cli.app import app
 
-SECONDS, BYTES = 20, 1 << 30  # of computing; other work on the machine is not ours
-PATIENCE = 60  # seconds of waiting: for a pipe that nobody writes to
-# Accepted although odd, or refused rather than invalid: where that is not what the table's kind ends with.
+SECONDS, BYTES = 20, 1 << 30  # CPU seconds, so that other work on the machine does not count.
+PATIENCE = 60  # Wall-clock seconds, for example for a pipe without a writer.
+# Exit codes that differ from the default of the table: accepted although unusual, or refused rather than invalid.
 FINE_RESULTS: dict[str, int] = {}
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with two honest parents, a recipe and a profile, which the command is started in."""
+    """Return the working directory of the command, with two honest parents, a recipe and a profile."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -42,18 +42,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Path:
-    """A release as mergegate publishes it."""
+    """Return a release as mergegate publishes it."""
     return release(tmp_path_factory.mktemp("release"))
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Fail after too long, and after too much memory."""
+    """Fail if the block takes too much time or memory."""
 
     def too_long(signal_number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"over {PATIENCE} s")
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak memory.
     before = kilobytes("VmRSS")
     old = signal.signal(signal.SIGALRM, too_long)
     signal.alarm(PATIENCE)
@@ -73,11 +73,11 @@ def kilobytes(name: str) -> int:
 
 
 def mergegate(*arguments: str) -> tuple[int, str]:
-    """Exit code and all that was printed."""
+    """Run a command and return its exit code and its output."""
     with bounded():
         result = CliRunner().invoke(app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception  # what would be a traceback
+        raise result.exception  # On the command line, this would be a traceback.
     assert "Traceback" not in result.output
     assert not {"\x1b", "\0"} & set(result.output)
     assert len(result.output) < 100_000

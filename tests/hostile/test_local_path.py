@@ -1,4 +1,4 @@
-"""The one type of paths that users write."""
+"""LocalPath, the type of every path that users write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATH = TypeAdapter(LocalPath)
 @example("é" * 127)
 @example("é" * 128)
 def test_a_path_is_accepted_if_the_system_could_have_it(text: str) -> None:
-    """The oracle is the kernel: it says of a path that nothing is there, not that no path can be like that."""
+    """The kernel is the oracle: for a possible path it reports a missing file, not an invalid path."""
     try:
         os.lstat(text)
         possible = True
@@ -44,7 +44,7 @@ def test_a_path_is_accepted_if_the_system_could_have_it(text: str) -> None:
         accepted = PATH.validate_python(text) == Path(text)
     except ValidationError:
         accepted = False
-    # The system stops at the first part that is not there, and never sees a later one that is too long.
+    # The kernel stops at the first missing component, so it never checks the length of later ones.
     assert accepted == possible or (possible and max(len(os.fsencode(part)) for part in text.split("/")) > 255)
 
 
@@ -67,7 +67,7 @@ def test_a_profile_names_the_field_of_an_impossible_path(keys: dict[str, Any], w
 
 
 def annotations(model: type[BaseModel], seen: set[type]) -> Iterator[tuple[str, Any]]:
-    """Every field of a model and of the models in it, with its whole annotation."""
+    """Yield every field of a model and of its nested models, with the full annotation."""
     if model in seen:
         return
     seen.add(model)

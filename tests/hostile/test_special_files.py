@@ -1,4 +1,4 @@
-"""Files that a user names and that are not plain files: every reader reports them at once, and none waits."""
+"""Special files in place of user-specified files: every reader reports them immediately, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clusters the tests can start here, and which processes are ours."""
+"""Test parameters for clusters, and the child processes of the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Ray lives in an environment of its own; where it is asked for, its absence is a failure and no excuse.
+# Ray has a separate environment. If the variable requires Ray, a missing environment fails the test.
 KINDS = [
     pytest.param("dask", marks=pytest.mark.slow),
     pytest.param(
@@ -24,8 +24,10 @@ KINDS = [
 
 
 def descendants() -> dict[int, str]:
-    """Processes below this one that have not ended: what they were started as, by id. Without the one that Python
-    itself keeps for as long as we live, once anything was spawned."""
+    """Return the command lines of all running descendants of this process, by process id.
+
+    Python's resource tracker is left out, because it stays once anything was spawned.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""Libraries that no installer has compiled are compiled once, by an import of ours."""
+"""Libraries without bytecode are compiled once, by importing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPORTS = "import early, package.last"
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to import from; ``imported`` in it grows by a line with each import of ``package.last``."""
+    """Return a library directory; each import of ``package.last`` adds a line to its file ``imported``."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "package").mkdir()
     (tmp_path / "early.py").touch()
@@ -69,7 +69,7 @@ def test_of_two_runs_that_begin_at_the_same_time_one_compiles(libraries: Path) -
     (libraries / "package" / "last.py").write_text("")
     with ThreadPoolExecutor() as beside:
         first = beside.submit(compile_them, libraries)
-        with (libraries / "gate").open("w"):  # it is in the middle of its imports
+        with (libraries / "gate").open("w"):  # The first run is in the middle of its imports.
             last = str(libraries / "package" / "last.py")
             command = [sys.executable, "-c", ASKS, IMPORTS, last, str(libraries)]
             second = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(PROJECT)})

@@ -1,4 +1,4 @@
-"""On a Dask or Ray cluster of two workers: the same results, one API, a worker that dies costs its item a try."""
+"""Dask and Ray clusters with two workers: same results, one API, and a dead worker costs its item one attempt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Opened:
         self.kind, self.runner, self.before = kind, runner, before
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
-        """In a flow of its own, as every generation of a sweep and every release is one: the runner serves several."""
+        """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
         work.asked[:] = [lambda: list(self.runner.each(function, items))]
         return work.one_of_several()
 
@@ -40,7 +40,7 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MERGEGATE_HOME", str(tmp_path_factory.mktemp(kind)))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        patch.setenv("CUDA_VISIBLE_DEVICES", "5,6")  # as on a machine that had them
+        patch.setenv("CUDA_VISIBLE_DEVICES", "5,6")  # Simulates a machine with these GPUs.
         before = descendants()
         with open_runner(RunnerSettings(kind=kind, workers=2)) as runner:
             yield Opened(kind, runner, before)
@@ -113,7 +113,7 @@ def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> No
 
 
 def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
-    """Ray shares out those that it finds itself."""
+    """Ray itself distributes the GPUs that it finds."""
     found = opened.each(work.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
     assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
 
@@ -154,7 +154,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
             (_, worker), *_ = runner.each(work.environment_there, [0])
             assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
             mark = next(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
-            mark.unlink()  # as it would look from a machine that has another directory there
+            mark.unlink()  # Simulates a machine that has a different directory at this path.
             (_, error), *_ = runner.each(work.square, [0])
             assert isinstance(error, InvalidInput)
             assert "another directory" in error.found

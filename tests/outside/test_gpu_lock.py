@@ -1,4 +1,4 @@
-"""A GPU has one job at a time on its host, and is free when the job is gone, however that happened."""
+"""A GPU runs one job at a time per host, and is free again however the job ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """What a driver with two GPUs tells of them, in files."""
+    """Write the files in which a driver with two GPUs describes them."""
     for bus, uuid in (("0000:41:00.0", SECOND), ("0000:01:00.0", FIRST)):
         place = tmp_path / "gpus" / bus
         place.mkdir(parents=True)
@@ -64,7 +64,7 @@ def is_free(place: Path, uuid: str) -> bool:
 
 
 def open_files(pid: int) -> set[str]:
-    """What a process has open, which opens and closes files while it is looked at."""
+    """Return the files that a process has open; it may open and close files in the meantime."""
     seen = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ def test_a_second_job_waits_until_the_first_is_done(
     elsewhere = GpuLocks(driver)
     assert not came.is_set()
     held.release()
-    held.release()  # harmless
+    held.release()  # A second release has no effect.
     assert came.wait(HANG_S)
     waiting.join(HANG_S)
     elsewhere.take(environment("0")).release()

@@ -1,4 +1,4 @@
-"""Programs that a model wrote: what passes, what does not, and that nothing gets out of where they run."""
+"""Programs that a model wrote: which ones pass, and that none can leave its sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
         ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", "passed"),
         ("def add(a, b): return a * b\nassert add(2, 3) == 5", "failed"),
         ("def add(:", "failed"),
-        ("import os\nos._exit(0)\nassert False", "failed"),  # before the tests
+        ("import os\nos._exit(0)\nassert False", "failed"),  # The program exits before its tests.
         ("exit()\nassert False", "failed"),
         ("print('passed')\ninput()", "failed"),
         ("kept = bytearray(1 << 30)", "failed"),
@@ -120,7 +120,7 @@ def test_where_a_system_cannot_hold_it_nothing_is_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_of_calls_answers_as_it_is_written(machine: str) -> None:
-    """Interpreted here, as bpf(4) has it: of every number, on the right machine and on another."""
+    """The filter is interpreted as bpf(4) defines it, for every call number, on the right machine and another."""
     column, architecture = program_child._MACHINES[machine]
     steps = program_child.call_filter(machine)
 

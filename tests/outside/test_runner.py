@@ -1,4 +1,4 @@
-"""A runner does the same for everybody: each item once, results as they come, what fails as a value."""
+"""All runners behave the same: each item runs once, results arrive when ready, and a failure is returned as a value."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_whoever_stops_asking_has_no_more_begun(workers: int) -> None:
 
 
 class Interrupt(BaseException):
-    """Stands in for what ends a run."""
+    """An exception that ends a run."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,4 +1,4 @@
-"""Places beside each other: what each gets of the machine, and that what is kept at one is kept from the others."""
+"""Worker slots: each gets a share of the machine, and state in one slot is not visible in the others."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_a_single_worker_is_where_everybody_is_and_changes_nothing() -> None:
     ("workers", "cores", "said", "threads"),
     [
         (2, 64, {}, "32"),
-        (3, 64, {}, "21"),  # never more than there are
-        (4, 2, {}, "1"),  # never none
-        (2, 64, {"OMP_NUM_THREADS": "8"}, "8"),  # somebody wants less
-        (2, 64, {"OMP_NUM_THREADS": "64"}, "32"),  # somebody wants all for each
+        (3, 64, {}, "21"),  # Never more threads than cores.
+        (4, 2, {}, "1"),  # At least one thread.
+        (2, 64, {"OMP_NUM_THREADS": "8"}, "8"),  # The user set a lower limit.
+        (2, 64, {"OMP_NUM_THREADS": "64"}, "32"),  # The user's limit would give each worker all cores.
         (2, 64, {"OMP_NUM_THREADS": "many"}, "32"),
         (2, 64, {"OMP_NUM_THREADS": "0"}, "32"),
     ],
@@ -60,13 +60,14 @@ def test_gpus_are_those_that_we_may_use(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert visible_gpus(tmp_path, {}) == ("0", "9", "10")
     assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "3, GPU-1"}) == ("3", "GPU-1")
-    assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == ()  # hidden from us, so from what we start
+    # Hidden from this process, and therefore from its children.
+    assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert visible_gpus(tmp_path / "none", {}) == ()
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Processes that hold models, which find this module's ``work``; none is left behind."""
+    """Run model processes that can import the tests' module ``work``, and end them after the test."""
     places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     end_model_process()
@@ -110,7 +111,7 @@ def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> N
 @pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
-    """Each waits for the other: one after the other they would wait for ever."""
+    """Each call waits for the other, so they would never end if they ran one after the other."""
     slots = slots_for(2, 2, ())
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(asked_at, slot, work.meet, tmp_path, slot.number) for slot in slots]
@@ -120,14 +121,15 @@ def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_path: Path) -> None:
-    """As the system does it where several together are too much for the memory."""
+    """The system kills a process if several together need too much memory."""
     slots = slots_for(2, 2, ())
     other = asked_at(slots[1])
     assert isinstance(other, tuple)
     model = Model(name="a", digest="a", directory=tmp_path)
     assert asked_at(slots[0], work.die_the_first_time, tmp_path, models=(model,)) == "second time"
     assert not alive(other[0])
-    with pytest.raises(InvalidInput, match="killed by signal 9"):  # alone, nothing is left to try
+    # A model that is killed while it runs alone is not retried.
+    with pytest.raises(InvalidInput, match="killed by signal 9"):
         asked_at(slots[0], work.die, models=(model,))
 
 
@@ -144,5 +146,5 @@ def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None
         with pytest.raises(Cancelled):
             waiting.result()
     assert not alive(int((tmp_path / "pid").read_text()))
-    with pytest.raises(Cancelled):  # and none is started for it
+    with pytest.raises(Cancelled):  # No process is started for a cancelled slot.
         asked_at(slot)

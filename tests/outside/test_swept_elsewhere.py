@@ -1,4 +1,4 @@
-"""One sweep, here and on a cluster of two workers, of which one dies: the same trials bit for bit, the same winner."""
+"""A sweep gives identical trials and the same winner in one process and on a cluster that loses a worker."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TRIALS = 8
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """``benchmarks/sweep_kills.py`` as a module."""
+    """Import ``benchmarks/sweep_kills.py``."""
     return load_benchmark("sweep_kills")
 
 
 @pytest.fixture(scope="module")
 def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The sweep by one process that nobody disturbs."""
+    """Return the sweep as one undisturbed process runs it."""
     return bench.undisturbed(tmp_path_factory.mktemp("here") / "project", trials=TRIALS)
 
 
@@ -47,8 +47,9 @@ def test_on_two_workers_of_which_one_dies_in_a_trial_a_sweep_has_the_same_trials
     assert len(there.ledger()) == len(here.ledger())
     ended = [note.key for note in there.notes("end")]
     assert set(ended) == {one["scored"] for one in there.ledger()}
-    assert len(ended) - len(set(ended)) <= 1  # where it had been scored, and nobody was left to say so
+    # One trial may be scored twice, if its worker died before it could report the score.
+    assert len(ended) - len(set(ended)) <= 1
     assert len(there.notes("dies")) == 1
     assert {note.process for note in there.notes("dies")}.isdisjoint({note.process for note in here.notes("begin")})
-    assert len({note.process for note in there.notes("begin")}) >= 2  # two of them have worked
+    assert len({note.process for note in there.notes("begin")}) >= 2  # At least two processes have worked.
     assert there.wait_until_gone() < bench.GONE_WITHIN_S

@@ -1,4 +1,4 @@
-"""What the tests of runners have done, by name of a module that workers find too."""
+"""Functions that the runner tests execute, in a module that workers can import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ asked: list[Callable[[], list[tuple[int, Any]]]] = []
 
 @flow
 def one_of_several() -> list[tuple[int, Any]]:
-    """The flow travels with what its tasks do there, and with what it mentions: so it mentions nothing."""
+    """A serialized flow includes everything that it references, so this one references nothing."""
     from work import do_asked
 
     return do_asked()
@@ -35,7 +35,7 @@ def square(number: int) -> int:
 
 
 def noted(order: tuple[Path, int]) -> int:
-    """Leaves a line in a file of its own, so that it is seen how often it was done, and by whom."""
+    """Append a line to a file per item, which records how often and by which process the item ran."""
     place, number = order
     with (place / str(number)).open("a") as file:
         file.write(f"{os.getpid()}\n")
@@ -43,7 +43,7 @@ def noted(order: tuple[Path, int]) -> int:
 
 
 def last_first(order: tuple[Path, int, int]) -> int:
-    """Every even one ends only when the next has been heard of (``heard``): two have to be done at a time."""
+    """Finish even items only after the next item was reported to `heard`, so two items have to run at a time."""
     place, number, of = order
     while number % 2 == 0 and number + 1 < of and not (place / f"heard-{number + 1}").exists():
         time.sleep(0.005)
@@ -51,7 +51,7 @@ def last_first(order: tuple[Path, int, int]) -> int:
 
 
 def heard(results: Iterable[tuple[int, int | Exception]], place: Path) -> list[tuple[int, int | Exception]]:
-    """All results in the order in which they come; a note is left of each."""
+    """Return all results in order of arrival, and leave a note about each."""
     found = []
     for at, result in results:
         (place / f"heard-{at}").touch()
@@ -70,7 +70,7 @@ def slot_number(_: int) -> tuple[int, dict[str, str]]:
 
 
 def killed_once(order: tuple[Path, int, int]) -> int:
-    """The one that is meant kills its worker the first time."""
+    """Kill the worker the first time that the item `killer` runs."""
     place, number, killer = order
     first = not (place / str(number)).exists()
     noted((place, number))
@@ -88,7 +88,7 @@ def always_kills(order: tuple[Path, int, int]) -> int:
 
 
 def environment_there(_: int) -> dict[str, str]:
-    """Of the worker, with its process, its parent and the API that its tasks speak to."""
+    """Return the worker's environment, with its process id, executable and Prefect API."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -101,7 +101,7 @@ def environment_there(_: int) -> dict[str, str]:
     }
 
 
-# Asked of the process that holds models.
+# The following functions run in a model process.
 
 
 def who_am_i(on_progress: object) -> tuple[int, dict[str, str]]:
@@ -132,13 +132,13 @@ def wait_for_ever(place: Path, on_progress: object) -> None:
 
 
 def gpu_when_both_are_there(order: tuple[Path, int, int]) -> str:
-    """What a process that holds models would see there."""
+    """Return the GPU that a model process would see."""
     slot_when_both_are_there(order)
     return dict(current_slot().environment).get("CUDA_VISIBLE_DEVICES", "none of its own")
 
 
 def slot_when_both_are_there(order: tuple[Path, int, int]) -> int:
-    """Where it is done, told when as many as there are places have begun."""
+    """Return the slot number once as many items have started as there are slots."""
     place, number, of = order
     (place / f"begun-{number}").touch()
     while len(list(place.glob("begun-*"))) < of:
@@ -147,7 +147,7 @@ def slot_when_both_are_there(order: tuple[Path, int, int]) -> int:
 
 
 class OddError(Exception):
-    """Is made of two things and kept as one, so that it cannot be made again from what it keeps."""
+    """An exception that pickle cannot restore, because it takes two arguments and stores one."""
 
     def __init__(self, left: str, right: str) -> None:
         super().__init__(f"{left} and {right}")

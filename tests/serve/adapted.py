@@ -1,4 +1,4 @@
-"""Adapters on the base of the demo family, of linear layers alone, and what vLLM does not take as LoRA."""
+"""Build adapters on the demo family's base that change only linear layers, and related models."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _BESIDE = ("norm", "embed_tokens")
 
 
 def linear_adapter(place: Path, tuned: str = "reverser", rank: int = 16) -> Path:
-    """What ``tuned`` changes in the linear layers of the base: extracted from a copy whose other tensors are the
-    base's."""
+    """Extract what `tuned` changes in the linear layers of the base.
+
+    All other tensors of `tuned` are first replaced by those of the base.
+    """
     copy = shutil.copytree(DEMO / "models" / tuned, place.with_name(f"{place.name}-tuned"))
     own = load_file(BASE / "model.safetensors")
     with_tensors(copy, lambda tensors: tensors.update({k: v for k, v in own.items() if any(p in k for p in _BESIDE)}))
@@ -29,7 +31,7 @@ def linear_adapter(place: Path, tuned: str = "reverser", rank: int = 16) -> Path
 
 
 def pinned(adapter: Path, base: Path = BASE) -> PinnedCheckpoint:
-    """Base and adapter, as a merge that is an adapter stands in a run."""
+    """Return base and adapter as a run represents a merge whose output is an adapter."""
     model = model_in(base)
     part = PinnedAdapter(ref=adapter.name, directory=adapter, revision=None, files=())
     return PinnedCheckpoint(
@@ -42,7 +44,7 @@ def pinned(adapter: Path, base: Path = BASE) -> PinnedCheckpoint:
 
 
 def applied(adapter: Path, place: Path, base: Path = BASE) -> Model:
-    """Base and adapter as one model, by PEFT."""
+    """Merge the adapter into its base with PEFT and return the result as one model."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +55,7 @@ def applied(adapter: Path, place: Path, base: Path = BASE) -> Model:
 
 
 def negated(adapter: Path, place: Path) -> Path:
-    """The opposite of an adapter: every change with the other sign."""
+    """Write the adapter with the sign of every change flipped."""
     shutil.copytree(adapter, place)
     file = place / "adapter_model.safetensors"
     tensors = {name: -one if "lora_B" in name else one for name, one in load_file(file).items()}

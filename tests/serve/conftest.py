@@ -1,4 +1,4 @@
-"""Checkpoints of the demo family to serve."""
+"""Checkpoints of the demo family for the serving tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mergegate.flows.cli.app import app
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A good one that may be changed."""
+    """Return a valid checkpoint that the test may change."""
     return copied(DEMO / "models" / "reverser", tmp_path / "reverser")
 
 
 @pytest.fixture(scope="module")
 def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The merge that the demo releases; to be copied, not changed."""
+    """Return the merge that the demo releases; tests copy it and do not change it."""
     place = tmp_path_factory.mktemp("merge")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MERGEGATE_HOME", str(place / "state"))
@@ -36,13 +36,13 @@ def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
-    """A place of its own for temporary files, and a mark for processes."""
-    # Not below tmp_path, which is too long for the sockets of servers.
+    """Give the test its own temporary directory, and mark its server processes."""
+    # Not below tmp_path, whose paths are too long for the servers' sockets.
     temporary = Path(tempfile.mkdtemp(prefix="traces-", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     found = Traces(temporary.name, temporary)
     yield found
-    for pid in found.processes():  # of a test that failed
+    for pid in found.processes():  # Left over by a failed test.
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(temporary)

@@ -1,4 +1,4 @@
-"""Which tests are those of the real vLLM, and what they need."""
+"""Marks for tests that need the real vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 real_server = [
     pytest.mark.serve,
-    # Its environment takes minutes to make; where it is asked for, its absence is a failure and no excuse.
+    # Building vLLM's environment takes minutes. If the variable requires vLLM, a missing environment fails the test.
     pytest.mark.skipif(
         not (PROJECT / PYTHON).exists() and "MERGEGATE_REQUIRE_VLLM" not in os.environ, reason="make serve-env first"
     ),

@@ -1,6 +1,7 @@
-"""A stand-in for an OpenAI-compatible server, on loopback: a real little model of transformers, or canned answers.
+"""A stand-in for an OpenAI-compatible server on loopback, with a small transformers model or canned answers.
 
-Not vLLM: it has the few paths and fields of it that a smoke test uses, and faults that can be asked for. As a process::
+It implements only the paths and fields of vLLM that a smoke test uses, and faults that a test can select. Run it as a
+process with::
 
     python stand_in.py --port 8000 --name smoke [--model DIRECTORY] [--fault NAME]
 """
@@ -22,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-LONGEST = 64  # tokens of a request
+LONGEST = 64  # Maximum tokens per request.
 WORKER = """
 import os, signal, sys, tempfile, time
 if "deaf" in sys.argv:
@@ -37,7 +38,7 @@ time.sleep(14400)
 
 
 class Canned:
-    """Answers without any model: ids count upwards, likelihoods are a half."""
+    """Answers without a model: token ids count up, and all log-likelihoods are -0.5."""
 
     ends = (2,)
 
@@ -61,7 +62,7 @@ class Canned:
 
 
 class Tiny:
-    """A checkpoint in transformers, in float32, asked greedily and one token at a time."""
+    """A transformers checkpoint in float32, decoded greedily one token at a time."""
 
     def __init__(self, directory: Path) -> None:
         import torch
@@ -110,15 +111,17 @@ class Tiny:
 
 
 class StandIn(ThreadingHTTPServer):
-    """The server.
+    """The stand-in server.
 
     Args:
-        faults: ``nan``: likelihoods are none; ``empty``: no text; ``loop``: one token for ever; ``moody``: another
-            answer each time; ``shifted``: likelihoods of another model; ``endless``: no end of sequence; ``unbiased``:
-            no logit_bias; ``cut prompts``: one that is too long is shortened and answered; ``swallows``:
-            a prompt that is too long kills it; ``silent``: no answer to completions; ``dies``, ``killed``: ends at the
-            second request; ``plain``: only what OpenAI has; ``strict``: unknown fields are refused; ``other ids``: of
-            /tokenize; ``no chat``.
+        faults: ``nan``: NaN likelihoods; ``empty``: no text; ``loop``: one token forever; ``moody``: a different
+            answer each time; ``shifted``: likelihoods of another model; ``endless``: no end of sequence;
+            ``unbiased``:
+            no logit_bias; ``cut prompts``: truncates and answers prompts that are too long; ``swallows``: a prompt
+            that is too long kills the server; ``silent``: no answer to completions; ``dies``, ``killed``: ends
+            at the
+            second request; ``plain``: only OpenAI's fields; ``strict``: rejects unknown fields; ``other ids``:
+            /tokenize returns wrong ids; ``no chat``: no chat endpoint.
     """
 
     daemon_threads = True
@@ -138,7 +141,7 @@ class _Answer(BaseHTTPRequestHandler):
     server: StandIn
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the log is for what matters."""
+        """Discard log lines."""
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -228,8 +231,8 @@ class _Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def standing_in(answers: Canned | Tiny, *faults: str, name: str = "tiny") -> Iterator[StandIn]:
-    """The server in a thread of this process, for as long as the block runs."""
-    from loopback import answering  # not at the top: as a script this file stands alone
+    """Run the server in a thread of this process for the duration of the block."""
+    from loopback import answering  # Not imported at the top, because this file also runs as a standalone script.
 
     with answering(StandIn(answers, name, *faults)) as server:
         yield server
@@ -252,7 +255,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tempfile.mkstemp(prefix="server-")
     for _ in range(arguments.workers):
-        # In a session of its own: it leaves the process group.
+        # A new session, so that the worker leaves the process group.
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER, *faults], stdout=subprocess.PIPE, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""What a running server is asked: a good model passes, and each fault is refused with its own reason."""
+"""Checks against a running server: a good model passes, and each fault is refused with a specific reason."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_without_a_checkpoint_there_is_nothing_to_compare_with(smoke: Smoke) -> 
 
 
 def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(100))  # each look at the clock is a second later: a request takes one
+    now = iter(range(100))  # Each read of the clock is one second later, so a request takes one second.
     monkeypatch.setattr("mergegate.tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
     with standing_in(Canned()) as server:
         asked = ServedSubject(Client(server.url, 10), server.name, SETTINGS, None, None)
@@ -176,7 +176,8 @@ def test_a_prompt_that_must_stop_and_does_not_is_refused() -> None:
 
 
 def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -> None:
-    # The classic of merges between base and chat models: the template says </s>, the configuration another id.
+    # A common fault of merges of base and chat models: the template ends a turn with </s>, the configuration with
+    # another id.
     directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
     with_config(directory, "generation_config.json", eos_token_id=7)
     with_config(directory, eos_token_id=7)
@@ -240,7 +241,7 @@ def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
         ([1] * 10, 1.0),
         ([1, 2] * 5, 1.0),
         ([9, 8, 7, 6, 5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 9 / 14),
-        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 0.0),  # five tokens again: people do that
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 0.0),  # Five tokens repeated once are normal in ordinary text.
     ],
 )
 def test_the_share_of_a_repeated_pattern(tokens: list[int], share: float) -> None:

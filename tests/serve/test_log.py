@@ -1,4 +1,4 @@
-"""Reading a server's log: the cause, not its consequences, and who is to blame."""
+"""Parsing a server's log: the cause rather than its consequences, and whether the model is to blame."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_without_an_error_the_last_line_is_the_cause() -> None:
         ("IndexError: index out of range in self", 1, True, "model"),
         ("torch.OutOfMemoryError: CUDA out of memory", 1, True, "machine"),
         ("RuntimeError: CUDA error: device-side assert triggered", 1, True, "model"),
-        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)", 0, True, "machine"),  # an illegal instruction
-        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)", 0, True, "machine"),  # out of memory, mostly
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)", 0, True, "machine"),  # An illegal instruction.
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)", 0, True, "machine"),  # Usually out of memory.
         ("Worker proc VllmWorker-0 died unexpectedly (exit code: -11)", 0, True, "model"),
         ("RuntimeError: Unsupported CPU attention configuration: head_dim=24", 1, True, "machine"),
     ],

@@ -1,4 +1,4 @@
-"""What of an adapter vLLM takes as LoRA, known from configuration and names; how it is called; what is asked of it."""
+"""Adapters as LoRA in vLLM: which ones vLLM accepts, how it is started, and how the adapter's effect is checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mergegate.tasks.serve.smoke import smoke_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 
-from peft_family import make_adapter, make_base  # from the tests of adapters
+from peft_family import make_adapter, make_base  # Shared with the adapter tests.
 
 torch.set_num_threads(1)
 
@@ -42,7 +42,7 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bases of random weights."""
+    """Return bases with random weights."""
     place = tmp_path_factory.mktemp("lora")
     make_base(place / "llama", "llama", torch.float32, attention_bias=True)
     make_base(place / "mixtral", "mixtral", torch.float32)
@@ -52,7 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter on the demo's base, of linear layers alone."""
+    """Return an adapter on the demo's base that changes only linear layers."""
     return linear_adapter(tmp_path_factory.mktemp("demo") / "adapter")
 
 
@@ -107,7 +107,7 @@ def test_room_is_made_for_the_next_rank_that_vllm_knows(place: Path, tmp_path: P
 
 
 def test_names_that_vllm_would_overlook_are_not_left_to_it(demo: Path, tmp_path: Path) -> None:
-    """PEFT of a bare model (``AutoModel``) leaves the ``model.`` out; vLLM then applies nothing, and says nothing."""
+    """PEFT of a bare model (``AutoModel``) omits the prefix ``model.``; vLLM then silently applies nothing."""
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     save_file({name.replace("model.model.", "model."): one for name, one in load_file(file).items()}, file)
@@ -168,7 +168,7 @@ def test_vllm_is_called_with_base_and_adapter_under_two_names(demo: Path) -> Non
 
 
 class TwoSided(Client):
-    """A server whose answers with the adapter are ``own`` nats a token off, and without it ``without``."""
+    """A server whose log-likelihoods are off by `own` nats per token with the adapter, and by `without` without it."""
 
     def __init__(self, own: float, without: float) -> None:
         self._off = {"smoke": own, "smoke-base": without}
@@ -184,10 +184,10 @@ class TwoSided(Client):
     ("own", "without", "outcome"),
     [
         (0.01, 2.0, "pass"),
-        (0.001, 0.004, "pass"),  # a small adapter, all of it
-        (2.0, 2.0, "fail"),  # overlooked
-        (0.049, 0.06, "fail"),  # within parity, but most of it overlooked
-        (0.004, 0.004, "not offered"),  # so little that rounding hides it
+        (0.001, 0.004, "pass"),  # A small adapter, fully applied.
+        (2.0, 2.0, "fail"),  # Ignored by the server.
+        (0.049, 0.06, "fail"),  # Within parity, but mostly ignored.
+        (0.004, 0.004, "not offered"),  # An effect so small that rounding hides it.
         (float("nan"), 2.0, "fail"),
     ],
 )

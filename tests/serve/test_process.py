@@ -1,4 +1,4 @@
-"""The server's process: started, awaited and ended, whatever happens to it or to us; nothing stays behind."""
+"""The server process: start, readiness and shutdown, without leftovers even when either side is killed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_memory_that_processes_share_counts_once(tmp_path: Path, traces: Traces)
 
 
 def driver(*gpus: dict[int, int], used: list[int]) -> SimpleNamespace:
-    """NVML of a machine: which process has how many bytes on which GPU, and how much is used on each altogether."""
+    """Return a fake NVML: `gpus` maps process ids to bytes for each GPU, and `used` is the total per GPU."""
 
     def count(found: Any) -> int:
         found._obj.value = len(used)
@@ -241,7 +241,7 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
     urls = []
     for turn in range(30):
         victim = ("flow", "server", "supervisor", "nobody", "flow")[turn % 5]
-        moment = chance.uniform(0, 1.0)  # seconds after its start: ready or not
+        moment = chance.uniform(0, 1.0)  # Seconds after the start; the server may or may not be ready.
         arguments = ("--workers", "1", *(("--fault", "deaf") if turn % 7 == 0 else ()))
         if victim == "flow":
             with flow(tmp_path / "log", traces, stand_in(traces, *arguments)) as parent:
@@ -264,5 +264,5 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
 
 
 def pause(seconds: float) -> None:
-    """Time in which the server goes on with its start: the test is about moments, not about states to wait for."""
+    """Let the server continue to start. The test needs arbitrary moments, not states to wait for."""
     threading.Event().wait(seconds)

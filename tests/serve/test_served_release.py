@@ -1,4 +1,4 @@
-"""``profiles/demo-served.yaml``, with the real vLLM: released, and served once for all runs."""
+"""``profiles/demo-served.yaml`` with the real vLLM: the release passes, and is served once for all runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mergegate.tasks.serve.launch import PYTHON
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 
-from demo_project import Project, make_project  # from the tests of the flows
+from demo_project import Project, make_project  # Shared with the flow tests.
 
 pytestmark = real_server
 
-# Names that stand in the report more than once stand here once.
+# The report mentions some names several times; each is listed here once.
 CHECKS = (
     *("tensors", "vocabulary", "finite weights", "ready", "finite logprobs", "text", "greedy twice", "no loop"),
     *("parity", "tokenizer", "chat", "chat template", "end of sequence", "stops", "over-long prompt", "throughput"),
@@ -28,7 +28,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, str, dict[str, Any]]:
-    """A project, the name of its profile, and what its first run said."""
+    """Return a project, the name of its profile, and the output of its first run."""
     project = make_project(tmp_path_factory.mktemp("served"))
     profile = project.edit("demo-served.yaml", "serve:\n", f"serve:\n  python: {PROJECT / PYTHON}\n")
     result = project.mergegate("run", profile, "--json")

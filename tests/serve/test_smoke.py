@@ -1,4 +1,4 @@
-"""The whole smoke test with a server that is started: verdicts, who is to blame, the cache, the command line."""
+"""The whole smoke test with a started server: verdicts, blame, caching and the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = Runtime(device="cpu", libraries={})
 
 
 def settings(*arguments: str, **changes: object) -> ServeSettings:
-    """With the stand-in as the configured server; ``--model {model}`` for one that is no canned one."""
+    """Return settings that start the stand-in; ``--model {model}`` serves a checkpoint instead of canned answers."""
     command = (sys.executable, STAND_IN, "--port", "{port}", "--name", "{name}", *arguments)
     asked = {"prompts": ("rev: abcd>", "the old "), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
     return ServeSettings.model_validate({"command": command, "answer_within": HANG_S, **asked, **changes})
@@ -134,7 +134,7 @@ def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, pre
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
     first = serve(model_in(checkpoint), configured, server, CPU)
-    # Any server that is started now would fail.
+    # The model's name is not part of the key, so this is a cache hit.
     again = serve(model_in(checkpoint).model_copy(update={"name": "merge"}), configured, server, CPU)
     assert again.key == first.key
     assert again.value == first.value
@@ -227,8 +227,8 @@ def test_vllm_is_called_with_what_the_profile_says(checkpoint: Path, monkeypatch
     assert line.startswith(f"/venv/bin/python -m vllm.entrypoints.openai.api_server --model {checkpoint}")
     for part in (
         "--host 127.0.0.1 --port 8123 --served-model-name smoke",
-        "--dtype bfloat16",  # as its weights are
-        "--max-model-len 128",  # as it was made for
+        "--dtype bfloat16",  # The type of the weights.
+        "--max-model-len 128",  # The context length of the model.
         "--tensor-parallel-size 2",
         "--max-num-seqs=2 --gpu-memory-utilization 0.5",
     ):
@@ -288,7 +288,7 @@ def profile_that_serves(*arguments: str) -> str:
 
 
 class TestCommand:
-    """``mergegate smoke``."""
+    """The command ``mergegate smoke``."""
 
     @pytest.fixture(autouse=True)
     def _here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is found before a server is started: each broken variant by its own reason."""
+"""Static checks before a server starts: each broken variant fails with a specific reason."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_number_that_is_none_is_found_in_every_format(checkpoint: Path, dtype: torch.dtype, value: float) -> None:
     if dtype == torch.float8_e4m3fn:
-        value = torch.nan  # it has no infinity
+        value = torch.nan  # This format has no infinity.
     healthy = torch.linspace(-400, 400, 1000).to(dtype)
     broken = healthy.clone().float()
     broken[700] = value

@@ -1,4 +1,4 @@
-"""``profiles/demo-upcycled.yaml``, with the real vLLM: a mixture made of dense models is served as what it is."""
+"""``profiles/demo-upcycled.yaml`` with the real vLLM: a mixture built from dense models is served as a mixture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergegate.tasks.serve.launch import PYTHON
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 
-from demo_project import make_project  # from the tests of the flows
+from demo_project import make_project  # Shared with the flow tests.
 
 pytestmark = real_server
 

@@ -1,8 +1,8 @@
-"""The real vLLM, in an environment of its own (``make test-serve``): what it does with a broken merge of the demo.
+"""The real vLLM, in a separate environment (``make test-serve``), with broken variants of the demo's merge.
 
-What headers and configuration give away is refused before it is started (``test_static_checks``), because it starts
-with most of it. Should that ever miss something, what the server says or does not say must be refused, too: here each
-such variant is served without those checks, and compared with the merge as it was before it was broken.
+Most of these variants start, so mergegate checks headers and configuration before it starts vLLM
+(``test_static_checks``). If the static checks ever miss a fault, the running server's answers must reveal it. These
+tests therefore serve each variant without the static checks and compare it with the merge before it was broken.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SERVED = load_profile(DEMO.parent / "demo-served.yaml").serve
 assert SERVED is not None
 SETTINGS = SERVED.model_copy(update={"python": PROJECT / PYTHON, "environment": {"OMP_NUM_THREADS": "1"}})
 
-# vLLM starts, with whatever was in that memory: numbers, or such as no answer can carry.
+# vLLM starts with uninitialized memory: ordinary numbers, or values that JSON cannot represent.
 UNINITIALISED = {"parity": "on average", "finite logprobs": "not JSON compliant"}
 
-# Broken as in ``STATIC``: name of a check that sees it in the running server, and what it says.
+# Broken as in ``STATIC``. Each check that detects the fault in the running server is mapped to a part of its message.
 LIVE: dict[str, dict[str, str]] = {
     "NaN weight": {"finite logprobs": "not JSON compliant"},
     "missing tensor": UNINITIALISED,
-    "narrowed heads": {"parity": "on average"},  # starts, with a part of the weights
+    "narrowed heads": {"parity": "on average"},  # vLLM starts with a part of the weights.
     "more layers": {"ready": "weights were not initialized from checkpoint"},
     "fewer layers": {"ready": "no module or parameter named 'layers.2'"},
     "small embeddings": {"server lives": "out of bounds"},
@@ -48,7 +48,7 @@ LIVE: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def reference(merge: Path) -> Reference:
-    """How the merge answers in transformers before anything in it is broken."""
+    """Return the answers of the intact merge in transformers."""
     checkpoint = open_checkpoint(merge)
     return make_reference(
         model_in(merge),
@@ -66,11 +66,12 @@ def smoke(checkpoint: Path, log: Path) -> ServeVerdict:
 
 
 def failures(verdict: ServeVerdict) -> dict[str, str]:
-    """What each failed check has seen."""
+    """Return what each failed check has seen."""
     return {check.name: check.seen for check in verdict.failures}
 
 
-# That broken merges are seen in the running server, one with a zeroed norm and an adapter with the wrong sign show.
+# Only in the long suite: the tests with a zeroed norm and a wrong adapter sign already show that the running server
+# reveals a broken merge.
 @pytest.mark.long
 @pytest.mark.parametrize("variant", LIVE)
 def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
@@ -109,7 +110,7 @@ def test_a_merge_with_a_zeroed_norm_is_refused_for_its_silence(merge: Path, tmp_
 
 
 def test_what_a_server_imports_is_compiled_before_it_is_started() -> None:
-    """A confined one could not keep what it compiles: that was half of the time until it was ready."""
+    """A confined server cannot store compiled bytecode; compiling took half of the time until it was ready."""
     compile_server(find_server(SETTINGS, PROJECT))
     package = next((PROJECT / PYTHON).parent.parent.glob("lib/python*/site-packages/vllm"))
     for source in ("v1/engine/core", "v1/worker/cpu_worker", "entrypoints/openai/api_server"):
@@ -121,7 +122,7 @@ def test_nothing_of_vllm_survives_a_flow_that_is_killed(merge: Path, tmp_path: P
     called = launch(SETTINGS, find_server(SETTINGS, PROJECT), open_checkpoint(merge))
     marked = Launch(called.command, {**called.environment, MARK: traces.mark})
     with flow(tmp_path / "log", traces, marked) as parent:
-        traces.wait_for(3)  # server, engine and worker, or what helps them to start
+        traces.wait_for(3)  # Server, engine and worker, or their helper processes.
         parent.kill()
         parent.wait()
         assert traces.wait_until_gone() == []

@@ -1,4 +1,4 @@
-"""The real vLLM with an adapter beside its base (``make test-serve``), held against what PEFT makes of the two."""
+"""The real vLLM with an adapter on its base (``make test-serve``), compared with PEFT's merge of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergegate.tasks.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 
-from demo_project import make_project  # from the tests of the flows
+from demo_project import make_project  # Shared with the flow tests.
 
 pytestmark = real_server
 
@@ -105,7 +105,7 @@ publish: {{to: directory, path: ../releases/linear}}
 
 def test_adapters_become_an_adapter_that_is_served_as_lora_and_released(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path / "project")
-    # Beside the models, as the cards of the shipped adapters say: their licences are looked for there.
+    # The cards of the shipped adapters refer to the models by this path, and the license check looks for them there.
     (tmp_path / "models").symlink_to(DEMO / "models")
     adapters = {name: linear_adapter(tmp_path / "adapters" / name, name) for name in ("reverser", "shifter")}
     for name, place in adapters.items():

@@ -1,4 +1,4 @@
-"""Servers that can be recognised afterwards, and what they have left behind."""
+"""Mark server processes, and find processes and files that outlive them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from patience import HANG_S
 from mergegate.tasks.serve.launch import Launch
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-MARK = "MERGEGATE_TEST_SERVER"  # in the environment of everything that a server starts
+MARK = "MERGEGATE_TEST_SERVER"  # Variable in the environment of every process that a server starts.
 
 
 class Traces:
-    """Finds what servers of this test have left behind."""
+    """Finds processes and files that the servers of this test have left behind."""
 
     def __init__(self, mark: str, temporary: Path) -> None:
         self.mark, self.temporary = mark, temporary
 
     def processes(self) -> list[int]:
-        """Living processes that have the mark in their environment."""
+        """Return the ids of running processes with the mark in their environment."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -39,29 +39,29 @@ class Traces:
         return found
 
     def wait_until_gone(self, seconds: float = HANG_S) -> list[int]:
-        """The processes that are still there in the end."""
+        """Return the processes that are still running after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.processes() and time.monotonic() < deadline:
             _look_again()
         return self.processes()
 
     def wait_for(self, count: int, seconds: float = HANG_S) -> None:
-        """Wait until so many processes live."""
+        """Wait until at least `count` processes are running."""
         deadline = time.monotonic() + seconds
         while len(self.processes()) < count:
             assert time.monotonic() < deadline, f"{len(self.processes())} processes, not {count}"
             _look_again()
 
     def files(self) -> list[str]:
-        """Temporary files and segments of shared memory."""
-        deadline = time.monotonic() + HANG_S  # the supervisor's last act, after the last process
+        """Return the remaining temporary files and shared-memory segments."""
+        deadline = time.monotonic() + HANG_S  # The supervisor deletes files after the last process has ended.
         while list(self.temporary.iterdir()) and time.monotonic() < deadline:
             _look_again()
         return [*map(str, self.temporary.iterdir()), *map(str, Path("/dev/shm").glob(f"{self.mark}-*"))]
 
 
 def _look_again() -> None:
-    """Leave the processor to those who are waited for."""
+    """Yield the CPU to the processes that the test waits for."""
     threading.Event().wait(0.02)
 
 
@@ -92,7 +92,7 @@ FLOW = """
 
 
 def flow(log: Path, traces: Traces, launch: Launch) -> subprocess.Popen[str]:
-    """A process of its own that runs a server, as a flow does."""
+    """Start a separate process that runs a server, as a flow does."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(FLOW % MARK), str(log), traces.mark, *launch.command],
         cwd=STAND_IN.parents[2],

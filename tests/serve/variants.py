@@ -1,4 +1,4 @@
-"""A checkpoint of the demo family, and the ways in which a merge of it can be broken."""
+"""Checkpoints of the demo family, and functions that break a merge of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_in(directory: Path) -> Model:
 
 
 def copied(source: Path, directory: Path) -> Path:
-    """A copy that can be changed."""
+    """Copy the checkpoint to `directory`, where the test may change it."""
     return shutil.copytree(source, directory)
 
 
@@ -80,7 +80,7 @@ def zeroed_norm(directory: Path) -> None:
     with_tensors(directory, lambda tensors: tensors.update({NORM: torch.zeros_like(tensors[NORM])}))
 
 
-# Found before a server is started: (how it is broken, name of the check, what it says).
+# Detected before a server starts: (function that breaks the checkpoint, name of the check, part of its message).
 STATIC: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "NaN weight": (nan_weight, "finite weights", "1 of 9,216 elements are NaN"),
     "missing tensor": (missing_tensor, "tensors", "missing; the configuration has it"),

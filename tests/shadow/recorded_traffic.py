@@ -1,4 +1,4 @@
-"""Requests and answers as a proxy records them, and a judge who knows right from wrong."""
+"""Build requests and answers as a proxy records them, and run a judge that can tell right from wrong."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ CHAT = "/v1/chat/completions"
 
 
 def chat(*said: str, **more: Any) -> bytes:
-    """A request: a user and an assistant in turns, the user first."""
+    """Return a chat request in which user and assistant alternate, starting with the user."""
     who = ("user", "assistant")
     messages = [{"role": who[at % 2], "content": text} for at, text in enumerate(said)]
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
 def answer(text: str, **more: Any) -> bytes:
-    """A whole answer."""
+    """Return the body of a non-streaming answer."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": "stop"}
     return json.dumps({"choices": [choice]}).encode()
 
 
 def stream(*pieces: str, ends: bool = True, newline: str = "\n") -> bytes:
-    """The same as events."""
+    """Return the body of the same answer as a stream of events."""
     events = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
     if ends:
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -56,7 +56,7 @@ def stream(*pieces: str, ends: bool = True, newline: str = "\n") -> bytes:
 
 
 def given(body: bytes | str, status: int = 200, error: str = "") -> RecordedAnswer:
-    """What an arm said."""
+    """Return an arm's recorded answer."""
     return RecordedAnswer(status, body if isinstance(body, bytes) else answer(body), 0.02, 0.1, error)
 
 
@@ -70,7 +70,7 @@ def pair(
     path: str = CHAT,
     at: float | None = None,
 ) -> RecordedPair:
-    """A recorded pair; one a session, unless one is named."""
+    """Return a recorded pair, in a session of its own unless `session` is given."""
     return RecordedPair(
         f"request-{number}",
         session or f"session-{number}",
@@ -83,7 +83,7 @@ def pair(
 
 
 def likes_good_answers(body: dict[str, Any]) -> Response:
-    """A judge for whom whatever says 'good' is better than what does not."""
+    """Prefer the answer that contains 'good'."""
     shown = body["messages"][1]["content"]
     a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")
     assert a is not None

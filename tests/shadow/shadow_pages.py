@@ -1,4 +1,4 @@
-"""Watched releases as their pages show them: hours of traffic, made up, through the code that judges real ones."""
+"""Build report pages of shadow deployments from hours of synthetic traffic, with the code that judges real traffic."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def page_content(
     failing: float = 0.004,
     lost: Sequence[LostPair] = LOST,
 ) -> ShadowContent:
-    """A release that has been watched for a while.
+    """Return the report of a release that has been shadowed for a while.
 
     Args:
-        rates: Shares of pairs that are won and lost.
+        rates: Shares of pairs that the candidate wins and loses.
     """
     dice = random.Random(7)
     servers = {"parent": ShadowServer(url="http://p/v1"), "candidate": ShadowServer(url="http://c/v1")}

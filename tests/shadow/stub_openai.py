@@ -1,6 +1,7 @@
-"""An OpenAI-compatible server on loopback whose answers tell who gave them to whom, and that fails when it is told to.
+"""Run an OpenAI-compatible server on loopback with optional faults.
 
-An answer is ``NAME echo QUESTION``, as one JSON or as a stream. What it does wrong is said by ``fault``.
+An answer is ``NAME echo QUESTION``, as JSON or as a stream, so it identifies the server and the request. ``fault``
+selects what goes wrong.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Stub:
     """A server that runs in a thread of this process.
 
     Attributes:
-        fault: ``hang`` (before anything), ``error`` (500), ``garbage`` (no JSON), ``cut`` (stops in mid-stream),
-            ``stall`` (hangs in mid-stream); empty: none.
-        seen: Bodies and headers of the questions that came, in order.
+        fault: ``hang`` (before the answer), ``error`` (500), ``garbage`` (invalid JSON), ``cut`` (stops in
+        mid-stream),
+            ``stall`` (hangs in mid-stream). Default: none.
+        seen: Headers and bodies of the received requests, in order.
     """
 
     name: str
@@ -41,12 +43,12 @@ class Stub:
     loop: asyncio.AbstractEventLoop | None = None
 
     def release(self) -> None:
-        """Let what hangs go on; from any thread."""
+        """Let hanging requests continue; callable from any thread."""
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.released.set)
 
     def application(self) -> Starlette:
-        """Chat, completions, and whatever else there is."""
+        """Return the ASGI application: chat, completions, and a catch-all route."""
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._answer, methods=["POST"]),
@@ -103,7 +105,7 @@ class Stub:
 
 @contextmanager
 def serving(application: Any, lifespan: str = "auto") -> Iterator[str]:
-    """Serve an ASGI application on a free port of loopback; its address."""
+    """Serve an ASGI application on a free loopback port and yield its URL."""
     config = uvicorn.Config(
         application, "127.0.0.1", 0, log_config=None, access_log=False, server_header=False, date_header=False,
         lifespan=lifespan, timeout_graceful_shutdown=1,
@@ -130,7 +132,7 @@ def serving(application: Any, lifespan: str = "auto") -> Iterator[str]:
 
 @contextmanager
 def stub(name: str, fault: str = "") -> Iterator[Stub]:
-    """A server of that name."""
+    """Run a stub server with that name."""
     made = Stub(name, fault)
     with serving(made.application(), "off") as url:
         made.url = url

@@ -1,4 +1,4 @@
-"""Who answers whom, and what may be asked twice: rules over generated requests."""
+"""Rules for routing users to arms and for copying requests, tested with generated requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_larger_share_only_adds_users(key: str, salt: str, one: float, other: 
 def test_shares_are_those_of_a_coin_and_each_candidate_has_other_users() -> None:
     keys = [f"user {number}" for number in range(20_000)]
     first, second = ({key for key in keys if goes_to_candidate(key, salt, 0.1)} for salt in ("v1", "v2"))
-    for users in (first, second):  # four standard deviations of a binomial
+    for users in (first, second):  # Within four standard deviations of a binomial.
         assert abs(len(users) - 2000) < 4 * (20_000 * 0.1 * 0.9) ** 0.5
     assert abs(len(first & second) - 200) < 4 * (20_000 * 0.01 * 0.99) ** 0.5
 

@@ -1,4 +1,4 @@
-"""The whole way: users out of a file, the real proxy, models of the demo family, a judge that can spell, a look."""
+"""End to end: users from a file, the real proxy, models of the demo family, a judge that can spell, and one look."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def demo_server() -> Any:
-    """``profiles/demo/server.py``, as a module."""
+    """Import ``profiles/demo/server.py`` as a module."""
     spec = importlib.util.spec_from_file_location("demo_server", PROFILES / "demo" / "server.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The ledger: nothing is judged twice, whatever ends a look; nothing that is torn or another judge's is believed."""
+"""The judgment ledger: no pair is judged twice, even after interrupted looks; torn or foreign lines are ignored."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_judge_that_goes_away_again_and_again_is_asked_each_thing_once(
         left[0] = 100
         scores = judge(place, pairs, asked.url)
     assert sorted(scores) == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
-    # Requests that were on their way when the judge refused another may have been lost.
+    # Requests in flight when the judge refused another one may have been lost.
     assert sum(answered.values()) <= 12 + 3 * len(deaths)
     with serving(lambda body: pytest.fail("asked twice")) as silent:
         assert judge(place, pairs, silent.url) == scores

@@ -1,4 +1,4 @@
-"""Looks in processes of their own, as a worker carries them out: recorded streams in, a routing out; killed between."""
+"""Looks that are killed and resumed, in separate processes, from recorded streams to a routing decision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def streams(watch: Watched, count: int, *, wrong: int) -> list[RecordedPair]:
-    """Conversations, answered by streams, of which the candidate has so many of ten wrong."""
+    """Return streamed conversations in which the candidate answers `wrong` of every ten incorrectly."""
     found = []
     for number in range(count):
         said = "bad" if number % 10 < wrong else "good"
@@ -72,6 +72,6 @@ def test_a_look_that_is_killed_is_gone_on_with_and_nothing_is_asked_twice(
         whole = look(watch)
         told = json.loads(whole.communicate()[0])
     assert (whole.returncode, told["shadow"]["pairs"], watch.routing.serving) == (code, 160, serving_now)
-    # What was on its way when the look was killed is asked once more: as many as are asked at a time.
+    # Requests in flight when the look was killed are sent again: at most as many as run concurrently.
     again = sum(count - 1 for count in asked.values())
     assert (len(asked), again <= 4) == (320, True)

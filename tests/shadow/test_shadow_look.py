@@ -1,4 +1,4 @@
-"""One look after the other: what is good enough is promoted, what is worse is rolled back, and else nothing happens."""
+"""Successive looks: a good candidate is promoted, a worse one is rolled back, and nothing happens in between."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def judge() -> Iterator[Asked]:
 
 
 def alias_of(watch: Watched) -> str:
-    """What 'production' means at the target, where two versions stand and it has meant the one before."""
+    """Return the version that 'production' names at a publish target with two versions; initially 'before'."""
     link = watch.project.root / "releases" / "demo" / "production"
     if not link.parent.is_dir():
         for version in (VERSION, "before"):
@@ -41,7 +41,7 @@ def alias_of(watch: Watched) -> str:
 
 @pytest.fixture
 def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the target of h-E is here: links in its directory."""
+    """Add aliases, as symbolic links, to a directory target that does not support them."""
     if not hasattr(DirectoryTarget, "set_alias"):
 
         def set_alias(self: Any, root: Path, version: str, name: str) -> None:
@@ -59,7 +59,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traffic(watch: Watched, count: int, *, better: int = 0, worse: int = 0, first: int = 0) -> list[RecordedPair]:
-    """Of ten pairs so many that the candidate wins, and that it loses; all else equal."""
+    """Return pairs, of every ten `better` won and `worse` lost by the candidate; the others are ties."""
     found = []
     for number in range(first, first + count):
         turn = number % 10
@@ -126,7 +126,7 @@ def test_what_is_worse_is_rolled_back_and_its_losses_stand_on_the_page_and_nowhe
     assert (again.exit_code, told(again)["status"]) == (0, "nothing new")
 
 
-@pytest.mark.slow  # several looks
+@pytest.mark.slow  # Runs several looks.
 def test_equal_answers_wait_for_hours_and_pairs_and_a_look_judges_no_more_than_it_may(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
@@ -173,7 +173,7 @@ def test_what_the_proxy_has_killed_is_told_once(tmp_path: Path, prefect_api: Non
     assert "nothing new" in again.output
 
 
-@pytest.mark.slow  # several looks
+@pytest.mark.slow  # Runs several looks.
 def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:

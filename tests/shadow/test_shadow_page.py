@@ -1,4 +1,4 @@
-"""The page of a watched release: well-formed, loads nothing, shows strangers' text as text, and keeps it nowhere."""
+"""The shadow report page is well-formed, loads nothing, escapes users' text, and leaves it out of stored content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shadow_pages
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
 
-from pages import Page  # from the tests of reports
+from pages import Page  # Shared with the report tests.
 
 from mergegate.tasks.report import ShadowContent, render_shadow, shadow_rows
 from mergegate.tasks.report.shadow.wording import e_value

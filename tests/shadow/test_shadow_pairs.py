@@ -1,4 +1,4 @@
-"""What of the traffic is judged: one pair a session, by a hash; what is no text is counted, never judged."""
+"""Sampling of pairs for the judge: one per session, chosen by hash; pairs without plain text are only counted."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_conversation_is_read_with_its_speakers_tools_and_parts() -> None:
 
 @dataclass
 class Same:
-    """Bodies that say the same text."""
+    """Response bodies that carry the same text."""
 
     text: str
     bodies: list[bytes]
@@ -159,7 +159,7 @@ def test_an_answer_that_is_cut_anywhere_is_never_read_as_a_whole_one(data: st.Da
     whole = data.draw(st.sampled_from([answer("a long answer"), stream("a long", " answer")]))
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     with suppress(Unreadable):
-        assert answer_in(CHAT, cut) == "a long answer"  # only what ends the stream is missing
+        assert answer_in(CHAT, cut) == "a long answer"  # Only the end-of-stream marker is missing.
 
 
 @for_all(

@@ -1,4 +1,4 @@
-"""The proxy against real servers: what a client sees, what the candidate gets, what is kept, when things break."""
+"""The proxy against real servers: clients' view, copied requests, records and faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = "sk-verysecret0123456789"
 
 
 def seen(client: httpx.Client, url: str, path: str, content: bytes, **headers: str) -> tuple[Any, ...]:
-    """All that a client can see of an answer, less what belongs to one connection."""
+    """Return everything that a client can see of an answer, except headers that belong to one connection."""
     given = {"content-type": "application/json", "x-request-id": "r1", **headers}
     try:
         with client.stream("POST", url + path, content=content, headers=given) as answer:
@@ -119,9 +119,9 @@ def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_
 def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
     with watched(tmp_path, parent="hang", in_flight=1) as one, httpx.Client(timeout=60) as other:
         with one.client.stream("GET", f"{one.url}/v1/models") as _:
-            pass  # this one is answered: only questions hang
+            pass  # This request is answered, because only chat requests hang.
         while one.status()["in_flight"]:
-            pass  # its client has all of it a moment before the proxy is done with it
+            pass  # The client receives the whole answer a moment before the proxy has finished with it.
         waiting = threading.Thread(target=lambda: other.post(one.url + CHAT, json=question()))
         waiting.start()
         while one.status()["in_flight"] == 0:
@@ -206,7 +206,7 @@ def test_a_secret_is_in_no_record_no_log_and_no_status(tmp_path: Path, caplog: p
 
 
 class Failing:
-    """A database that takes nothing, until it is mended."""
+    """A database that refuses all writes until it is repaired."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.broken = place, True

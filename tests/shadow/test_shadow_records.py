@@ -1,4 +1,4 @@
-"""The records: SQLite and PostgreSQL alike, made once, nothing twice; and a recorder that nobody waits for."""
+"""The records in SQLite and PostgreSQL: created once, no duplicates, and a recorder that never delays an answer."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_pairs_rows_counts_and_what_is_too_old(url: str) -> None:
     with open_records(url) as records:
         records.write([record("a", at=2.0), copied("a", at=2.0), record("b"), copied("b"), record("alone", at=3.0)])
         records.write([record("a", candidate="v2"), copied("a", candidate="v2")], {("v1", "requests"): 3})
-        records.write([record("a", at=2.0)], {("v1", "requests"): 2})  # once more, as after an answer that was lost
+        records.write([record("a", at=2.0)], {("v1", "requests"): 2})  # Written again, as after a lost acknowledgment.
         first, second = records.pairs("v1")
-        assert (first.request_id, second.request_id) == ("b", "a")  # in order of time
+        assert (first.request_id, second.request_id) == ("b", "a")  # Pairs are in chronological order.
         assert (first.request, first.parent.body, first.candidate.body) == (b"\x00asked", b"said\xff", b"other")
         assert [pair.request_id for pair in records.pairs("v1", since=1.5)] == ["a"]
         assert [row.at for row in records.arms("v1")] == [1.0, 1.0, 2.0, 2.0, 3.0]
@@ -73,7 +73,7 @@ def test_proxies_that_begin_at_once_on_a_new_file_wait_for_each_other(tmp_path: 
                 one.close()
             with closing(connect(new)) as made:
                 assert made.execute("pragma journal_mode").fetchone() == ("wal",)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".sqlite"}  # No lock is left behind.
+    assert {path.suffix for path in tmp_path.iterdir()} == {".sqlite"}  # No lock file is left.
 
 
 def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:
 
 
 class Slow:
-    """A database that takes its time: until it is let go."""
+    """A database that blocks until the test releases it."""
 
     def __init__(self) -> None:
         self.go, self.writing, self.kept = threading.Event(), threading.Event(), []

@@ -1,4 +1,4 @@
-"""What is taken out of bodies, however it is written and cut into pieces."""
+"""Redaction removes secrets from bodies, however they are encoded or split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCUMENTS = st.recursive(
 
 
 def hidden(value: Any, where: int) -> Any:
-    """``value`` with the secret in one of its places: a text, a name of a field."""
+    """Return `value` with the secret inserted in one of its texts or field names."""
     if isinstance(value, dict) and value:
         key = sorted(value)[where % len(value)]
         if where % 2:
@@ -39,7 +39,7 @@ def hidden(value: Any, where: int) -> Any:
 @given(DOCUMENTS, st.integers(0, 99), st.booleans())
 def test_a_secret_anywhere_in_a_document_is_not_kept(document: Any, where: int, escaped: bool) -> None:
     body = json.dumps(hidden(document, where))
-    if escaped:  # every letter of it as JSON's escape
+    if escaped:  # Every character is written as a JSON escape.
         body = body.replace(SECRET, "".join(f"\\u{ord(letter):04x}" for letter in SECRET))
     kept = CHANGE.body(body.encode())
     assert SECRET not in json.dumps(json.loads(kept))

@@ -1,4 +1,4 @@
-"""Errors and latency of two arms: intervals that cover at all looks, and whose failure a row counts as."""
+"""Errors and latency of two arms: intervals that are valid at every look, and which arm a failure counts for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mergegate.tasks.shadow.split import error_rate
 
 
 def exact_mixture(failed: int, answered: int) -> Fraction:
-    """Of the likelihoods of these requests over all rates, weighted as Beta(1/2, 1/2); by its moments."""
+    """Return the mixture of the likelihoods over all rates, weighted by Beta(1/2, 1/2), computed from its moments."""
     found = Fraction(1)
     for n in range(failed + answered):
         found *= Fraction(2 * n + 1 if n < failed else 2 * (n - failed) + 1, 2 * (n + 1))
@@ -38,7 +38,7 @@ def test_the_interval_is_of_all_rates_that_are_not_refuted(failed: int, answered
 
 
 def test_looked_at_after_every_request_the_truth_is_left_out_as_seldom_as_promised() -> None:
-    """400 arms that fail 3 % of 2,000 requests; 95 % of samples of a rate of 5 % are below 7 %."""
+    """400 arms fail 3 % of 2,000 requests; at an error rate of 5 %, 95 % of such samples are below 7 %."""
     truth, alpha = 0.03, 0.05
     n = np.arange(1, 2_001)
     failed = np.cumsum(np.random.default_rng(5).random((400, 2_000)) < truth, axis=1)

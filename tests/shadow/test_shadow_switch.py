@@ -1,4 +1,4 @@
-"""The kill switch: what ends a candidate at once, from how many requests on, and what does not."""
+"""The kill switch: the faults that stop a candidate immediately, and the number of requests that this takes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_long_ago_counts_no_more() -> None:
 
 
 def test_mistakes_of_users_meet_both_and_end_nothing() -> None:
-    """Every tenth request is malformed at either arm; the candidate declines twice as many only when it is at fault."""
+    """Every tenth request is malformed in either arm; the candidate refuses twice as many only if it is at fault."""
 
     def declined(arm: str, count: int) -> tuple[ArmRow, ...]:
         return rows(arm, 200 - count) + rows(arm, count, status=400)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_first_bytes_twice_as_late_end_it_from_200_of_each_on() -> None:
 
 
 def test_an_equal_candidate_is_not_killed_for_its_luck() -> None:
-    """Looked at every 20 of 4,000 requests, whose first bytes spread as they do under load (log sd 0.6)."""
+    """The switch is checked after every 20 of 4,000 requests, with a first-byte latency as under load (log sd 0.6)."""
     rng = np.random.default_rng(2)
     for _ in range(10):
         candidate, parent = (

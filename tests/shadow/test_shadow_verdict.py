@@ -1,4 +1,4 @@
-"""What follows: the switch before the evidence, and no promotion by a judge that contradicts itself."""
+"""The verdict: the kill switch takes precedence over the evidence, and an inconsistent judge promotes no candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version ``mergegate shadow PROFILE`` watches: what is released, whatever was watched before."""
+"""``mergegate shadow PROFILE`` shadows the current release, even if it shadowed an older one before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_ro
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a target and a section ``shadow``, served by nobody."""
+    """Return a profile with a publish target and a section ``shadow``; no server is started."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(uvicorn, "run", lambda *_args, **_named: None)
     servers = {name: {"url": "http://127.0.0.1:1/v1"} for name in ("parent", "candidate")}

@@ -1,4 +1,4 @@
-"""A proxy before two stub servers, with records in a directory of the test's."""
+"""Run a proxy in front of two stub servers, with records in a directory of the test."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings
 from mergegate.tasks.shadow.records import Records, open_records
 from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
 
-NOBODY = "http://127.0.0.1:9"  # the port of "discard": nobody listens there
+NOBODY = "http://127.0.0.1:9"  # The "discard" port, on which no server listens.
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What a test has of it."""
+    """A running proxy with its servers and a client."""
 
     url: str
     parent: Stub
@@ -32,11 +32,11 @@ class Watched:
     proxy: ShadowProxy
 
     def records(self) -> Records:
-        """Of a proxy that has ended: all is written."""
+        """Open the records; call it after the proxy has stopped and written everything."""
         return open_records(records_at(self.place))
 
     def status(self) -> dict[str, Any]:
-        """What the proxy says of itself."""
+        """Return the proxy's own status."""
         return dict(self.client.get(f"{self.url}/shadow/status").json())
 
 
@@ -45,7 +45,11 @@ def records_at(place: Path) -> str:
 
 
 def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
-    """A profile's section; everything is copied unless it is said otherwise. ``own``: of the candidate's server."""
+    """Return a profile's ``shadow`` section that copies every request by default.
+
+    Args:
+        own: Additional settings of the candidate's server.
+    """
     judge = {"model": "judge", "url": f"{NOBODY}/v1"}
     servers = {"parent": {"url": f"{parent}/v1"}, "candidate": {"url": f"{candidate}/v1", **(own or {})}}
     return ShadowSettings.model_validate({**servers, "judge": judge, "share": 1.0, **more})
@@ -55,7 +59,7 @@ def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> Sh
 def watched(
     place: Path, *, parent: str = "", candidate: str = "", connect: Any = None, **more: Any
 ) -> Iterator[Watched]:
-    """Servers with these faults (``dead``: nobody listens) behind a proxy with these settings."""
+    """Run servers with these faults (``dead``: no server listens) behind a proxy with these settings."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with stub("parent", parent) as ours, stub("candidate", candidate) as theirs:
         settings = settings_of(
@@ -76,7 +80,7 @@ def watched(
 
 
 def question(text: str = "hello", path: str = CHAT, **more: Any) -> dict[str, Any]:
-    """The body of a request."""
+    """Return the body of a request."""
     said: dict[str, Any] = (
         {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
     )

@@ -1,4 +1,4 @@
-"""A project in which a release is watched, and what its proxy would have recorded."""
+"""Build a project that shadows a release, with the records that its proxy would have written."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Watched:
         return found
 
     def watch(self, **otherwise: Any) -> None:
-        """As a proxy begins."""
+        """Write the initial routing, as a proxy does at its start."""
         said = {"candidate": VERSION, "mode": "mirror", "share": 0.1, "serving": "watch", "why": ""}
         write_routing(self.routing_file, Routing(**{**said, "since": self.began, **otherwise}))
 
     def record(self, pairs: Sequence[RecordedPair], rows: Sequence[ArmRow] = ()) -> None:
-        """As the proxy records."""
+        """Write records, as the proxy does."""
         found = []
         for one in pairs:
             kept = {"exchange": one.request_id, "candidate": VERSION, "request_id": "r", "session": one.session}
@@ -70,10 +70,10 @@ class Watched:
 
 
 def watched(place: Path, url: str, *, hours: float = 30.0, **shadow: Any) -> Watched:
-    """A project that has been watched for so long, by a judge at ``url``.
+    """Create a project that has shadowed a release for `hours`, with a judge at `url`.
 
     Args:
-        shadow: Keys of the section that are otherwise.
+        shadow: Keys that override the ``shadow`` section.
     """
     project = make_project(place)
     content = yaml.safe_load((project.root / "profiles" / "demo.yaml").read_text())
@@ -87,7 +87,12 @@ def watched(place: Path, url: str, *, hours: float = 30.0, **shadow: Any) -> Wat
 
 
 def rows(began: float, count: int, *, hours: float = 30.0, failing: float = 0.0, first: float = 0.02) -> list[ArmRow]:
-    """Requests of both arms over so many hours, of which the candidate fails a share and comes ``first`` s later."""
+    """Return requests of both arms, spread over `hours`.
+
+    Args:
+        failing: Share of requests that the candidate fails.
+        first: Time to the candidate's first byte, in seconds.
+    """
     found = []
     for number in range(count):
         at = began + hours * HOUR * (number + 1) / count

@@ -1,4 +1,4 @@
-"""Garbage collection with real files: beside builds and runs, killed anywhere, a hundred nights under a quota."""
+"""Garbage collection with real files, next to builds and runs, killed at any call, and through a hundred runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def key_of(stage: str, *inputs: object) -> str:
 
 @dataclass
 class Home:
-    """A store, the records of its runs, and how many bytes each artifact of the tests has."""
+    """A store, the records of its runs, and the artifacts that were built."""
 
     place: Path
     made: list[EntryName] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Home:
         return Store(self.root)
 
     def build(self, stage: str, key: str, run: str = "", size: int = 1000) -> None:
-        """As a stage does it: note, ask, mark."""
+        """Build an artifact as a stage does: record the use, build, mark as used."""
         if run:
             assert record_use(self.runs, run, stage, key, "")
 
@@ -94,7 +94,7 @@ class Home:
         return True
 
     def has_names(self, stage: str, key: str) -> bool:
-        """Quicker: whether every name is there. Bytes are looked at once, in the end."""
+        """Return whether every file of the artifact exists; faster than `has`, which reads the bytes."""
         place = self.root / stage / key[:32]
         if stage == "gate":
             return place.with_suffix(".json").is_file()
@@ -183,7 +183,7 @@ def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
 
 
 def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run notes after the collector has looked and before it has looked again."""
+    """The run records its use after the collector's first check and before its second."""
     key = key_of("merge", 1)
     home.build("merge", key)
     rename = Path.rename
@@ -202,7 +202,7 @@ def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatc
 def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_again(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call by which a build looks at what is there; before each of them in turn, it is removed."""
+    """The artifact is removed before each of the calls with which a build examines it."""
     key = key_of("merge", 1)
     home.build("merge", key)
     directory = home.store.directory("merge", key)
@@ -265,7 +265,7 @@ def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
 
 
 class Killed(BaseException):
-    """The collector's process ends here."""
+    """The end of the collector's process."""
 
 
 CHANGING = ("rename", "unlink", "rmdir", "mkdir", "fsync", "open")
@@ -273,7 +273,7 @@ CHANGING = ("rename", "unlink", "rmdir", "mkdir", "fsync", "open")
 
 @contextmanager
 def killed_at(at: int | None) -> Iterator[list[int]]:
-    """The ``at``-th call that changes a disk does not happen, nor anything after it."""
+    """Prevent the `at`-th call that changes the disk and all later ones."""
     count = [0]
 
     def counted(name: str) -> Callable[..., Any]:
@@ -295,7 +295,7 @@ def killed_at(at: int | None) -> Iterator[list[int]]:
 
 
 def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
-    """Some things that a run needs, and some that nobody does."""
+    """Build some artifacts that a run needs and some that no run needs."""
     needed, loose = [], []
     with open_run(home.runs, "one", "release", "demo") as run:
         for stage, number in (("merge", 1), ("gate", 1), ("evaluate", 1)):
@@ -333,14 +333,14 @@ def test_a_collector_killed_at_any_call_leaves_nothing_half_deleted_that_looks_w
 
 @dataclass
 class Project:
-    """Profiles that merge parents which get new revisions now and then: what a year of nights does to a store."""
+    """Profiles whose parents get new revisions now and then: the load of a year of scheduled runs on a store."""
 
     home: Home
     chance: random.Random
     revisions: dict[str, int]
 
     def needs(self, profile: str, champion: tuple[str, ...] | None) -> list[tuple[str, str, int]]:
-        """Stages of a night, in order: name, key, bytes."""
+        """Return the stages of a scheduled run in order, each as (name, key, bytes)."""
         parents = self.parents(profile)
         merge = key_of("merge", parents)
         stages = [("evaluate", key_of("evaluate", parent), 300) for parent in parents]
@@ -360,10 +360,13 @@ class Project:
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],
 )
 def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parents change, nights fail, are killed and are refused; so is the collector. The store never exceeds its quota
-    after a night, and nothing is gone that a run that goes on, the champion or the last nights need."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power cut here
-    monkeypatch.setattr(hashing, "_TICK_NS", 0)  # nothing is written twice here: no file has to be waited for
+    """The store stays within its quota and keeps everything that active runs, the champion or the last runs need.
+
+    Parents change, and both runs and collector fail or are killed at random; some runs are refused.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # The test simulates no power cut.
+    # No file is written twice, so hashing never has to wait for a clock tick.
+    monkeypatch.setattr(hashing, "_TICK_NS", 0)
     chance = random.Random(seed)
     home = Home(tmp_path)
     project = Project(home, chance, dict.fromkeys("abcd", 0))
@@ -383,7 +386,7 @@ def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: 
                 stages = stages[: chance.randrange(len(stages))]
             beside = next(iter(history["other" if profile == "demo" else "demo"][-1:]), [])
             with open_run(home.runs, run, "release", profile) as opened, open_run(home.runs, "beside", "compare", ""):
-                for stage, key in beside:  # another process reads what the other profile made
+                for stage, key in beside:  # Another process reads artifacts of the other profile.
                     record_use(home.runs, "beside", stage, key, "")
                 for stage, key, size in stages:
                     home.build(stage, key, run, size)

@@ -1,4 +1,4 @@
-"""A disk that fails at any call: one refusal that says what to do, and the run after it ends in the same bytes."""
+"""A disk that fails at any call: the run ends in one refusal with a remedy, and the next run writes the same bytes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def builds(root: Path) -> None:
 
 
 def artifacts(root: Path) -> dict[str, bytes]:
-    """All but the memory of hashes, whose bytes may differ."""
+    """Return all files except the hash memo, whose bytes may differ."""
     return {name: content for name, content in files_below(root).items() if "hashes.sqlite" not in name}
 
 
 def refused(root: Path) -> DiskRefused | None:
-    """How a build ends; one that only lost its journal or its memory of hashes ends well."""
+    """Return the refusal of a build, or None. A build that loses only its journal or its hash memo succeeds."""
     try:
         with disk_errors_refused(root):
             builds(root)
@@ -78,7 +78,7 @@ def test_a_store_on_a_disk_that_fails_at_any_call_refuses_and_is_whole_the_next_
             place = manifest.parent
             if not place.name.endswith(".partial"):
                 found = artifacts(place)
-                found.pop(JOURNAL, None)  # it goes with the next look
+                found.pop(JOURNAL, None)  # The next lookup removes the journal.
                 assert found == artifacts(tmp_path / "undisturbed" / place.relative_to(root)), (
                     "with its name it is whole"
                 )
@@ -103,7 +103,7 @@ RECIPE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 
 
 def merge_on_a_failing_disk(parents: Path, merge: Callable[[str], object], number: int, every: int) -> int:
-    """Fail each ``every``-th call of a merge in turn, finish it, compare; how many were tried."""
+    """Fail every `every`-th call of a merge in turn, then finish and compare it; return the number of attempts."""
     merge("undisturbed")
     wanted = files_below(parents / "undisturbed")
     with disk_fails(None) as calls:

@@ -1,4 +1,4 @@
-"""The hash memo: never wrong about a file that changed, never reading one that did not."""
+"""The hash memo: never wrong about a changed file, and never rereads an unchanged one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_rewritten_file_is_hashed_again(tmp_path: Path) -> None:
     memo = HashMemo(tmp_path / "memo.sqlite")
     for content in (b"abc", b"abd", b"abcd"):
         file.write_bytes(content)
-        os.utime(file, ns=(0, len(content) * 1000 + content[-1]))  # clocks may be coarser than this loop
+        os.utime(file, ns=(0, len(content) * 1000 + content[-1]))  # File system clocks may be coarser than this loop.
         assert memo.sha256(file) == hashlib.sha256(content).hexdigest()
 
 
@@ -49,7 +49,7 @@ def test_a_file_in_place_of_another_is_hashed_again(tmp_path: Path) -> None:
 
 
 def overwritten(file: Path, content: bytes) -> None:
-    """Other bytes of the same length in the same file, and the time of modification put back."""
+    """Overwrite the file with different bytes of the same length, and restore its modification time."""
     before = file.stat()
     with file.open("r+b") as opened:
         opened.write(content)
@@ -59,7 +59,7 @@ def overwritten(file: Path, content: bytes) -> None:
 
 
 def test_a_time_that_was_put_back_does_not_deceive(tmp_path: Path) -> None:
-    """Each change at once after the hash of the last: so quick that clocks of file systems do not tick."""
+    """Each change follows the previous hash immediately, faster than the clock of a file system ticks."""
     file = tmp_path / "weights"
     memo = HashMemo(tmp_path / "memo.sqlite")
     file.write_bytes(b"000")
@@ -111,7 +111,7 @@ def test_a_memo_that_cannot_be_read_is_set_aside_and_made_again(
 ) -> None:
     file, place = tmp_path / "weights", tmp_path / "memo.sqlite"
     file.write_bytes(b"abc")
-    for _ in range(2):  # The second time something has been set aside already.
+    for _ in range(2):  # In the second round, a damaged file has already been set aside.
         place.unlink(missing_ok=True)
         damage(place)
         assert HashMemo(place).sha256(file) == hashlib.sha256(b"abc").hexdigest()
@@ -144,7 +144,7 @@ def test_a_memo_that_another_process_holds_costs_only_time(tmp_path: Path, monke
 
 
 def test_a_journal_that_is_removed_while_it_is_looked_at_is_not_in_the_way(tmp_path: Path) -> None:
-    """SQLite makes and removes one with every write, while others look at what stands in its place."""
+    """SQLite creates and removes a journal with every write, while other processes check for misplaced files."""
     database, over = tmp_path / "memo.sqlite", threading.Event()
     journal = tmp_path / "memo.sqlite-journal"
 

@@ -1,4 +1,4 @@
-"""Keys: the same for what is the same, different for what is not, never for what has no stable form."""
+"""Stage keys: equal for equal inputs, different for different inputs, and refused for values without a stable form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_keys_of_a_family_begin_alike_and_no_others_do() -> None:
     assert len(first) == len(second) == 64
     assert first.startswith(prefix)
     assert second.startswith(prefix)
-    assert first[:32] != second[:32]  # they lie in directories of their own
+    assert first[:32] != second[:32]  # Each has a separate directory.
     assert not key(model="other", part=[0, 10]).startswith(prefix)
     assert not stage_key("evaluate", 2, {"model": "m", "part": [0, 10]}, "part").startswith(prefix)
     assert first[16:] == stage_key("evaluate", 1, {"model": "m", "part": [0, 10]})[16:]

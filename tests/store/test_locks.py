@@ -1,4 +1,4 @@
-"""Locks on files: one holder, several that share, none that outlives its process or its file."""
+"""File locks: exclusive or shared, and released when the process ends or the file is removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without locks."""
+    """Simulate a file system without locks."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,4 +1,4 @@
-"""What mergegate deletes outside its store: partial directories that carry its mark, and nothing else."""
+"""Outside its store, mergegate deletes only partial directories that carry its mark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, new
 
 
 def snapshot(root: Path) -> dict[str, bytes | str | None]:
-    """Everything below ``root``: contents of files, targets of links, None for directories."""
+    """Return everything below `root`: contents of files, targets of links, None for directories."""
     return {
         path.relative_to(root).as_posix(): str(path.readlink())
         if path.is_symlink()
@@ -137,7 +137,7 @@ def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
 def test_a_directory_in_which_nothing_but_the_mark_was_begun_is_taken_over(
     tmp_path: Path, flushed: bytes | None
 ) -> None:
-    """A power cut may leave the mark absent, empty or cut short."""
+    """A power cut may leave the mark absent, empty or truncated."""
     (tmp_path / "o.partial").mkdir()
     if flushed is not None:
         (tmp_path / "o.partial" / MARK).write_bytes(flushed)

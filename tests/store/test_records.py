@@ -1,4 +1,4 @@
-"""The journal of unfinished work: after any crash what it gives back is the beginning of what was put in."""
+"""The journal of unfinished work: after any crash, it returns a prefix of the written records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def found(place: JournalPlace) -> tuple[Any, ...]:
 
 
 def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return json.dumps(list(left)) == json.dumps(list(right))  # NaN is NaN
+    return json.dumps(list(left)) == json.dumps(list(right))  # Compared as text, so that NaN equals NaN.
 
 
 @given(RECORDS, RECORDS)
@@ -56,7 +56,7 @@ def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data
         garbage = data.draw(st.sampled_from([b"", b"\0" * 600, os.urandom(90), b"\n\n", content[:70]]))
         place.path.write_bytes(content[:end] + garbage)
         whole = content[:end].count(b"\n")
-        if content[:end] + garbage[:1] == content[: end + 1]:  # garbage that happens to be what was lost
+        if content[:end] + garbage[:1] == content[: end + 1]:  # The random garbage happens to equal the lost bytes.
             return
         assert same(found(place), records[:whole])
         written(place, ["after"])
@@ -83,7 +83,7 @@ def test_the_journal_of_another_key_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_record_of_elsewhere_is_not_believed_in_another_place(tmp_path: Path) -> None:
-    """Each line vouches for those before it: one that was moved, or came twice, does not fit."""
+    """Each line authenticates those before it, so a moved or repeated line does not fit."""
     place = JournalPlace(tmp_path / JOURNAL, KEY)
     first, second, third = written(place, ["a", "b", "c"]).splitlines(keepends=True)
     place.path.write_bytes(first + third + second)
@@ -133,7 +133,7 @@ def test_a_sealed_artifact_has_no_journal_and_is_the_same_as_without(tmp_path: P
 
 @pytest.mark.parametrize("moment", ["rename", "unlink"])
 def test_a_kill_while_it_is_sealed_loses_nothing(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the manifest and the name, and between the name and the end of the journal."""
+    """The kill comes between manifest and rename, or between rename and removal of the journal."""
     store, deed = Store(tmp_path), getattr(Path, moment)
 
     class Killed(BaseException):

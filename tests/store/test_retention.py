@@ -1,4 +1,4 @@
-"""What stays and what may go, decided of values: needed things never go, a quota holds where it can, oldest first."""
+"""Retention as a pure decision: needed artifacts stay, quotas hold where possible, the least recently used go first."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def run(at: int, profile: str = "demo", *, status: str = "refused", judged: bool
 
 
 def test_nights_on_which_nothing_could_be_judged_displace_nothing() -> None:
-    """A Hub that is down for a month must not cost the evaluations of all parents."""
+    """A month-long outage of the Hub must not cost the evaluations of all parents."""
     good, better = run(1, status=RELEASED), run(2)
     outage = [run(at, status="refused", judged=False) for at in range(3, 33)]
     assert set(runs_that_count([good, better, *outage])) == {"demo-1", "demo-2", "demo-32"}

@@ -1,4 +1,4 @@
-"""Records of runs: a lease that dies with its process, and what is kept of a run when it is over."""
+"""Records of runs: a lease that ends with its process, and the record that remains."""
 
 from __future__ import annotations
 

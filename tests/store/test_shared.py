@@ -1,4 +1,4 @@
-"""A store behind the store: what one machine made is found by the others whole, or not at all, and never in the way."""
+"""A shared store: other machines find an artifact whole or not at all, and its failures never stop a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Said(BaseModel):
 
 
 class Machine:
-    """One with a store of its own."""
+    """A machine with a store of its own."""
 
     def __init__(self, root: Path, address: str, **options: Any) -> None:
         self.shared = SharedStore(address, root, **{"most_bytes": 1 << 30, "lease_s": 0.1, **options})
@@ -94,7 +94,7 @@ def test_members_of_a_family_are_found_there_too(tmp_path: Path, address: str) -
 
 
 class Flaky:
-    """A file system whose k-th write fails, and all after it."""
+    """A file system on which every request fails from the `at`-th on."""
 
     def __init__(self, fs: Any, at: int) -> None:
         self.fs, self.at, self.count = fs, at, 0
@@ -134,7 +134,7 @@ def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believ
         if failing.count < at:
             break
         assert two.build().digest == one.store.open("evaluate", KEY, Said).digest
-        # What was not sent is sent by the next process on that machine.
+        # The next process on that machine sends the rest.
         again = Machine(tmp_path / f"{at}-1", shared)
         again.build("c" * 64)
         three = Machine(tmp_path / f"{at}-3", shared)
@@ -172,7 +172,7 @@ def test_what_is_damaged_there_is_a_miss_and_is_replaced(tmp_path: Path, address
         victim.write_bytes(b"")
     elif how == "missing":
         victim.unlink()
-    else:  # believable in itself, and not what it says
+    else:  # A valid manifest that does not match the content.
         said = json.loads(marker.read_text())
         marker.write_text(json.dumps({**said, "digest": "0" * 64}))
     two, three = Machine(tmp_path / "2", address), Machine(tmp_path / "3", address)
@@ -263,7 +263,7 @@ def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float
 
 
 def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
-    """On a file system that all of them see; fsspec's own guard looks first and writes then."""
+    """All workers share a file system; fsspec's own guard is not atomic, because it checks first and writes later."""
     shared = SharedStore(f"file://{tmp_path}/shared", tmp_path / "own", 1 << 20)
     for turn in range(40):
         leases = [_Lease(shared, f"{tmp_path}/shared/evaluate/{turn}.lease") for _ in range(8)]

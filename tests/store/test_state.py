@@ -1,4 +1,4 @@
-"""State that is damaged is a miss, whatever it has become; it is set aside, kept small, and built again."""
+"""Damaged state is a miss: it is set aside, kept small and built again."""
 
 from __future__ import annotations
 
@@ -182,10 +182,10 @@ def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, d
     assert store.build_value("gate", KEY, Value, lambda: pytest.fail("made again")) == (first, False)
 
 
-@settings(max_examples=25)  # each of them builds
+@settings(max_examples=25)  # Each example builds an artifact.
 @given(st.data())
 def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObject) -> None:
-    """Whatever is still believed says the same: spaces do not count, and the name of the stage is for people."""
+    """Accepted content has the same meaning: whitespace does not count, and the stage name is informational."""
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
         first, _ = store.build("merge", KEY, Value, makes)

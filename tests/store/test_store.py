@@ -1,4 +1,4 @@
-"""The store: complete or absent, believed only when it agrees with its manifest, built once however many ask."""
+"""The store: an artifact is complete or absent, is trusted only if its manifest matches, and is built once."""
 
 from __future__ import annotations
 
