@@ -70,7 +70,7 @@ def score_once(
         scores = TrialScores({}, problem=f"no score in two tries: {_error_text(error)}")
         ledger.add(key, scores)
         on_scored(scores)
-    return tuple(scores for key in keys if (scores := ledger.find(key)) is not None)
+    return tuple(stored for key in keys if (stored := ledger.find(key)) is not None)
 
 
 def _error_text(error: Exception) -> str:
