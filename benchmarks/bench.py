@@ -6,9 +6,9 @@
     python benchmarks/bench.py --giant 4e9                      # one tensor of 4 GB: is memory independent of it?
 
 Every run is a separate process, started as a user starts it: ``mergegate merge RECIPE OUT``, including its startup.
-Runs of one method take turns (copy, ours, peer, copy, ...). A ratio compares the runs of one turn, and the table shows the
-median, the smallest and the largest. Our first run is discarded because it may compile kernels. Unless ``--warm`` is
-set, the script drops the page cache before each run and waits a few seconds (``--pause``) so that the machine's host
+Runs of one method take turns (copy, ours, peer, copy, ...). A ratio compares the runs of one turn, and the table shows
+the median, the smallest and the largest. Our first run is discarded because it may compile kernels. Unless ``--warm``
+is set, the script drops the page cache before each run and waits a few seconds (``--pause``) so that the machine's host
 takes back free memory. Checkpoints are created once and stay in ``--directory`` until ``--clean``.
 """
 

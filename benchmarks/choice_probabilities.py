@@ -65,7 +65,7 @@ def truth(noise: float, loss: float) -> tuple[float, float, float]:
 
 
 def loss_for(noise: float, drop: float, *, graded: bool) -> float:
-    """Find the loss at which accuracy, or the probability, truly falls by ``drop``, by bisection on the same documents."""
+    """Find the loss at which accuracy, or the probability, truly falls by ``drop``, by bisection."""
     low, high = -1.0, 2.0
     rng = np.random.default_rng(7)
     lead, change = rng.normal(0.3, SPREAD, 1_000_000), rng.normal(0, noise, 1_000_000)
@@ -91,7 +91,7 @@ class Shares(NamedTuple):
 
 
 def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Generator, as_far: float) -> Shares:
-    """Return the share of merges whose upper bound is within the margin; ``as_far`` is another margin for probability."""
+    """Return the share of merges whose upper bound is within the margin; ``as_far`` is a margin for probability."""
     margin, counts = MARGIN, np.zeros(5)
     for done in range(0, runs, max(1, AT_ONCE // DOCUMENTS)):
         some = min(max(1, AT_ONCE // DOCUMENTS), runs - done)
@@ -105,7 +105,7 @@ def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Gener
 
 
 def _controlled(d: Array, p: Array) -> Array:
-    """Return the upper bound of the mean of ``d - slope * p``, with the sample's slope; valid if ``p`` has mean zero."""
+    """Bound the mean of ``d - slope * p`` from above, with the sample's slope; valid if ``p`` has a mean of zero."""
     slope = _covariance(d, p) / _covariance(p, p)
     rest = d - slope[:, None] * p
     return rest.mean(axis=1) + normal_quantile(CONFIDENCE) * rest.std(axis=1, ddof=1) / math.sqrt(d.shape[1])

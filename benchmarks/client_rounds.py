@@ -7,9 +7,9 @@
 
 In each round, every client starts from the result of the previous round. Two clients move a third of the way to
 reversing letters and two a third of the way to shifting them (``tests/flows/client_rounds.py``). With ``--alike``, all
-four move a third of the way to both. The fifth client moves five times as far toward the point that the honest clients
-come from, or contains noise five times as large, or contains NaN. The table lists right answers out of 1,000 documents,
-in %, after the fifth round.
+four move a third of the way to both. The fifth client moves in the opposite direction, five times as far, or is noise
+that is five times as large, or contains NaN. The table lists right answers out of 1,000 documents, in %, after the
+fifth round.
 """
 
 from __future__ import annotations

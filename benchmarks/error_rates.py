@@ -40,7 +40,7 @@ Draw = Callable[[tuple[int, int], float, np.random.Generator], NDArray[np.float6
 def _ruined(
     equal: NDArray[np.float64], reference: NDArray[np.float64], mean: float, drop: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Turn equal merges into worse ones whose answer scores zero on enough documents to be ``drop`` worse.
+    """Make equal merges worse: their answers score zero on enough documents to lose ``drop`` on average.
 
     Args:
         equal: Differences with a mean of zero.
@@ -50,7 +50,7 @@ def _ruined(
 
 
 def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw scores of which 3 in 10 are zero, 4 in 10 full and 3 in 10 partial; a quarter are answered again."""
+    """Draw scores of which 3 in 10 are zero, 4 in 10 full and 3 in 10 partial; a quarter differ between models."""
 
     def score() -> NDArray[np.float64]:
         kind = rng.random(shape)
@@ -61,7 +61,7 @@ def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray
 
 
 def rouge(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw low scores with a long tail, Beta(2, 6); both models share half of them."""
+    """Draw low scores with a long tail, Beta(2, 6); both models share half of each score."""
     equal = (rng.beta(2, 6, shape) - rng.beta(2, 6, shape)) / 2
     return _ruined(equal, rng.beta(2, 6, shape), 0.25, drop, rng)
 
@@ -74,7 +74,7 @@ def marks(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDAr
 
 
 def rare_losses(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw merges that lose everything on one document in a hundred (more with ``drop``) and win a point elsewhere."""
+    """Draw merges that lose everything on 1 document in 100 (more with ``drop``) and gain a point on all others."""
     return np.where(rng.random(shape) < (drop + 0.01) / 1.01, 1.0, -0.01)
 
 
