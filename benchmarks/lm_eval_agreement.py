@@ -144,10 +144,7 @@ SUBJECTS = [
     "virology",
 ]
 OF_DATA = ("arc_easy", "arc_challenge", "piqa", "gsm8k")
-_FILES = {
-    "gsm8k_cot": "gsm8k_test.jsonl",
-    "wikitext": "wikitext2_test_docs.jsonl",
-}  # not named after the task
+_FILES = {"gsm8k_cot": "gsm8k_test.jsonl", "wikitext": "wikitext2_test_docs.jsonl"}  # not named after the task
 
 
 def made_rows(task: str) -> dict[str, list[Row]]:

@@ -127,7 +127,11 @@ class NightSite:
         return str(self.ask(f"deployments/{deployed}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"])
 
     def command(self, *arguments: str, code: int = 0, before: str = "") -> str:
-        """Run a command that must end with ``code``, return its output; its process first runs the Python ``before``."""
+        """Run a command that must end with ``code``, and return its output.
+
+        Args:
+            before: Python code that the command's process runs first.
+        """
         done = subprocess.run(
             [sys.executable, "-c", before + _START, *arguments],
             cwd=self.root,
