@@ -6,9 +6,9 @@
 
 The new environment contains the dependencies in ``pyproject.toml`` and the wheel, which pip installs. The dependencies
 are links to the packages of this interpreter, because installing them again takes many minutes and proves nothing.
-Nothing of this project is importable there except what the wheel provides. The script then runs the commands that a
-user tries in the first hour, from another directory and with a separate home. If a command ends unexpectedly, the
-script prints its output and exits with code 1.
+Only the wheel makes this project importable there. The script then runs the commands that a user tries in the first
+hour, from another directory and with a separate home. If a command ends unexpectedly, the script prints its output and
+exits with code 1.
 """
 
 from __future__ import annotations

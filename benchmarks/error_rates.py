@@ -5,8 +5,8 @@
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
 
-Merges are drawn, not run. The functions of the gate (``tasks.gate.bounded``, ``tasks.gate.clusters``,
-``tasks.gate.statistics``), which accept many samples at once, decide them. A merge that fails at an early interim look
+Merges are drawn, not run. The gate's functions decide them (``tasks.gate.bounded``, ``tasks.gate.clusters``,
+``tasks.gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
 is still judged at the next one, so the published share is overstated.
 """
 
@@ -50,7 +50,7 @@ def _ruined(
 
 
 def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw scores of which 3 in 10 are zero, 4 in 10 full and 3 in 10 partial; a quarter differ between models."""
+    """Draw scores that are 30 % zero, 40 % full and 30 % partial; a quarter differ between models."""
 
     def score() -> NDArray[np.float64]:
         kind = rng.random(shape)
@@ -79,7 +79,7 @@ def rare_losses(shape: tuple[int, int], drop: float, rng: np.random.Generator) -
 
 
 def ties(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw differences of which nineteen in twenty are zero."""
+    """Draw differences that are zero in 19 of 20 cases."""
     equal = np.where(rng.random(shape) < 0.05, rng.uniform(-1, 1, shape), 0.0)
     return _ruined(equal, rng.uniform(0, 1, shape), 0.5, drop, rng)
 

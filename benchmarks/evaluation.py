@@ -7,8 +7,8 @@
 ``DATA`` contains ``arc_easy_test.jsonl``, ``piqa_test.jsonl``, ``gsm8k_test.jsonl``, ``mmlu_hub/``. Without
 ``--model``, the script creates a Llama of the size and shape of SmolLM2-135M (30 layers of 576, 49,152 tokens) with
 random weights and its own tokenizer. Each side is one process, measured from start to end. lm-eval's side is
-``lm-eval run`` with YAML files that include the shipped ones and point to the same rows. Our side does what a run's
-scoring process does. The sides take turns, and the smallest of ``--repeat`` measurements counts.
+``lm-eval run`` with YAML files that include the shipped ones and point to the same rows. Our side works like
+a run's scoring process. The sides take turns, and the smallest of ``--repeat`` measurements counts.
 """
 
 from __future__ import annotations

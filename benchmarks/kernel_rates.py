@@ -1,4 +1,4 @@
-"""Measure the CPU time per parameter of each pass of every merge method, in memory on one thread, and compare its bits.
+"""Measure the CPU time per parameter of each pass of every merge method, and check that results keep their bits.
 
     .venv/bin/python benchmarks/kernel_rates.py                          # ns per parameter of the result, by pass
     .venv/bin/python benchmarks/kernel_rates.py --methods della,sce --kind float32
@@ -6,8 +6,8 @@
     .venv/bin/python benchmarks/kernel_rates.py --bits after.json --against before.json
 
 Blocks have the size and layout of the engine's blocks. Reading, writing and hashing are not measured. The script uses
-CPU time because other work on the machine lengthens wall-clock time. Each pass runs a few times, and the shortest time
-counts.
+CPU time because other work on the machine lengthens wall-clock time. Each pass runs a few times in memory, on one
+thread, and the shortest time counts.
 
 A family is a base and its fine-tunes with values that may break a method: rows of one element, sizes that do not fill a
 tile, magnitudes that are all tied, tensors of zeros, differences that vanish in bfloat16.

@@ -1,4 +1,4 @@
-"""Kill a release while it measures a merge, to find out what a kill costs and whether it changes any result.
+"""Kill a release while it measures a merge, and check the cost of a kill and its effect on results.
 
 ::
 

@@ -9,7 +9,7 @@
 the demo undisturbed. It then starts runs from nothing, kills each one at random moments (``SIGKILL``) and triggers it
 again until it has released. The release must have the bytes of the undisturbed one, no half-written file may be left,
 and state must not grow with kills. Kills alternate between the flow, the process that holds the models, and the worker,
-whose flow continues. Now and then, the script kills all of them and the server at once. It restarts a killed worker.
+whose flow continues. Now and then, the script kills all of them together with the server. It restarts a killed worker.
 
 Rules that ``mergegate deploy`` sets on the server end a run that died with its worker: after 90 seconds of silence, or
 if a worker took the run and it never began (after ten minutes; here one, to shorten the wait).

@@ -148,7 +148,7 @@ class NightSite:
     # The state of the server.
 
     def state(self, run: str) -> Ended | None:
-        """Return how a run ended, or None if it has not ended."""
+        """Return the final state of a run, or None while it is unfinished."""
         found = self.ask(f"flow_runs/{run}")
         state = found["state"] or {}
         if state.get("type") not in FINAL:
@@ -283,7 +283,7 @@ class NightSite:
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:  # it ended, or belongs to another user
                 continue
-            if words:  # empty for a zombie whose parent has not reaped it
+            if words:  # empty for a zombie that its parent has not reaped
                 yield int(entry.name), words
 
 

@@ -1,4 +1,4 @@
-"""Measure how much merge methods retain of two fine-tunes of a real 135 M model: the second table of docs/methods.md.
+"""Measure what merge methods retain of two fine-tunes of a real model: the second table of docs/methods.md.
 
 ::
 
@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/pair_table.py --data DATA --base SMOLLM2 --work WORK ties svc   # these methods only
 
 ``DATA`` contains ``arc_challenge_test.jsonl``, ``arc_easy_test.jsonl``, ``gsm8k_test.jsonl`` and
-``wikitext2_test_docs.jsonl``. The script creates two short fine-tunes of the base in ``WORK`` unless they exist, one on
-science questions with answers and one on math problems with solutions. ``mergegate merge`` merges them. The score is
-the negative log-likelihood, in nats per token, of fresh documents of both kinds and of prose that neither fine-tune has
-seen. For methods with a scale (``lambda``), further documents select it. Seconds and memory are those of the whole
+``wikitext2_test_docs.jsonl``. The base has 135 M parameters. The script creates two short fine-tunes of it in ``WORK``
+unless they exist, one on science questions with answers and one on math problems with solutions. ``mergegate merge``
+merges them. The score is the negative log-likelihood, in nats per token, of fresh documents of both kinds and of prose
+that neither fine-tune has seen. For methods with a scale (``lambda``), further documents select it. Seconds and memory are those of the whole
 command when it runs again, after all texts have been read.
 """
 

@@ -56,7 +56,7 @@ def changed_threshold(project: Path) -> None:
 
 
 def new_parent(project: Path) -> None:
-    """Change a weight of one fine-tune, so that it and the merge are measured again."""
+    """Change a weight of one fine-tune, so that the merge is rebuilt and both are measured again."""
     path = project / "profiles/demo/models/reverser/model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1 << (next(_number) % 3)  # one of the lowest bits of a value

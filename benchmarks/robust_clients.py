@@ -1,4 +1,4 @@
-"""Compare what a mean, a median and a trimmed mean retain if one of five clients is faulty. Table of docs/methods.md.
+"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty. Second table of docs/methods.md.
 
 ::
 
@@ -6,7 +6,7 @@
 
 Two clients have learned to reverse letters and two to shift them. They are the demo's fine-tunes, each with its own
 noise of a fifth of their size. The fifth client is noise five times as large as a fine-tune, or the honest mean with
-its sign turned, five times as large. The table is the second one of docs/methods.md.
+its sign turned, five times as large.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 In each round, two clients move a third of the way to reversing and two a third of the way to shifting
 (``tests/flows/client_rounds.py``), starting from the result of the previous round. The distance is constant, or
-(``--tired``) a third of the remaining way. Each round is the recipe that a profile would build from it. The table lists
-right answers out of 1,000 documents in %, reversing / shifting, with copying in brackets if it is below 99.5.
+(``--tired``) a third of the remaining way. Each round uses the recipe that a profile would build for it. The table
+lists right answers out of 1,000 documents in %, reversing / shifting, with copying in brackets if it is below 99.5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def next_release(place: Path, said: Mapping[str, Any], released: Path | None, number: int) -> Path:
-    """Merge a round of the clients in ``place``, and record what the next round needs from a release."""
+    """Merge a round of the clients in ``place``, and record the data that the next round needs from a release."""
     import yaml
 
     from mergegate.flows.candidates import client_round

@@ -106,7 +106,7 @@ shadow:
 
 
 def print_load(site: Site, mode: str, requests: int, clients: int) -> None:
-    """Send many requests at once and print the results."""
+    """Send many requests in parallel and print the results."""
     before, began = site.cpu(), time.perf_counter()
     answers = asyncio.run(_many(site.proxy, requests, clients))
     seconds, cpu = time.perf_counter() - began, site.cpu() - before

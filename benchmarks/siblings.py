@@ -8,9 +8,10 @@
 ``DATA`` contains ``arc_easy_test.jsonl``, ``arc_challenge_test.jsonl``, ``gsm8k_test.jsonl`` and
 ``wikitext2_test_docs.jsonl``. mergegate merges two short fine-tunes of the base (``benchmarks/sibling_models.py``), and
 ``mergegate compare`` compares each merge with the first of them: perplexity of WikiText, ARC-Easy, and GSM8K as a
-choice between the right number and a number from the solution. One mode uses interim looks, the default. The other
-sets ``documents: all``. Each mode has its own store. With ``--lend``, the second mode continues in a copy of the first
-one's store. Parts of a task are the same in both, so shared parts are scored once, and their seconds count in both.
+choice between the right number and an intermediate number of the solution. One mode uses interim looks, the default.
+The other sets ``documents: all``. Each mode has its own store. With ``--lend``, the second mode continues in a copy of
+the first one's store. Parts of a task are the same in both, so shared parts are scored once, and their seconds count in
+both.
 
 Existing models are not created again.
 """
@@ -168,7 +169,7 @@ def _cpu() -> float:
 
 
 def _as_choice(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a math problem into a choice between the right number and one from its solution (or a near one)."""
+    """Turn a math problem into a choice of the right number or an intermediate one of its solution (or a near one)."""
     solution, _, right = str(document["answer"]).rpartition("####")
     right = right.strip()
     rng = random.Random(str(document["question"]))

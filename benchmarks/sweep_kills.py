@@ -206,7 +206,7 @@ class Project:
         return found
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return what the ledger stores about trials, without their durations."""
+        """Return the ledger's records of trials, without their durations."""
         (journal,) = (self.root / ".mergegate" / "sweeps").glob("*/trials.journal")
         records = [json.loads(line.partition(" ")[2]) for line in journal.read_text().splitlines()]
         return [
@@ -249,7 +249,7 @@ def disturbed(
         while run.poll() is None and len(project.notes("begin")) < before + trials_first:
             time.sleep(_LOOK_EVERY)
         time.sleep(pause)
-        run.kill()  # a run that ended by itself does not count
+        run.kill()  # a run that ended on its own does not count
         if run.wait() != -signal.SIGKILL:
             break
         done.append(Kill(len(project.notes("begin")) - before, project.wait_until_gone()))

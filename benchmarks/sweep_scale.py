@@ -1,4 +1,4 @@
-"""Estimate how long a sweep takes with more workers, and what it costs.
+"""Estimate the duration and the cost of a sweep by its number of workers.
 
 ::
 
