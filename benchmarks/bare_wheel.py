@@ -52,7 +52,7 @@ class Used:
 
     @property
     def row(self) -> str:
-        """Return the command as a row of the table."""
+        """The command as a row of the table."""
         return f"| `{self.command}` | {self.code} | {self.seconds:.0f} s |"
 
 

@@ -58,7 +58,7 @@ class Compared:
 
     @property
     def differing(self) -> int:
-        """Return the number of document scores that differ."""
+        """Number of document scores that differ."""
         every = self.theirs.scores.keys() | self.ours.scores.keys()
         return sum(not _alike(self.theirs.scores.get(one), self.ours.scores.get(one)) for one in every)
 

@@ -94,7 +94,7 @@ def families(method: Method) -> Iterator[tuple[str, TensorTask, Numbers, str]]:
         for what in kinds_of_numbers:
             for variant, values in VARIANTS.items():
                 if number == len(shapes) - 1 and (what, variant) not in {("normal", "plain"), ("tied", "sparse")}:
-                    continue  # The last shape spans two blocks and is slow.
+                    continue  # The last shape is large: it spans two blocks.
                 for kind in ("bfloat16", "float32"):
                     count = INPUTS.get(method.name, 3 if variant == "plain" else 4)
                     seed = np.random.default_rng([number, kinds_of_numbers.index(what)])

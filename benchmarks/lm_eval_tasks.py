@@ -38,7 +38,7 @@ def decided() -> list[tuple[str, str, str]]:
             leaf = LeafConfig(name, load_yaml(entry.yaml_path, resolve_func=False), entry.yaml_path)
             refusal = refusal_of_leaf(leaf)
             rows.append((family, name, str(refusal.reason) if refusal else "supported"))
-        except Exception as error:  # this count is the purpose of the script
+        except Exception as error:  # a crash is an outcome that the table counts
             rows.append((family, name, f"{CRASH}: {type(error).__name__}: {error}"))
     return rows
 

@@ -42,7 +42,7 @@ LOOK_EVERY_S = 0.05
 _START = "from mergegate.flows.cli import main; main()"
 
 Kind = Literal["flow", "models", "worker", "server"]
-# Words in the command line of each.
+# Words that identify each kind in its command line.
 _WORDS: Mapping[Kind, tuple[str, ...]] = {
     "flow": ("prefect.runner._workspace_supervisor", "prefect.engine"),  # the first becomes the second
     "models": ("answer_questions",),

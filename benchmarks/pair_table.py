@@ -9,8 +9,8 @@
 ``wikitext2_test_docs.jsonl``. The base has 135 M parameters. The script creates two short fine-tunes of it in ``WORK``
 unless they exist, one on science questions with answers and one on math problems with solutions. ``mergegate merge``
 merges them. The score is the negative log-likelihood, in nats per token, of fresh documents of both kinds and of prose
-that neither fine-tune has seen. For methods with a scale (``lambda``), further documents select it. Seconds and memory are those of the whole
-command when it runs again, after all texts have been read.
+that neither fine-tune has seen. For methods with a scale (``lambda``), further documents select it. Seconds and memory
+are those of the whole command when it runs again, after all texts have been read.
 """
 
 from __future__ import annotations

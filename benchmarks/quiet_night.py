@@ -36,7 +36,7 @@ class Night(NamedTuple):
     """Seconds of one run."""
 
     whole: float
-    before: float  # before the first stage
+    before: float  # until the first stage starts
     stages: dict[str, float]
 
     @property

@@ -48,7 +48,7 @@ class Runs(NamedTuple):
 
     @property
     def promoted(self) -> NDArray[np.bool_]:
-        """Return whether the rule as a whole promotes; the earlier event ends the run."""
+        """Whether the rule as a whole promotes; the earlier event ends the run."""
         return self.promoted_at < self.rolled_back_at
 
     @property

@@ -91,7 +91,7 @@ class DrawnModels:
     kind: Kind
     documents: Mapping[str, int]
     seed: int
-    asked: int = 0  # documents
+    asked: int = 0  # documents scored
     raced: int = 0  # candidates compared with an incumbent
     ahead: int = 0  # those of them that are ahead of it on all documents
     ahead_dropped: int = 0
