@@ -1,11 +1,11 @@
-"""What applying an adapter costs: a merge with a LoRA adapter on one of its models, beside the same merge without.
+"""Measure what applying an adapter costs: a merge with a LoRA adapter on one model, compared with a plain merge.
 
     python benchmarks/adapter_cost.py                      # 1.24 B parameters in bfloat16, rank 16 on every matrix
     python benchmarks/adapter_cost.py --size 2.58e8 --warm
 
-Plain and adapted take turns, each a process of its own started as a user starts it; the first of each is not counted.
-The table has medians of seconds, with the smallest and the largest, and the ratio of the medians: of the whole command,
-and of the merge itself without Python's start.
+Plain and adapted merges take turns. Each runs in its own process, started as a user starts it, and the first run of
+each is discarded. The table lists the median, smallest and largest number of seconds and the ratio of the medians, for
+the whole command and for the merge without the start of Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPREAD = 0.01
 
 
 def make_adapter(family: Family, place: Path, rank: int) -> Path:
-    """A LoRA adapter on every matrix of the layers, as PEFT writes it; made once."""
+    """Write a LoRA adapter on every matrix of the layers in PEFT's format, unless it exists."""
     adapter = place / f"adapter-{rank}"
     if (adapter / "adapter_config.json").exists():
         return adapter
@@ -50,7 +50,7 @@ def make_adapter(family: Family, place: Path, rank: int) -> Path:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurement and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default=1.24e9, type=float)
     parser.add_argument("--rank", default=16, type=int)
@@ -86,7 +86,7 @@ def _row(method: str, family: Family, place: Path, adapter: Path, repeat: int, w
                 evict(inputs)
             command = [Path(sys.executable).with_name("mergegate"), "merge", recipe, out, "--device", "cpu", "--json"]
             run = measure(command, cwd=place)
-            if number:  # The first may compile kernels.
+            if number:  # The first run may compile kernels.
                 runs[name].append(run)
     shutil.rmtree(out, ignore_errors=True)
 

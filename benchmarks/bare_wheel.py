@@ -1,13 +1,14 @@
-"""The wheel alone: built from what git knows, installed where there is no clone, used from another directory.
+"""Test the wheel alone: build it from the files that Git tracks, install it without a clone, and run its commands.
 
 ::
 
     .venv/bin/python benchmarks/bare_wheel.py                    # about two minutes; the table as Markdown
 
-A new environment has what ``pyproject.toml`` asks for (links to the packages that this interpreter has, since
-installing them anew takes many minutes and tells nothing) and the wheel, which pip installs. Nothing of this project is
-importable there but what the wheel brings. Then come the commands of a first hour, with a home of their own; one that
-does not end as it should ends this with exit code 1 and what it said.
+The new environment contains the dependencies in ``pyproject.toml`` and the wheel, which pip installs. The dependencies
+are links to the packages of this interpreter, because installing them again takes many minutes and proves nothing.
+Only the wheel makes this project importable there. The script then runs the commands that a user tries in the first
+hour, from another directory and with a separate home. If a command ends unexpectedly, the script prints its output and
+exits with code 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 LINKED_NOT = ("__editable__", "mergegate", "__pycache__")
-# Each with the exit code that it must have: the last three of the demo are a release, a refusal and its proof.
+# Each command with its required exit code. The last three of the demo are a release, a refusal and its proof.
 COMMANDS = (
     (0, "mergegate", "--help"),
     (0, "mergegate", "demo", "demo"),
@@ -41,7 +42,7 @@ COMMANDS = (
 
 @dataclass(frozen=True)
 class Used:
-    """One command, and how it ended."""
+    """One command and how it ended."""
 
     command: str
     expected: int
@@ -51,12 +52,12 @@ class Used:
 
     @property
     def row(self) -> str:
-        """Of the table."""
+        """The command as a row of the table."""
         return f"| `{self.command}` | {self.code} | {self.seconds:.0f} s |"
 
 
 def build(to: Path) -> Path:
-    """The wheel, from a copy of what git knows: of what only lies about here, nothing comes in."""
+    """Build the wheel from a copy of the files that Git tracks, so that no stray file gets in."""
     listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True)
     source = to / "source"
     for file in listed.stdout.splitlines():
@@ -71,7 +72,7 @@ def build(to: Path) -> Path:
 
 
 def bare_environment(place: Path, wheel: Path) -> Path:
-    """A new environment with the wheel and what it needs; returns its directory of programs."""
+    """Create an environment with the wheel and its dependencies, and return its directory of programs."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     python = place / "bin" / "python"
     found = subprocess.run(
@@ -90,7 +91,7 @@ def bare_environment(place: Path, wheel: Path) -> Path:
 
 
 def use(programs: Path, place: Path, commands: Sequence[tuple[int | str, ...]] = COMMANDS) -> Iterator[Used]:
-    """Carry out each command in ``place``, as somebody who has nothing but the wheel."""
+    """Run each command in ``place`` as a user who has only the wheel."""
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
     home = place / "home"
     home.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def use(programs: Path, place: Path, commands: Sequence[tuple[int | str, ...]] =
 
 
 def imported_from(programs: Path, place: Path) -> set[Path]:
-    """Where the floors are imported from there."""
+    """Return the directories from which that environment imports the layers."""
     script = "import mergegate.flows as a, mergegate.tasks as b, mergegate.merge_core as c\n"
     script += "print(a.__file__, b.__file__, c.__file__, sep='\\n')"
     done = subprocess.run([programs / "python", "-c", script], cwd=place, capture_output=True, text=True, check=True)
@@ -119,7 +120,7 @@ def imported_from(programs: Path, place: Path) -> set[Path]:
 
 
 def main() -> None:
-    """Build, install, use, tell."""
+    """Build and install the wheel, run the commands and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bare-wheel-") as scratch:

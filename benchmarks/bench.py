@@ -1,15 +1,15 @@
-"""How long every merge method takes on this machine, beside a plain copy of the same bytes and beside mergekit.
+"""Measure how long every merge method takes, compared with a plain copy of the same bytes and with mergekit.
 
     python benchmarks/bench.py                                  # all methods, 1.24 B parameters in bfloat16
     python benchmarks/bench.py --size small --repeat 1          # a few minutes
     python benchmarks/bench.py --methods linear,ties --peer     # against mergekit 0.1.5 (make .venv-peer/ready)
     python benchmarks/bench.py --giant 4e9                      # one tensor of 4 GB: is memory independent of it?
 
-Every run is a process of its own, started as a user starts it: ``mergegate merge RECIPE OUT``, its start included. Runs
-of one method take turns (copy, ours, peer, copy, ...); a ratio is that of one turn, and the table shows the median with
-the smallest and the largest. A first run of ours is not counted, it may compile kernels. Before each run the page
-cache is dropped, and free memory is left to the machine's host for a few seconds (``--pause``), unless ``--warm``.
-Checkpoints are made once and kept in ``--directory`` until ``--clean``.
+Every run is a separate process, started as a user starts it: ``mergegate merge RECIPE OUT``, including its startup.
+Runs of one method take turns (copy, ours, peer, copy, ...). A ratio compares the runs of one turn, and the table shows
+the median, the smallest and the largest. Our first run is discarded because it may compile kernels. Unless ``--warm``
+is set, the script drops the page cache before each run and waits a few seconds (``--pause``) so that the machine's host
+takes back free memory. Checkpoints are created once and stay in ``--directory`` until ``--clean``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {"small": 2e8}
 
 
 class Spread(NamedTuple):
-    """Median, smallest and largest of some turns."""
+    """Median, smallest and largest value over several turns."""
 
     median: float
     least: float
@@ -45,25 +45,25 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: medians over the runs, bytes and seconds.
+    """One line of the table: medians over the runs, in bytes and seconds.
 
     Args:
-        method: Its name.
+        method: Name of the method.
         models: Number of checkpoints read.
         moved: Bytes read and written.
         copy: Seconds of the plain copy.
         ours: Seconds of our whole process.
-        merge: Seconds that our merge itself took, without starting Python.
-        to_copy: Ours divided by the copy: median, smallest, largest of the turns.
+        merge: Seconds of our merge itself, without the start of Python.
+        to_copy: Our time divided by the copy's: median, smallest and largest of the turns.
         cpu: Processor seconds of our process.
-        system: The system's part of them.
-        copy_system: The system's part of the copy's.
+        system: System part of ``cpu``.
+        copy_system: System part of the copy's processor seconds.
         memory: Our peak anonymous memory.
-        peer: Seconds of the peer's process, None when it was not run.
-        peer_to_ours: The peer divided by ours: median, smallest, largest of the turns.
-        peer_memory: Its peak anonymous memory.
+        peer: Seconds of the peer's process, or None if the peer was not run.
+        peer_to_ours: The peer's time divided by ours: median, smallest and largest of the turns.
+        peer_memory: The peer's peak anonymous memory.
         vram: Our peak memory on the GPU.
-        peer_vram: The peer's.
+        peer_vram: The peer's peak memory on the GPU.
         load: Load average of the machine before the method's first run.
     """
 
@@ -89,7 +89,7 @@ class Row:
 def main(
     arguments: Sequence[str] | None = None, *, device: str = "cpu", gauge: Callable[[], int] | None = None
 ) -> None:
-    """Measure and print; on a GPU, ``gauge`` says how many of its bytes are in use."""
+    """Run the measurement and print the table; on a GPU, ``gauge`` returns the number of its bytes in use."""
     options = _options(arguments)
     family = giant_family(int(options.giant)) if options.giant else llama_family(options.size)
     place = ensure(family, options.directory)
@@ -157,8 +157,8 @@ def _measure_method(
             gauge=gauge,
         )
     _remove(out)
-    if not options.giant:  # There memory is the question, and every run takes a minute.
-        contenders["ours"]()  # Not counted.
+    if not options.giant:  # --giant measures memory, and each of its runs takes a minute.
+        contenders["ours"]()  # This run is discarded.
     load = os.getloadavg()[0]
     runs: dict[str, list[Measurement]] = {name: [] for name in contenders}
     for number in range(options.repeat):
@@ -199,7 +199,7 @@ def _measure_method(
 
 
 def _spread(runs: Sequence[Measurement], others: Sequence[Measurement]) -> Spread:
-    """How many times the others' time each run took, turn by turn (the peer may have fewer of them)."""
+    """Return how many times the others' time each run took, turn by turn (the peer may have fewer turns)."""
     ratios = [run.seconds / other.seconds for run, other in zip(runs, others, strict=False)]
     return Spread(statistics.median(ratios), min(ratios), max(ratios))
 

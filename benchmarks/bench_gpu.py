@@ -1,10 +1,10 @@
-"""The same on a CUDA GPU: time, throughput, memory of the machine and of the GPU.
+"""Run the benchmark of ``bench.py`` on a CUDA GPU: time, throughput, memory of the machine and of the GPU.
 
     python benchmarks/bench_gpu.py                              # options as for bench.py
     python benchmarks/bench_gpu.py --methods linear,ties --peer
 
-Memory of the GPU is what the whole device has in use beyond what it had before the run, so nothing else should run on
-it. Needs a torch with CUDA in the environment, and in the peer's for ``--peer``.
+GPU memory is the memory in use on the whole device minus the memory in use before the run, so nothing else should run
+on it. The environment needs a torch build with CUDA, and so does the peer's environment for ``--peer``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench import main as measure_all
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print, or say why not."""
+    """Run the measurement and print the table, or print why it cannot run."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""Checkpoints to measure with: Llama layout, bfloat16, three shards; a base and fine-tunes close to it.
+"""Create checkpoints for the benchmarks: a base and similar fine-tunes in Llama layout, bfloat16, three shards.
 
-They are made once and kept: ``<directory>/<family>/base``, ``.../one``, ``.../two``, ``.../three``. Values are normal,
-fine-tunes are the base plus noise of a tenth of its scale, so that magnitudes, signs and near ties are as in real
-weights. A family is complete when its file ``complete`` exists.
+The checkpoints are created once and reused: ``<directory>/<family>/base``, ``.../one``, ``.../two``, ``.../three``.
+Values are normal. Fine-tunes are the base plus noise of a tenth of its scale, so that magnitudes, signs and near ties
+resemble real weights. A family is complete when its file ``complete`` exists.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ BASE = "base"
 FINE_TUNES = ("one", "two", "three")
 _SPREAD, _NOISE = 0.02, 0.002
 _SHARDS = 3
-_BLOCK = 1 << 24  # elements drawn at once
+_BLOCK = 1 << 24  # elements drawn in one step
 _THREADS = 2
 
 
 @dataclass(frozen=True)
 class Family:
-    """What its checkpoints have in common.
+    """Properties that all checkpoints of a family share.
 
     Args:
-        name: Directory name; says what decides the content.
+        name: Directory name, which identifies the content.
         config: The Llama config.
         shapes: Tensor name → shape, in the order of the file.
-        fine_tunes: How many checkpoints there are beside the base.
+        fine_tunes: Number of checkpoints in addition to the base.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Family:
 
 
 def llama_family(parameters: float) -> Family:
-    """A Llama with tied embeddings of about ``parameters`` parameters; 1.24e9 gives the shapes of Llama 3.2 1B."""
+    """Return a Llama family with tied embeddings of about ``parameters``; 1.24e9 gives the shapes of Llama 3.2 1B."""
     hidden = max(64, round(2048 * (parameters / 1.236e9) ** (1 / 3) / 64) * 64)
     vocabulary = 128256 if parameters >= 5e8 else 32000 if parameters >= 2e7 else 2000
     per_layer = sum(math.prod(shape) for shape in _layer(0, hidden).values())
@@ -69,7 +69,7 @@ def llama_family(parameters: float) -> Family:
 
 
 def giant_family(nbytes: int) -> Family:
-    """A checkpoint whose weight is almost all in one tensor of fused experts, ``[experts, out, in]``."""
+    """Return a family whose weight is almost all in one tensor of fused experts, ``[experts, out, in]``."""
     hidden, out = 2048, 8192
     experts = round(nbytes / 2 / hidden / out)
     small = llama_family(1e6)
@@ -78,10 +78,10 @@ def giant_family(nbytes: int) -> Family:
 
 
 def ensure(family: Family, directory: Path) -> Path:
-    """Make the checkpoints of ``family`` below ``directory`` unless they are there; returns their directory.
+    """Create the checkpoints of ``family`` below ``directory`` unless they exist, and return their directory.
 
     Raises:
-        SystemExit: There is not enough room.
+        SystemExit: The disk does not have enough room.
     """
     place = directory / family.name
     done = place / "complete"
@@ -103,7 +103,7 @@ def ensure(family: Family, directory: Path) -> Path:
 
 
 def weight_files(checkpoint: Path) -> list[Path]:
-    """The shards of a checkpoint, in order."""
+    """Return the shards of a checkpoint, in order."""
     return sorted(checkpoint.glob("*.safetensors"))
 
 
@@ -153,7 +153,7 @@ def _write_checkpoint(family: Family, directory: Path, model: str) -> None:
 
 
 def _split(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
-    """Names in three runs of about the same size."""
+    """Split the names into three runs of about the same size."""
     limit = sum(math.prod(shape) for shape in shapes.values()) / _SHARDS
     groups: list[list[str]] = [[]]
     filled = 0
@@ -192,7 +192,7 @@ def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]], model: str) -> 
 
 
 def _values(model: str, name: str, first: int, count: int) -> memoryview:
-    """Elements ``first`` to ``first + count`` of a tensor as bfloat16 bytes; the same whenever they are drawn."""
+    """Return elements ``first`` to ``first + count`` of a tensor as bfloat16 bytes, the same on every call."""
     import torch
 
     def normal(label: str, spread: float) -> torch.Tensor:

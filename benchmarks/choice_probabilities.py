@@ -1,14 +1,14 @@
-"""What the probability of the right answer is worth: as a score of its own, and as a control variate of accuracy.
+"""Measure the value of the right answer's probability, both as a score and as a control variate of accuracy.
 
 ::
 
     .venv/bin/python benchmarks/choice_probabilities.py simulated            # half a minute
     .venv/bin/python benchmarks/choice_probabilities.py measured --work WORK # after benchmarks/siblings.py
 
-``simulated``: merges are drawn and decided by the functions of the gate. A document has, for each model, a lead of the
-right answer over the others (normal; the merge's is the reference's plus noise less what it lost); accuracy is whether
-it is above zero, the probability its logistic. ``measured``: real models, document by document, from the scores that
-``benchmarks/siblings.py`` left.
+``simulated`` draws merges and decides them with the functions of the gate. For each model, the right answer of a
+document leads the other answers by a normal amount. The merge's lead is the reference's lead plus noise, minus a loss.
+An answer is correct if its lead is above zero, and its probability is the logistic function of the lead. ``measured``
+compares real models document by document, based on the scores that ``benchmarks/siblings.py`` left.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, nor
 
 CONFIDENCE = 0.95
 MARGIN = 0.03
-SPREAD, STEEPNESS = 1.0, 1.5  # of the reference's leads; of the logistic
-DOCUMENTS = 2000  # of the task, all of which the reference has answered
-AT_ONCE = 2_000_000  # numbers
+SPREAD, STEEPNESS = 1.0, 1.5  # spread of the reference's leads, steepness of the logistic function
+DOCUMENTS = 2000  # documents of the task; the reference has answered all of them
+AT_ONCE = 2_000_000  # numbers drawn in one step
 
 Array = NDArray[np.float64]
 
 
 class Drawn(NamedTuple):
-    """Many merges against a reference; ``[runs, documents]``."""
+    """Many simulated merges and their reference; arrays have the shape ``[runs, documents]``."""
 
-    right: Array  # of the reference: 1 or 0
-    sure: Array  # of the reference: probability of the right answer
-    differences: Array  # of accuracy, reference less merge
-    graded: Array  # of the probability
+    right: Array  # reference: 1 if right, else 0
+    sure: Array  # reference: probability of the right answer
+    differences: Array  # accuracy of the reference minus that of the merge
+    graded: Array  # probability of the reference minus that of the merge
 
 
 def draw_leads(runs: int, n: int, noise: float, loss: float, rng: np.random.Generator) -> Drawn:
-    """Leads of the reference and of merges that change them.
+    """Draw leads of the reference and of merges that change them.
 
     Args:
-        noise: Standard deviation of what the merge changes in a lead.
-        loss: What it takes from each lead.
+        noise: Standard deviation of the merge's change of a lead.
+        loss: Amount that the merge subtracts from each lead.
     """
     lead = rng.normal(0.3, SPREAD, (runs, n))
     merged = lead + rng.normal(0, noise, (runs, n)) - loss
@@ -59,13 +59,13 @@ def draw_leads(runs: int, n: int, noise: float, loss: float, rng: np.random.Gene
 
 
 def truth(noise: float, loss: float) -> tuple[float, float, float]:
-    """True drop of accuracy and of the probability, and the discordance, by a million documents."""
+    """Estimate the true drops of accuracy and of probability, and the discordance, from a million documents."""
     drawn = draw_leads(1, 1_000_000, noise, loss, np.random.default_rng(7))
     return float(drawn.differences.mean()), float(drawn.graded.mean()), float(np.abs(drawn.differences).mean())
 
 
 def loss_for(noise: float, drop: float, *, graded: bool) -> float:
-    """The loss at which accuracy, or the probability, truly falls by ``drop``; by bisection over the same documents."""
+    """Find the loss at which accuracy, or the probability, truly falls by ``drop``, by bisection."""
     low, high = -1.0, 2.0
     rng = np.random.default_rng(7)
     lead, change = rng.normal(0.3, SPREAD, 1_000_000), rng.normal(0, noise, 1_000_000)
@@ -81,17 +81,17 @@ def loss_for(noise: float, drop: float, *, graded: bool) -> float:
 
 
 class Shares(NamedTuple):
-    """Merges that are published, of 1, by each way of judging them."""
+    """Share (0 to 1) of merges that each way of judging publishes."""
 
     accuracy: float  # the gate's interval
-    probability: float  # the gate's bound of graded scores, with the same margin
-    as_far: float  # that bound, with the margin that accuracy's comes to in points of probability
-    controlled: float  # accuracy less what the probability's drop explains, as if that had no drop of its own
-    stratified: float  # accuracy, weighed by how the reference answers all documents
+    probability: float  # the gate's bound for graded scores, with the same margin
+    as_far: float  # the same bound, with accuracy's margin converted to points of probability
+    controlled: float  # accuracy minus what the drop of probability explains, as if its true drop were zero
+    stratified: float  # accuracy, weighted by the reference's answers to all documents
 
 
 def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Generator, as_far: float) -> Shares:
-    """Share of merges whose upper bound is within the margin; ``as_far`` is another one for the probability."""
+    """Return the share of merges whose upper bound is within the margin; ``as_far`` is a margin for probability."""
     margin, counts = MARGIN, np.zeros(5)
     for done in range(0, runs, max(1, AT_ONCE // DOCUMENTS)):
         some = min(max(1, AT_ONCE // DOCUMENTS), runs - done)
@@ -105,15 +105,17 @@ def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Gener
 
 
 def _controlled(d: Array, p: Array) -> Array:
-    """Upper bound of the mean of ``d - slope * p``, with the slope of the sample: right if ``p`` had a mean of zero."""
+    """Bound the mean of ``d - slope * p`` from above, with the sample's slope; valid if ``p`` has a mean of zero."""
     slope = _covariance(d, p) / _covariance(p, p)
     rest = d - slope[:, None] * p
     return rest.mean(axis=1) + normal_quantile(CONFIDENCE) * rest.std(axis=1, ddof=1) / math.sqrt(d.shape[1])
 
 
 def _stratified(drawn: Drawn, n: int) -> Array:
-    """Upper bound from strata of the reference's answers, whose shares are known of all documents: right or wrong, by
-    quarters of its probability."""
+    """Return the upper bound from strata of the reference's answers, whose shares are known for all documents.
+
+    The strata are right or wrong answers, divided by quarters of the reference's probability.
+    """
     quarters = np.minimum(3, (drawn.sure * 4).astype(np.int64)) + 4 * drawn.right.astype(np.int64)
     total = drawn.sure.shape[1]
     mean = np.zeros(len(quarters))
@@ -137,14 +139,14 @@ def _covariance(a: Array, b: Array) -> Array:
 
 
 class Scored(NamedTuple):
-    """A model's marks and probabilities on one task, by document."""
+    """A model's scores and probabilities on one task, by document."""
 
     marks: dict[tuple[str, int], float]
     sure: dict[tuple[str, int], float]
 
 
 def scores_in(home: Path) -> dict[tuple[str, str], Scored]:
-    """By model and task, all that the store of ``home`` holds."""
+    """Return all scores in the store of ``home``, by model and task."""
     found: dict[tuple[str, str], Scored] = {}
     for value in sorted(home.glob("store/evaluate/*/value.json")):
         said = json.loads(value.read_text())
@@ -155,7 +157,7 @@ def scores_in(home: Path) -> dict[tuple[str, str], Scored]:
 
 
 def print_measured(home: Path, reference: str) -> None:
-    """Real models: what a document tells by either score, and how many documents an equal merge takes."""
+    """Print the information per document in real models' scores, and how many documents an equal merge needs."""
     known = scores_in(home)
     print(
         "| merge | task | documents | differ, % | drop acc | drop prob | spread acc | spread prob | correlation ",
@@ -184,7 +186,7 @@ def print_measured(home: Path, reference: str) -> None:
 
 
 def print_resampled(home: Path, reference: str, runs: int) -> None:
-    """Documents of a real comparison drawn anew, weighed so that a score truly falls by the margin or not at all."""
+    """Resample documents of a real comparison, weighted so that a score truly falls by the margin or not at all."""
     known, rng = scores_in(home), np.random.default_rng(0)
     print("| merge | task | documents | equal, by acc | by prob | at the margin, by acc | by prob |")
     print("| --- | --- " + "| --: " * 5 + "|")
@@ -207,7 +209,7 @@ def print_resampled(home: Path, reference: str, runs: int) -> None:
 
 
 def _tilted(values: Array, mean: float) -> Array:
-    """Weights, summing to 1, that give ``values`` another mean and change them least (exponential tilting)."""
+    """Return weights, summing to 1, that give ``values`` another mean with the least change (exponential tilting)."""
     low, high = -500.0, 500.0
     weights: Array = np.full(len(values), 1 / len(values))
     for _ in range(80):
@@ -220,14 +222,14 @@ def _tilted(values: Array, mean: float) -> Array:
 
 
 def _explained(right: Array, sure: Array, d: Array) -> float:
-    """Share of the variance of ``d`` that lies between the strata of the reference's answers."""
+    """Return the share of the variance of ``d`` that is between the strata of the reference's answers."""
     quarters = np.minimum(3, (sure * 4).astype(np.int64)) + 4 * right.astype(np.int64)
     between = sum(float((quarters == one).mean() * d[quarters == one].mean() ** 2) for one in np.unique(quarters))
     return (between - float(d.mean()) ** 2) / float(d.var()) if d.any() else 0.0
 
 
 def print_simulated(runs: int) -> None:
-    """Merges that are equal, and merges at the margin, by each way of judging them."""
+    """Print how each way of judging decides equal merges and merges at the margin."""
     print(
         "| documents | discordance | true drop | prob's | by acc | by prob | as far | controlled | by the reference |"
     )

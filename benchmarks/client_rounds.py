@@ -1,14 +1,15 @@
-"""Five clients over five rounds, one of them absurd: what each way to merge them keeps. Tables of docs/clients.md.
+"""Compare how merge methods handle five clients, one of them faulty, over five rounds. Tables of docs/clients.md.
 
 ::
 
     .venv/bin/python benchmarks/client_rounds.py         # the demo family, three minutes; prints Markdown
     .venv/bin/python benchmarks/client_rounds.py --alike # clients that have all seen of everything
 
-Two clients go a third of the way to reversing in each round, two to shifting (``tests/flows/client_rounds.py``), or all
-four a third of the way to both, from what the round before made of them. The fifth goes where the honest ones come
-from, or holds noise, five times as far; or its numbers are none. Right answers of 1,000 documents in %, after the fifth
-round.
+In each round, every client starts from the result of the previous round. Two clients move a third of the way to
+reversing letters and two a third of the way to shifting them (``tests/flows/client_rounds.py``). With ``--alike``, all
+four move a third of the way to both. The fifth client moves in the opposite direction, five times as far, or is noise
+that is five times as large, or contains NaN. The table lists right answers out of 1,000 documents, in %, after the
+fifth round.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "tests/flows"), str(PROJECT)]
 
-from client_rounds import HONEST, MODELS, Clients  # noqa: E402  # of the tests
+from client_rounds import HONEST, MODELS, Clients  # noqa: E402  # from the tests' folder
 from method_table import TEST, demo_setting, means_of  # noqa: E402
 
 ROUNDS = 5
@@ -45,7 +46,7 @@ FIFTH: Mapping[str, Train | None] = {
 
 
 def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
-    """One round into ``out``."""
+    """Merge one round into ``out``."""
     from mergegate.merge_core import load_recipe, merge_weights, plan_merge
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
     from mergegate.tasks.merge import prepare_recipe
@@ -59,7 +60,7 @@ def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
 def after_rounds(
     method: Mapping[str, Any], fifth: Train | None, place: Path, hashes: Any, *, alike: bool
 ) -> Path | None:
-    """The model after the last round; None where a round could not be merged."""
+    """Return the model after the last round, or None if a round could not be merged."""
     from mergegate.merge_core.errors import MergegateError
 
     begin, clients = MODELS / "base", Clients(place / "clients", alike=alike)

@@ -1,12 +1,12 @@
-"""Does a search pay? The demo's two sweeps, by CMA-ES and by plain random search, with three seeds each.
+"""Compare searches on the demo's two sweeps: CMA-ES and plain random search, with three seeds each.
 
 ::
 
     .venv/bin/python benchmarks/demo_sweeps.py            # twelve sweeps of sixty trials; a quarter of an hour of CPU
     .venv/bin/python benchmarks/demo_sweeps.py --seeds 1 --samplers random --profiles demo-sweep-linear
 
-Another seed is another search on another division of the documents, so each confirmation is a fresh look at fresh
-documents. Nothing is released. Exit code 1 if a winner is not confirmed at p < .01.
+Each seed is a new search on a new split of the documents, so each confirmation uses fresh documents. The script
+releases nothing. It exits with code 1 if a winner is not confirmed at p < .01.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
-from mergegate.flows.prefect_api import configure, local_api  # noqa: E402  # of this checkout
+from mergegate.flows.prefect_api import configure, local_api  # noqa: E402  # from this checkout
 
 PROFILES = ("demo-sweep", "demo-sweep-linear")
 SAMPLERS = ("cma", "random")
@@ -42,14 +42,14 @@ COLUMNS = (
 
 
 class Swept(NamedTuple):
-    """How one sweep ended."""
+    """The outcome of one sweep."""
 
     cells: tuple[str, ...]
     sure: bool
 
 
 def swept(name: str, sampler: str, seed: int) -> Swept:
-    """Search and confirm, as the flow does; nothing is kept but the ledger."""
+    """Search and confirm as the flow does, and store only the ledger."""
     from mergegate.flows.attempt import prepare_search
     from mergegate.flows.profile import load_profile
     from mergegate.tasks.runners import open_runner

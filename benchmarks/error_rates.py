@@ -1,13 +1,13 @@
-"""How often a merge at its margin is published on graded scores and on clusters: tables of ``docs/gates.md``.
+"""Simulate how often the gate publishes a merge at its margin, for graded scores and clusters in ``docs/gates.md``.
 
 ::
 
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
 
-Merges are drawn, not run, and decided by the functions of
-the gate (``tasks.gate.bounded``, ``tasks.gate.clusters``, ``tasks.gate.statistics``), which take many samples at once.
-A merge that fails at an early look is judged again at the next all the same, so what is published is overstated.
+Merges are drawn, not run. The gate's functions decide them (``tasks.gate.bounded``, ``tasks.gate.clusters``,
+``tasks.gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
+is still judged at the next one, so the published share is overstated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds
 
 CONFIDENCE = 0.95
-MARGIN = 0.03  # ``max_drop`` is as much, the hardest there is: nothing but the bound stands in the way
-AT_ONCE = 4_000_000  # numbers, 32 MB
+MARGIN = 0.03  # ``max_drop`` is equal to it, the hardest case: only the bound can stop a merge
+AT_ONCE = 4_000_000  # numbers drawn in one step, 32 MB
 
 # --- graded scores
 
@@ -40,17 +40,17 @@ Draw = Callable[[tuple[int, int], float, np.random.Generator], NDArray[np.float6
 def _ruined(
     equal: NDArray[np.float64], reference: NDArray[np.float64], mean: float, drop: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Equal merges whose answer is worth nothing on as many documents as it takes to be ``drop`` worse.
+    """Make equal merges worse: their answers score zero on enough documents to lose ``drop`` on average.
 
     Args:
-        equal: Differences of mean zero.
-        reference: The reference's scores, drawn apart from them, of mean ``mean``.
+        equal: Differences with a mean of zero.
+        reference: The reference's scores, drawn independently of ``equal``, with the mean ``mean``.
     """
     return np.where(rng.random(equal.shape) < drop / mean, reference, equal)
 
 
 def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Three answers in ten are worth nothing, four everything, three something; a quarter is answered anew."""
+    """Draw scores that are 30 % zero, 40 % full and 30 % partial; a quarter differ between models."""
 
     def score() -> NDArray[np.float64]:
         kind = rng.random(shape)
@@ -61,41 +61,41 @@ def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray
 
 
 def rouge(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Low scores with a long tail, Beta(2, 6), half of which both models share."""
+    """Draw low scores with a long tail, Beta(2, 6); both models share half of each score."""
     equal = (rng.beta(2, 6, shape) - rng.beta(2, 6, shape)) / 2
     return _ruined(equal, rng.beta(2, 6, shape), 0.25, drop, rng)
 
 
 def marks(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """A judge's marks from 1 to 10: mostly 7 to 9, and half of them one or two higher or lower."""
+    """Draw a judge's marks from 1 to 10: mostly 7 to 9, half of them one or two higher or lower."""
     steps = rng.choice([-2, -1, 0, 1, 2], shape, p=[0.1, 0.15, 0.5, 0.15, 0.1]) / 9
     mark = rng.choice([2, 4, 6, 7, 8], shape, p=[0.05, 0.1, 0.3, 0.35, 0.2]) / 9
     return _ruined(steps, mark, (0.1 + 0.4 + 1.8 + 2.45 + 1.6) / 9, drop, rng)
 
 
 def rare_losses(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """A document in a hundred (more by the drop) loses everything, the others win a point."""
+    """Draw merges that lose everything on 1 document in 100 (more with ``drop``) and gain a point on all others."""
     return np.where(rng.random(shape) < (drop + 0.01) / 1.01, 1.0, -0.01)
 
 
 def ties(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Nineteen in twenty are equal."""
+    """Draw differences that are zero in 19 of 20 cases."""
     equal = np.where(rng.random(shape) < 0.05, rng.uniform(-1, 1, shape), 0.0)
     return _ruined(equal, rng.uniform(0, 1, shape), 0.5, drop, rng)
 
 
 def continuous(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Normal, spread .15."""
+    """Draw normal differences with a standard deviation of .15."""
     return drop + np.clip(rng.normal(0, 0.15, shape), -0.6, 0.6)
 
 
 def all_or_nothing(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Equal but for documents on which everything is lost: of all shapes the one that hides a drop best."""
+    """Draw merges that equal the reference except on documents where they lose everything; this hides a drop best."""
     return (rng.random(shape) < drop).astype(np.float64)
 
 
 def subjects(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Ten subjects in fixed shares, half of which lose 20 points and half win as many, mixed."""
+    """Draw ten mixed subjects in fixed shares; half of them lose 20 points and half gain as many."""
     samples, n = shape
     shift = np.where(np.arange(n) < n / 2, 0.2, -0.2) + (0.0 if n % 2 == 0 else -0.2 / n)
     shifts = rng.permuted(np.broadcast_to(shift, (samples, n)), axis=1)
@@ -124,11 +124,11 @@ class Published(NamedTuple):
 def published(
     draw: Draw, drop: float, schedule: tuple[int, ...], runs: int, rng: np.random.Generator, margin: float = MARGIN
 ) -> Published:
-    """How often merges that are truly ``drop`` worse are published, by our bound and by Student's.
+    """Return how often merges that are truly ``drop`` worse are published, by our bound and by Student's.
 
     Args:
-        schedule: Documents after each look.
-        margin: In (0, 1).
+        schedule: Documents after each interim look.
+        margin: Margin in (0, 1).
     """
     ours = students = 0
     at_once = max(1, AT_ONCE // schedule[-1])
@@ -148,7 +148,7 @@ def published(
 
 
 def graded(runs: int, rng: np.random.Generator) -> list[str]:
-    """One row for each shape and number of looks: published at the margin, and when equal; ours, then Student's."""
+    """Return one row per shape and number of looks: published at the margin and when equal, ours and Student's."""
     rows = []
     for what, drop, samples in (("at the margin", MARGIN, runs), ("equal", 0.0, max(1, runs // 10))):
         rows += [_row(what, "looks", *(f"{n:,}" for n in DOCUMENTS)), _rule(2 + len(DOCUMENTS))]
@@ -166,7 +166,7 @@ def graded(runs: int, rng: np.random.Generator) -> list[str]:
 
 # --- clusters
 
-# Questions of the 57 subjects of MMLU's test set.
+# Numbers of questions of the 57 subjects in MMLU's test set.
 MMLU = (
     *(1534, 895, 783, 612, 545, 390, 378, 346, 324, 311, 310, 306, 282, 272, 270, 265, 245, 238, 237, 235, 234, 223),
     *(216, 204, 203, 201, 198, 193, 173, 171, 166, 165, 163, 152, 151, 145, 144, 135, 131, 126, 121, 114, 112, 110),
@@ -195,13 +195,15 @@ EFFECTS: dict[str, Callable[[tuple[int, int], np.random.Generator], NDArray[np.f
 def clusters_published(
     sizes: Sequence[int], drop: float, spread: float, effects: str, binary: bool, runs: int, rng: np.random.Generator
 ) -> Published:
-    """How often merges are published whose clusters lose ``drop`` on average, by our interval and by the one before:
-    Student's of ``G - 1`` degrees.
+    """Return how often merges whose clusters lose ``drop`` on average are published.
+
+    The result compares our interval with the previous one, Student's with ``G - 1`` degrees of freedom.
 
     Args:
-        spread: Standard deviation of what clusters lose.
+        spread: Standard deviation of the clusters' losses.
         effects: One of ``EFFECTS``.
-        binary: Right or wrong, with a discordance of .10 or what the cluster's drop takes; else graded.
+        binary: Whether answers are right or wrong, with a discordance of .10 or more if the cluster's drop needs it.
+            Without it, scores are graded.
     """
     counts = np.asarray(sizes)
     n, groups = int(counts.sum()), len(counts)
@@ -227,7 +229,7 @@ def clusters_published(
 
 
 def clusters(runs: int, rng: np.random.Generator) -> list[str]:
-    """One row for each set of clusters: published at the margin, and when equal; ours, then the interval before."""
+    """Return one row per set of clusters: published at the margin and when equal, our interval and the previous one."""
     rows = []
     for what, drop in (("at the margin", MARGIN), ("equal", 0.0)):
         kinds = [("none", 0.0), *((kind, spread) for kind in EFFECTS for spread in SPREADS)]
@@ -260,7 +262,7 @@ TABLES = {"graded": graded, "clusters": clusters}
 
 
 def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
-    """Print one of ``TABLES``, with the sentence that stands above it where ``markdown``."""
+    """Print one of ``TABLES``, preceded by its introductory sentence if ``markdown``."""
     if markdown:
         error = 100 * math.sqrt(0.05 * 0.95 / runs)
         fewer = f", of {runs // 10:,} where equal" if name == "graded" else ""

@@ -1,14 +1,14 @@
-"""What scoring a model takes: ours beside lm-eval's own command, on the same documents, score by score.
+"""Compare the cost and the scores of our evaluation with lm-eval's own command, on the same documents.
 
     python benchmarks/evaluation.py --data ../../shared/data                    # a table as docs/performance.md has it
     python benchmarks/evaluation.py --data DATA --tasks piqa --documents 40     # a short one
     python benchmarks/evaluation.py --data DATA --model SMOLLM2                 # a checkpoint that is there
 
-``DATA`` holds ``arc_easy_test.jsonl``, ``piqa_test.jsonl``, ``gsm8k_test.jsonl``, ``mmlu_hub/``. Without ``--model`` a
-Llama of the size and shape of SmolLM2-135M is made (30 layers of 576, 49,152 tokens) with random weights and a
-tokenizer of its own. Both sides are a process each, from its start to its end: theirs ``lm-eval run`` with YAML files
-that include the shipped ones and point to the same rows, ours what the process does that scores for a run. They take
-turns; the least of ``--repeat`` counts.
+``DATA`` contains ``arc_easy_test.jsonl``, ``piqa_test.jsonl``, ``gsm8k_test.jsonl``, ``mmlu_hub/``. Without
+``--model``, the script creates a Llama of the size and shape of SmolLM2-135M (30 layers of 576, 49,152 tokens) with
+random weights and its own tokenizer. Each side is one process, measured from start to end. lm-eval's side is
+``lm-eval run`` with YAML files that include the shipped ones and point to the same rows. Our side works like
+a run's scoring process. The sides take turns, and the smallest of ``--repeat`` measurements counts.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import lm_eval_agreement as agreement
 import yaml
 
 PROJECT = Path(__file__).resolve().parent.parent
-# By task, examples in its prompt.
+# Task → number of examples in its prompt.
 TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 2, "gsm8k_cot": 8, "wikitext": 0}
 BATCH = 16
-_ALIKE = 1e-3  # of a log-likelihood, relative: batches of other sizes move its last places
+_ALIKE = 1e-3  # relative tolerance of a log-likelihood: other batch sizes change its last digits
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one of them took, and what it said: by (document, metric or number of the answer)."""
+    """The cost and the scores of one side, by (document, metric or number of the answer)."""
 
     seconds: float
     cpu: float
@@ -49,7 +49,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """One task."""
+    """Both sides of one task."""
 
     task: str
     documents: int
@@ -58,7 +58,7 @@ class Compared:
 
     @property
     def differing(self) -> int:
-        """Scores of documents that are not the same."""
+        """Number of document scores that differ."""
         every = self.theirs.scores.keys() | self.ours.scores.keys()
         return sum(not _alike(self.theirs.scores.get(one), self.ours.scores.get(one)) for one in every)
 
@@ -68,7 +68,7 @@ def _alike(one: float | None, other: float | None) -> bool:
 
 
 def make_model(place: Path, data: Path) -> Path:
-    """SmolLM2-135M's shape with random weights, and a byte-pair tokenizer of what the tasks are about."""
+    """Create a random model with the shape of SmolLM2-135M, and a byte-pair tokenizer trained on the tasks' text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -93,7 +93,7 @@ def make_model(place: Path, data: Path) -> Path:
 
 
 def theirs(task: str, model: Path, where: dict[str, Any], folder: Path, dtype: str) -> Side:
-    """lm-eval's command."""
+    """Run lm-eval's command."""
     own, out = folder / task, folder / f"{task}-out"
     own.mkdir(parents=True, exist_ok=True)
     leaf = agreement.shipped_leaves(task)[0]
@@ -112,7 +112,7 @@ def theirs(task: str, model: Path, where: dict[str, Any], folder: Path, dtype: s
 
 
 def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side:
-    """What a run's process does for it: load the model, ask, score."""
+    """Score the task as a run's process does: load the model, evaluate, score."""
     out = folder / f"{task}-ours.json"
     told = json.dumps([task, str(model), str(mirror), str(folder), str(out), dtype])
     before = os.times()
@@ -122,7 +122,7 @@ def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side
 
 
 def score(told: str) -> None:
-    """In a process of its own; what lm-eval logs of each document goes to a file."""
+    """Score in a separate process; a file gets the samples that lm-eval logs for each document."""
     from lm_eval import evaluator
 
     from mergegate.merge_core.files import HashMemo
@@ -155,7 +155,7 @@ def score(told: str) -> None:
 
 
 def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
-    """What ours has for a task of lm-eval's that reads texts: the perplexity of a profile, of the same texts."""
+    """Return our result for an lm-eval perplexity task: the perplexity stage of a profile on the same texts."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     from mergegate.merge_core.files import JournalPlace, sha256_file
@@ -180,11 +180,11 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
 
 
 def _scores(samples: list[dict[str, Any]]) -> dict[tuple[int, str], float]:
-    """Each metric of each document, and each log-likelihood; of what was written, whether it is the same."""
+    """Return each metric and log-likelihood of each document; for generated text, whether it is the same."""
     found: dict[tuple[int, str], float] = {}
     for sample in samples:
         for metric in sample["metrics"]:
-            if isinstance(sample[metric], list | tuple):  # of a text: what its log-likelihood says, too
+            if isinstance(sample[metric], list | tuple):  # a text's log-likelihood already covers it
                 continue
             found[sample["doc_id"], f"{metric},{sample['filter']}"] = float(sample[metric])
         for number, answer in enumerate(sample["filtered_resps"]):
@@ -200,7 +200,7 @@ def _children(before: os.times_result) -> float:
 
 
 def table(compared: list[Compared]) -> str:
-    """As Markdown."""
+    """Return the table as Markdown."""
     lines = [
         "| task | examples | documents | lm-eval, s | CPU, s | ours, s | CPU, s | lm-eval / ours | by CPU | scores | differing |",  # noqa: E501
         "|---|" + "--:|" * 10,

@@ -1,7 +1,7 @@
-"""How often suites, attempts and nights end well: the tables of ``docs/gates.md`` about more than one comparison.
+"""Simulate how often suites, attempts and scheduled runs end well, for the tables of ``docs/gates.md`` about them.
 
-Made by ``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``nights``); the functions that decide are
-the gate's own, on arrays of samples.
+Run it with ``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``nights``). The gate's own functions
+decide, on arrays of samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mergegate.tasks.gate.power import DrawnDrops, draw, passing
 from mergegate.tasks.gate.regression import is_worse
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
-SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # tasks, documents of each: GSM8K, HumanEval, two suites
+SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # number of tasks, documents of each: GSM8K, HumanEval, two suites
 DISCORDANCES = (0.05, 0.10, 0.20, 0.30)
 Array = NDArray[np.float64]
 
@@ -26,13 +26,13 @@ Array = NDArray[np.float64]
 class Shares(NamedTuple):
     """Shares of simulated merges."""
 
-    each: float  # published where each task is judged on its own
-    suite: float  # published where the suite is judged as a whole
-    possible: float  # stopped by one test of the fallen task alone at the same error, as if it were known which
+    each: float  # published if each task is judged on its own
+    suite: float  # published if the suite is judged as a whole
+    possible: float  # stopped by one test of the fallen task alone at the same error, as if that task were known
 
 
 def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: np.random.Generator) -> Shares:
-    """Merges with these true drops, task by task."""
+    """Simulate merges with these true drops, one per task."""
     samples = [
         draw(guard, drop, discordance, n, runs, rng) for guard, drop in zip(_guards(len(drops)), drops, strict=True)
     ]
@@ -45,10 +45,10 @@ def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: n
 
 
 def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> tuple[float, float]:
-    """How often a run of ``count`` attempts, all at the margin, publishes one: at 95 % each, and as the gate does.
+    """Return how often a run of ``count`` attempts at the margin publishes one: at 95 % each, and as the gate does.
 
     Args:
-        shared: Part of the discordance that all attempts have in common: how alike they are.
+        shared: Part of the discordance that all attempts have in common, that is, how similar they are.
     """
     tasks, n, discordance, drop = 7, 500, 0.20, GUARD.upper_limit / 100
     naive = spent = np.zeros(runs, dtype=np.bool_)
@@ -63,9 +63,9 @@ def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> 
 
 
 class Nights(NamedTuple):
-    """What many nights come to, points that are truly lost against the first release."""
+    """The result of many nightly runs: points that are truly lost compared with the first release."""
 
-    published: float  # nights, mean
+    published: float  # mean number of nights that published
     lost: float  # mean
     at_most: float  # in 95 of 100 runs
     beyond: float  # share of runs that end beyond the margin
@@ -74,8 +74,10 @@ class Nights(NamedTuple):
 def nights(
     step: float, discordance: float, tasks: int, n: int, runs: int, rng: np.random.Generator, *, anchored: bool
 ) -> Nights:
-    """A hundred nights, each with a merge that is truly ``step`` (of 1) worse than the release of the night before, on
-    the same documents."""
+    """Simulate a hundred nights on the same documents, each with a merge that loses a little more.
+
+    Each merge is truly ``step`` (of 1) worse than the release of the previous night.
+    """
     champion = anchor = rng.random((runs, tasks, n)) < 0.7
     published, refusals = np.zeros(runs), np.zeros(runs, dtype=np.int64)
     for _ in range(100):
@@ -100,7 +102,7 @@ def _guards(tasks: int) -> list[Guard]:
 
 
 def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Array) -> NDArray[np.bool_]:
-    """Whether each run's merge passes against its reference, each at a confidence of its own."""
+    """Return whether each run's merge passes against its reference, each at its own confidence."""
     lost, won = (reference & ~merge).sum(2).astype(np.float64), (~reference & merge).sum(2).astype(np.float64)
     passes = np.zeros(len(levels), dtype=np.bool_)
     for level in np.unique(levels):
@@ -114,7 +116,7 @@ def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Arra
 
 
 def suite_table(runs: int, rng: np.random.Generator) -> list[str]:
-    """A row for each suite and discordance: published in percent, by each / as a suite."""
+    """Return a row per suite and discordance: percentage published, judged per task / as a suite."""
     head = ("tasks", "discordance", "equal", "all at the margin", "one fallen by 5", "stopped / possible")
     head = (*head, "one fallen by 10", "stopped / possible")
     rows = [_row(*head), "|" + " --: |" * len(head)]
@@ -135,7 +137,7 @@ def suite_table(runs: int, rng: np.random.Generator) -> list[str]:
 
 
 def attempts_table(runs: int, rng: np.random.Generator) -> list[str]:
-    """A row for each number of attempts: a merge at the margin published, in percent."""
+    """Return a row per number of attempts: percentage of merges at the margin that are published."""
     head = ("attempts", "unlike: 95 % each", "unlike: shared", "half alike: 95 % each", "half alike: shared")
     rows = [_row(*head), "|" + " --: |" * len(head)]
     for count in range(1, 7):
@@ -145,7 +147,7 @@ def attempts_table(runs: int, rng: np.random.Generator) -> list[str]:
 
 
 def nights_table(runs: int, rng: np.random.Generator) -> list[str]:
-    """A row for each suite and nightly loss: with and without an anchor."""
+    """Return a row per suite and nightly loss, with and without an anchor."""
     head = (
         "tasks",
         "discordance",

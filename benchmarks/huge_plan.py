@@ -1,4 +1,4 @@
-"""How soon something is said of very large models: plan, check, and the first bytes of a merge.
+"""Measure how soon mergegate responds for very large models: plan, check, and the first bytes of a merge.
 
 ::
 
@@ -6,12 +6,12 @@
     .venv/bin/python benchmarks/huge_plan.py --parents 3 --repeat 3 --markdown
 
 The parents have the tensors of DeepSeek-V3 in bfloat16: 45,395 of them in 163 files, 1.3 TB each. Their headers are
-real and their weights are holes, so all of them together take some 20 MB of a disk. A merge is ended when the first
-blocks have been written: what comes then depends on bytes, not on tables.
+real and their weights are holes in sparse files, so together they take some 20 MB of disk. The script stops a merge
+after the first blocks are written, because the rest depends on bytes, not on tables.
 
-Each command is a process of its own in a project without any state. Processor time is that of it and its children,
-memory the peak of what is anonymous (``RssAnon``), read every 20 ms. ``first`` is when the result's first file has
-its first bytes, ``blocks`` when the first megabyte of weights has been written: kernels are loaded in between.
+Each command is a separate process in a project without any state. Processor time includes the process and its children.
+Memory is the peak of anonymous memory (``RssAnon``), read every 20 ms. ``first`` is when the result's first file has
+its first bytes. ``blocks`` is when the first megabyte of weights is written. Kernels are loaded between the two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 _TOKENIZER = PROJECT / "profiles/demo/models/base"
 _INTERVAL = 0.02
 _TICKS = os.sysconf("SC_CLK_TCK")
-_FIRST_WEIGHTS = 4 << 20  # bytes written: more than headers and journals, less than one block and its neighbours
+_FIRST_WEIGHTS = 4 << 20  # bytes written: more than headers and journals, less than one block and its neighbors
 
 LAYERS, DENSE, EXPERTS, SHARDS = 61, 3, 256, 163
 _HIDDEN, _WIDE, _NARROW, _TOKENS, _HEADS = 7168, 18432, 2048, 129280, 128
@@ -56,9 +56,9 @@ class Look:
     """One run of one command.
 
     Args:
-        seconds: Until what was waited for, by the clock.
+        seconds: Wall-clock seconds until the awaited event.
         cpu: Processor time until then.
-        memory: Peak of anonymous memory, bytes.
+        memory: Peak of anonymous memory, in bytes.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Look:
 
 
 def deepseek_shapes(layers: int = LAYERS, experts: int = EXPERTS, dense: int = DENSE) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint like DeepSeek-V3 without its layer of predictions."""
+    """Return the names and shapes of a checkpoint like DeepSeek-V3, without its prediction layer."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_TOKENS, _HIDDEN)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
@@ -93,7 +93,7 @@ def deepseek_shapes(layers: int = LAYERS, experts: int = EXPERTS, dense: int = D
 
 
 def write_sparse(directory: Path, shapes: Shapes, shards: int) -> Path:
-    """A checkpoint with real headers whose weights are holes; about as many bytes in each of its files."""
+    """Write a checkpoint with real headers and weights that are holes, with about the same number of bytes per file."""
     directory.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(_divided(shapes, shards), start=1):
@@ -106,9 +106,9 @@ def write_sparse(directory: Path, shapes: Shapes, shards: int) -> Path:
         (directory / file).write_bytes(struct.pack("<Q", len(text)) + text)
         os.truncate(directory / file, 8 + len(text) + end)
         weight_map |= dict.fromkeys(names, file)
-    # Saved indices are in the order of names, not in that of the files.
+    # Saved indexes are in the order of names, not in that of the files.
     index = {"metadata": {"total_size": sum(2 * math.prod(shape) for shape in shapes.values())}}
-    index["weight_map"] = dict(sorted(weight_map.items()))  # type: ignore[assignment]  # other values than above
+    index["weight_map"] = dict(sorted(weight_map.items()))  # type: ignore[assignment]  # not the type above
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(_config(shapes), indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -118,7 +118,7 @@ def write_sparse(directory: Path, shapes: Shapes, shards: int) -> Path:
 
 
 def main() -> None:
-    """Measure what the options ask for, and print a table."""
+    """Run the requested measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parents", type=int, choices=(2, 3), default=2)
     parser.add_argument("--methods", default="linear,slerp,ties")
@@ -157,7 +157,7 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, str, list[Look]]]:
 
 
 def _look(command: str, recipe: Path, project: Path) -> dict[str, Look]:
-    """Run ``command`` in ``project``; of a merge, when the first bytes and the first blocks were there."""
+    """Run ``command`` in ``project``; for a merge, report when the first bytes and the first blocks were written."""
     if command != "merge":
         return {command: _run([command, recipe], project, {"end": lambda _: False})["end"]}
     out = project / "out"
@@ -166,7 +166,7 @@ def _look(command: str, recipe: Path, project: Path) -> dict[str, Look]:
 
 
 def _run(words: Sequence[str | Path], project: Path, marks: Mapping[str, Callable[[int], bool]]) -> dict[str, Look]:
-    """Run mergegate until it ends, or all ``marks`` (asked with its pid) have been seen; then it is killed."""
+    """Run mergegate until it ends or until all ``marks`` (called with its pid) are reached, then kill it."""
     command = [sys.executable, "-m", "mergegate", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "NO_COLOR": "1"}
     seen: dict[str, Look] = {}
@@ -190,7 +190,7 @@ def _run(words: Sequence[str | Path], project: Path, marks: Mapping[str, Callabl
         said.seek(0)
         text = said.read()
     if len(seen) < len(marks):
-        # No disk has room for the result: a check ends by saying so.
+        # No disk has room for the result, so a check ends with that message.
         if process.returncode not in (0, 3) or list(marks) != ["end"]:
             raise SystemExit(f"exit code {process.returncode} of {' '.join(command)}\n{text[-2000:]}")
         seen["end"] = Look(seconds, cpu, peak)
@@ -198,7 +198,7 @@ def _run(words: Sequence[str | Path], project: Path, marks: Mapping[str, Callabl
 
 
 def _begun(project: Path) -> bool:
-    """Whether an output file has its first bytes: its space is reserved before."""
+    """Return whether an output file has its first bytes; its space is reserved earlier."""
     for file in project.glob("**/*.safetensors.partial"):
         with file.open("rb") as opened:
             if any(opened.read(8)):
@@ -207,7 +207,7 @@ def _begun(project: Path) -> bool:
 
 
 def _written(pid: int) -> int:
-    """Bytes that a process has given to the system to write."""
+    """Return the number of bytes that a process has passed to the system to write."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:
@@ -216,7 +216,7 @@ def _written(pid: int) -> int:
 
 
 def _cpu(pid: int) -> float:
-    """Processor time of a process and of its children that have ended."""
+    """Return the processor time of a process and of its children that have ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

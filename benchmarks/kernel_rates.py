@@ -1,15 +1,16 @@
-"""What each pass of every merge method computes: CPU time per parameter, on one thread, in memory; and its bits.
+"""Measure the CPU time per parameter of each pass of every merge method, and check that results keep their bits.
 
     .venv/bin/python benchmarks/kernel_rates.py                          # ns per parameter of the result, by pass
     .venv/bin/python benchmarks/kernel_rates.py --methods della,sce --kind float32
     .venv/bin/python benchmarks/kernel_rates.py --bits before.json       # digests of what generated families merge to
     .venv/bin/python benchmarks/kernel_rates.py --bits after.json --against before.json
 
-Blocks are as large as the engine's and of the same layout; reading, writing and hashing are not in it. CPU time, not
-the clock: neighbours on the machine lengthen that. Each pass is run a few times, the shortest counts.
+Blocks have the size and layout of the engine's blocks. Reading, writing and hashing are not measured. The script uses
+CPU time because other work on the machine lengthens wall-clock time. Each pass runs a few times in memory, on one
+thread, and the shortest time counts.
 
-A family is a base and its fine-tunes with something that a method could stumble on: rows of one element, sizes that
-fill no tile, magnitudes that are all tied, tensors of zeros, numbers that nothing is left of in bfloat16.
+A family is a base and its fine-tunes with values that may break a method: rows of one element, sizes that do not fill a
+tile, magnitudes that are all tied, tensors of zeros, differences that vanish in bfloat16.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ INPUTS = {
     **{"moving_mean": 3, "moving_squares": 3, "adam": 3},
 }
 CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5, "rate": 0.01}
-# Whatever else a recipe may ask of a method whose passes depend on it.
+# Further parameters that a recipe may set for methods whose passes depend on them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sparse": {"density": 0.1, "select_topk": 0.03, "gamma": 0.2, "normalize": True, "epsilon": 0.05, "t": 1e-3},
@@ -46,7 +47,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 def main() -> int:
-    """Print the table, or write and compare digests; 1 when a digest differs."""
+    """Print the table, or write and compare digests; return 1 if a digest differs."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--methods", help="names, separated by commas")
     options.add_argument("--kind", choices=("bfloat16", "float32"), default="bfloat16")
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def bits(methods: list[Method], file: Path, against: Path | None) -> int:
-    """Write a digest of every merged family to ``file``; 1 when one differs from those of ``against``."""
+    """Write a digest of every merged family to ``file``; return 1 if one differs from those of ``against``."""
     digests: dict[str, str] = {}
     for method in methods:
         for case, task, inputs, kind in families(method):
@@ -86,14 +87,14 @@ def bits(methods: list[Method], file: Path, against: Path | None) -> int:
 
 
 def families(method: Method) -> Iterator[tuple[str, TensorTask, Numbers, str]]:
-    """Cases of every kind: name, task, inputs ``[inputs, elements]`` float32, format in which they are stored."""
+    """Yield cases of every kind: name, task, inputs ``[inputs, elements]`` float32, storage format."""
     shapes = ((1,), (7, 1), (1, 37), (5, 1024), (33, 1000), (3, 20000), (17, 4099), (4200, 300))
     kinds_of_numbers = ("normal", "tied", "wide", "zeros", "coarse", "close")
     for number, shape in enumerate(shapes):
         for what in kinds_of_numbers:
             for variant, values in VARIANTS.items():
                 if number == len(shapes) - 1 and (what, variant) not in {("normal", "plain"), ("tied", "sparse")}:
-                    continue  # Two blocks: large.
+                    continue  # The last shape is large: it spans two blocks.
                 for kind in ("bfloat16", "float32"):
                     count = INPUTS.get(method.name, 3 if variant == "plain" else 4)
                     seed = np.random.default_rng([number, kinds_of_numbers.index(what)])
@@ -102,7 +103,7 @@ def families(method: Method) -> Iterator[tuple[str, TensorTask, Numbers, str]]:
 
 
 def fine_tunes(what: str, shape: tuple[int, ...], count: int, random: np.random.Generator) -> Numbers:
-    """A base and ``count - 1`` fine-tunes of it."""
+    """Return a base and ``count - 1`` fine-tunes of it."""
     size = int(np.prod(shape))
     base = random.standard_normal(size, np.float32) * np.float32(0.02)
     noise = random.standard_normal((count, size), np.float32) * np.float32(0.002)
@@ -117,14 +118,14 @@ def fine_tunes(what: str, shape: tuple[int, ...], count: int, random: np.random.
             noise *= random.random(noise.shape, np.float32) < 0.02
         case "coarse":
             base, noise = np.round(base * 512) / np.float32(512), np.round(noise * 2048) / np.float32(2048)
-        case "close":  # Differences inside one binade, of which bfloat16 leaves nothing.
+        case "close":  # Differences inside one binade, which vanish in bfloat16.
             noise = np.float32(1e-3) + noise * np.float32(1e-5)
             noise[0] = 0
     return base + noise
 
 
 def carry_out(method: Method, task: TensorTask, inputs: Numbers, kind: str, repeat: int) -> tuple[Numbers, list[float]]:
-    """Merged numbers as they are stored, and the CPU seconds of each pass."""
+    """Return the merged numbers as they are stored, and the CPU seconds of each pass."""
     grain = method.grain(task.shape, task.shared)
     blocks = list(stored_blocks(inputs, kind, grain))
     merged = np.empty(task.numel, np.uint16 if kind == "bfloat16" else np.float32)
@@ -148,7 +149,7 @@ def carry_out(method: Method, task: TensorTask, inputs: Numbers, kind: str, repe
 
 
 def one_pass(step: Fold | Map, blocks: list[StoredBlock], merged: Numbers) -> Any:
-    """The result of a fold; None of the map, which fills ``merged``."""
+    """Run one pass and return the result of a fold, or None for the map, which fills ``merged``."""
     if isinstance(step, Map):
         for block in blocks:
             out = merged[block.start : block.start + block.length]
@@ -165,19 +166,19 @@ def one_pass(step: Fold | Map, blocks: list[StoredBlock], merged: Numbers) -> An
 
 
 def stored_blocks(inputs: Numbers, kind: str, grain: int) -> Iterator[StoredBlock]:
-    """What the engine would hand to kernels."""
+    """Yield the blocks that the engine would pass to kernels."""
     size = max(1, BLOCK // grain) * grain
     return blocks_of(inputs, kind, grain, size, range(-(-inputs.shape[1] // size)))
 
 
 def glanced_blocks(inputs: Numbers, kind: str, grain: int, glance: int) -> Iterator[StoredBlock]:
-    """What the engine would hand to kernels for a glance."""
+    """Yield the blocks that the engine would pass to kernels for a glance."""
     size, numbers = sampled_pieces(inputs.shape[1], grain, glance)
     return blocks_of(inputs, kind, grain, size, numbers)
 
 
 def blocks_of(inputs: Numbers, kind: str, grain: int, size: int, numbers: Iterable[int]) -> Iterator[StoredBlock]:
-    """Blocks of ``size`` elements with these numbers."""
+    """Yield the blocks of ``size`` elements with the given ``numbers``."""
     for start in (number * size for number in numbers):
         part = stored(inputs[:, start : start + size], np.dtype(np.uint16 if kind == "bfloat16" else np.float32))
         rows = np.arange(len(part), dtype=np.int64) * part.shape[1]
@@ -185,7 +186,7 @@ def blocks_of(inputs: Numbers, kind: str, grain: int, size: int, numbers: Iterab
 
 
 def tiles(block: StoredBlock) -> Iterator[Block]:
-    """A block for the torch reference of a pass that has no kernel, in tiles as the engine makes them."""
+    """Split a block into the engine's tiles, for the torch reference of a pass that has no kernel."""
     import torch
 
     torch.set_num_threads(1)
@@ -197,7 +198,7 @@ def tiles(block: StoredBlock) -> Iterator[Block]:
 
 
 def stored(numbers: Numbers, dtype: np.dtype[Any]) -> Numbers:
-    """Float32 as it is stored: itself, or bit patterns of bfloat16 (rounded to nearest even)."""
+    """Return float32 as it is stored: unchanged, or as bit patterns of bfloat16 (rounded to nearest even)."""
     if dtype == np.float32:
         return numbers
     patterns = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
@@ -205,7 +206,7 @@ def stored(numbers: Numbers, dtype: np.dtype[Any]) -> Numbers:
 
 
 def task_of(method: Method, shape: tuple[int, ...], inputs: int, values: dict[str, Any]) -> TensorTask:
-    """A task whose parameters are ``values`` where the method has them."""
+    """Return a task with those parameters of ``values`` that the method has."""
     has_base = method.base == "required"
     chosen = {p.name: p.default for p in method.parameters} | CHOSEN | values
     shared = {p.name: chosen[p.name] for p in method.parameters if p.scope == "shared"}

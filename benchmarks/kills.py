@@ -1,14 +1,14 @@
-"""Pulling the plug while a merge is measured: what a kill costs, and whether it changes anything.
+"""Kill a release while it measures a merge, and check the cost of a kill and its effect on results.
 
 ::
 
     .venv/bin/python benchmarks/kills.py                  # the demo, killed twenty times; some minutes
     .venv/bin/python benchmarks/kills.py --kills 5 --seed 1
 
-The demo is released once undisturbed. Then again in another project, and ``SIGKILL`` is sent at random moments of
-perplexity and tasks, in turn to the flow and to the process that holds the models; each time the same command is given
-again. In the end scores and likelihoods must be the same bytes and the verdict the same digest; and from a note of
-every batch that a model began, it is seen what was computed twice.
+The script first releases the demo undisturbed. It then releases it again in another project and sends ``SIGKILL`` at
+random moments of perplexity and tasks, alternately to the flow and to the process that holds the models. After each
+kill it runs the same command again. In the end, scores and likelihoods must be the same bytes and the verdict must have
+the same digest. Notes of every batch that a model started show which batches were computed twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEASURED = ("perplexity", "evaluate", "gate")  # stages whose artifacts must be 
 _LOOK_EVERY = 0.005  # seconds
 _START = "from mergegate.flows.cli import main; main()"
 
-# Imported by every Python that finds it: notes each model that is loaded, and each batch before it is computed.
+# Imported by every Python process that finds it. It notes each loaded model, and each batch before it is computed.
 SPY = """
 import hashlib, importlib.abc, importlib.util, os, sys, time
 
@@ -90,7 +90,7 @@ class Note(NamedTuple):
 
 
 def watched_environment(root: Path) -> dict[str, str]:
-    """Ours, for a run whose state, spy and notes are below ``root``."""
+    """Return our environment for a run whose state, spy and notes are below ``root``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return {
         **kept,
@@ -103,26 +103,26 @@ def watched_environment(root: Path) -> dict[str, str]:
 
 @dataclass
 class Project:
-    """A directory with the shipped profiles, a state of its own, and notes of what was computed."""
+    """A directory with the shipped profiles, its own state, and notes of the computed batches."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def make(root: Path) -> Project:
-        """In an empty directory; the demo's models and data are shared."""
+        """Create the project in an empty directory that shares the demo's models and data."""
         (root / "profiles").mkdir(parents=True)
         (root / "spy").mkdir()
         (root / "spy" / "sitecustomize.py").write_text(SPY)
         for profile in (PROJECT / "profiles").glob("*.yaml"):
             shutil.copy(profile, root / "profiles")
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
-        (root / "notes").touch()  # where the confined process may write, but make nothing new
+        (root / "notes").touch()  # the confined process may write to this file but cannot create one
         return Project(root, watched_environment(root))
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
-        """A run of the demo, in a session of its own."""
+        """Start a run of the demo in its own session."""
         command = [sys.executable, "-c", _START, "run", "profiles/demo.yaml"]
         with (self.root / "output").open("ab") as output:
             run = subprocess.Popen(
@@ -135,7 +135,7 @@ class Project:
             run.wait()
 
     def notes(self) -> list[Note]:
-        """All so far, of all runs."""
+        """Return all notes so far, of all runs."""
         path = self.root / "notes"
         lines = path.read_text().splitlines() if path.exists() else []
         words = (line.split() for line in lines)
@@ -145,7 +145,7 @@ class Project:
         return [note for note in self.notes() if note.what == "batch"]
 
     def measured(self) -> dict[str, str]:
-        """Digest of all that was measured and decided, by stage and key."""
+        """Return the digest of all measurements and decisions, by stage and key."""
         found = {}
         for stage in MEASURED:
             for place in sorted((self.root / ".mergegate" / "store" / stage).iterdir()):
@@ -155,14 +155,14 @@ class Project:
 
 
 class Kill(NamedTuple):
-    """One kill: whom, and how many batches had been begun since the one before."""
+    """One kill: its target, and how many batches had started since the previous kill."""
 
     whom: str
     batches: int
 
 
 def undisturbed(root: Path) -> Project:
-    """The demo, released."""
+    """Release the demo without a kill."""
     project = Project.make(root)
     with project.running() as run:
         if run.wait():
@@ -171,10 +171,10 @@ def undisturbed(root: Path) -> Project:
 
 
 def disturbed(root: Path, *, kills: int, batches: int, seed: int) -> tuple[Project, list[Kill]]:
-    """The demo, killed while its models are asked and run again, as often as it takes to be killed ``kills`` times.
+    """Kill the demo while its models are evaluated and run it again, until it has been killed ``kills`` times.
 
     Args:
-        batches: Of an undisturbed run: kills are spread over them.
+        batches: Number of batches in an undisturbed run; kills are spread over them.
     """
     project, done, rng = Project.make(root), list[Kill](), random.Random(seed)
     while True:
@@ -184,11 +184,11 @@ def disturbed(root: Path, *, kills: int, batches: int, seed: int) -> tuple[Proje
                 left = max(1, batches - len({(note.model, note.content) for note in before}))
                 wait_for = rng.randint(1, max(1, 2 * left // (kills - len(done) + 1)))
                 if not _begun(project, len(before) + wait_for, run):
-                    break  # it ended: of the kill before, or with the release
+                    break  # it ended, because of the previous kill or with the release
                 time.sleep(rng.uniform(0, 0.03))  # into the middle of a batch
                 latest = project.batches()[-1].process
                 whom = "the flow" if len(done) % 2 == 0 else "the models' process"
-                gone = os.pidfd_open(latest)  # a child of this run, by its own note
+                gone = os.pidfd_open(latest)  # a child of this run, according to its own note
                 os.kill(run.pid if whom == "the flow" else latest, signal.SIGKILL)
                 select.select([gone], [], [])
                 os.close(gone)
@@ -202,7 +202,7 @@ def disturbed(root: Path, *, kills: int, batches: int, seed: int) -> tuple[Proje
 
 
 def repeated(project: Project, reference: Project) -> list[Note]:
-    """Batches that were begun more often than in an undisturbed run."""
+    """Return the batches that started more often than in an undisturbed run."""
     count = Counter((note.model, note.content) for note in reference.batches())
     again = []
     for note in project.batches():
@@ -214,7 +214,7 @@ def repeated(project: Project, reference: Project) -> list[Note]:
 
 
 def _begun(project: Project, batches: int, run: subprocess.Popen[bytes]) -> bool:
-    """Wait for so many batches; whether they came before the run ended."""
+    """Wait for ``batches`` batches, and return whether they came before the run ended."""
     size = -1
     notes = project.root / "notes"
     while run.poll() is None:

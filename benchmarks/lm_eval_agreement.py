@@ -1,12 +1,12 @@
-"""Forty of lm-eval's tasks by name over small local data: our scores against those of lm-eval's own run, document by
-document. The result stands in ``docs/evaluation.md``.
+"""Compare our scores with lm-eval's own, document by document, on forty of its tasks with small local data.
 
     python benchmarks/lm_eval_agreement.py --data ../../shared/data       # the table, as Markdown; two minutes
     python benchmarks/lm_eval_agreement.py --tasks sciq copa              # some of them; without --data those made here
 
-Ours goes the way of a profile: task by name, ``evaluate.data``, scores by document. lm-eval's own run is
-``simple_evaluate`` with a YAML file that includes the shipped one and points it to the same rows, in the fields of the
-real dataset. The model is random and tiny, so that its answers are arbitrary, and each has two examples in its prompt.
+The result is in ``docs/evaluation.md``. Our side works like a profile: a task by name, ``evaluate.data``, scores by
+document. lm-eval's side is ``simple_evaluate`` with a YAML file that includes the shipped one and points it to the same
+rows, in the fields of the real dataset. The model is random and tiny, so its answers are arbitrary. Each prompt has two
+examples.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Agreement:
-    """What came of one task."""
+    """The comparison of one task."""
 
     task: str
     kind: str  # output type
     documents: int
-    numbers: int  # scores that were compared: document, metric and filter
+    numbers: int  # scores compared: document, metric and filter
     differing: int
 
 
@@ -82,7 +82,7 @@ def choices(rng: random.Random, n: int = 4) -> dict[str, list[str]]:
     return {"text": [text(rng, 2) for _ in range(n)], "label": list(LETTERS[:n])}
 
 
-# By task: a document in the fields of its dataset.
+# Task → a function that creates a document in the fields of its dataset.
 SCHEMAS: Mapping[str, Callable[[random.Random], Row]] = {
     "sciq": lambda r: {
         "question": text(r), "support": text(r, 12), "correct_answer": text(r, 1),
@@ -144,11 +144,11 @@ SUBJECTS = [
     "virology",
 ]
 OF_DATA = ("arc_easy", "arc_challenge", "piqa", "gsm8k")
-_FILES = {"gsm8k_cot": "gsm8k_test.jsonl", "wikitext": "wikitext2_test_docs.jsonl"}  # otherwise named than their task
+_FILES = {"gsm8k_cot": "gsm8k_test.jsonl", "wikitext": "wikitext2_test_docs.jsonl"}  # not named after the task
 
 
 def made_rows(task: str) -> dict[str, list[Row]]:
-    """Documents and examples of a task in ``SCHEMAS``."""
+    """Create documents and examples of a task in ``SCHEMAS``."""
     rng = random.Random(task)
     evaluated, drawn = _splits(task)
     return {split: [SCHEMAS[task](rng) for _ in range(DOCUMENTS)] for split in dict.fromkeys((evaluated, drawn))}
@@ -162,7 +162,7 @@ def _splits(task: str) -> tuple[str, str]:
 
 
 def rows_of_data(task: str, data: Path) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
-    """Documents and examples of a task in ``OF_DATA``: as they lie, and in the fields of the real dataset."""
+    """Return documents and examples of a task in ``OF_DATA``, as stored and in the fields of the real dataset."""
     evaluated, drawn = _splits(task)
     rows = _read(data / _FILES.get(task, f"{task}_test.jsonl"))
     plain = {evaluated: rows[:DOCUMENTS], drawn: rows[DOCUMENTS : 2 * DOCUMENTS]}
@@ -183,7 +183,7 @@ def _as_on_the_hub(task: str, row: Row) -> Row:
 
 
 def lay_out(task: str, data: Path | None, mirror: Path, theirs: Path) -> dict[str, Any]:
-    """Put a task's rows where ``evaluate.data`` finds them, and where lm-eval's own run does; its part of a YAML."""
+    """Write a task's rows where ``evaluate.data`` and lm-eval's own run find them, and return its part of a YAML."""
     if task.startswith("mmlu_"):
         assert data is not None
         subject = task.removeprefix("mmlu_")
@@ -204,7 +204,7 @@ def lay_out(task: str, data: Path | None, mirror: Path, theirs: Path) -> dict[st
 
 
 def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder: Path) -> dict[tuple[str, int], Any]:
-    """lm-eval's own run: by (metric with filter, document) its score, only of metrics that it averages."""
+    """Run lm-eval itself, and return its score by (metric with filter, document), only for metrics that it averages."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -229,7 +229,7 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
-    """The way of a profile with ``evaluate.data``."""
+    """Score the task as a profile with ``evaluate.data`` does."""
     from mergegate.tasks.evaluation.harness import count_documents, score_documents
     from mergegate.tasks.evaluation.scoring import DocumentRange
 
@@ -257,7 +257,7 @@ def compare(tasks: Iterable[str], data: Path | None, scratch: Path) -> list[Agre
 
 
 def random_model(directory: Path) -> Path:
-    """A random Llama over single characters, saved in ``directory``."""
+    """Save a random Llama over single characters in ``directory``."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,10 +1,10 @@
-"""Every task that lm-eval ships, and whether it can guard a release: the table of ``docs/evaluation.md``.
+"""List every task that lm-eval ships and whether it can guard a release, for the table of ``docs/evaluation.md``.
 
     python benchmarks/lm_eval_tasks.py                 # the tables, as Markdown
     python benchmarks/lm_eval_tasks.py --family arc    # each task of one family, with its reason
 
-No data are loaded and nothing of a task is run: the decision is the one that ``mergegate check`` makes, here over the
-tasks as lm-eval's own index has them. Half a minute.
+The script takes half a minute. It loads no data and runs no task. It applies the decision of ``mergegate check`` to the
+tasks in lm-eval's own index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CRASH = "crash"
 
 
 def decided() -> list[tuple[str, str, str]]:
-    """(family, task, what comes of it) of every task: ``supported``, a reason, or ``crash``."""
+    """Return (family, task, outcome) for every task; the outcome is ``supported``, a reason, or ``crash``."""
     from lm_eval import tasks as shipped
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -38,7 +38,7 @@ def decided() -> list[tuple[str, str, str]]:
             leaf = LeafConfig(name, load_yaml(entry.yaml_path, resolve_func=False), entry.yaml_path)
             refusal = refusal_of_leaf(leaf)
             rows.append((family, name, str(refusal.reason) if refusal else "supported"))
-        except Exception as error:  # the very thing that is counted
+        except Exception as error:  # a crash is an outcome that the table counts
             rows.append((family, name, f"{CRASH}: {type(error).__name__}: {error}"))
     return rows
 

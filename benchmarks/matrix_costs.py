@@ -1,4 +1,4 @@
-"""What methods on whole matrices take: seconds and memory of single matrices, and what the plan says of whole models.
+"""Measure seconds and memory of methods on whole matrices, and print the plan's estimates for whole models.
 
 ::
 
@@ -6,10 +6,11 @@
     .venv/bin/python benchmarks/matrix_costs.py --largest 2048     # without the large ones
     .venv/bin/python benchmarks/matrix_costs.py --largest 0        # only what reading texts takes
 
-Two bfloat16 models and a base, random, one matrix each, merged by the engine in one thread, in a process of its own.
-Memory is what the process had at most above what it had before; in brackets what the plan says is held beside blocks.
-Then models of 8 and 70 B from headers alone: the operations that the plan adds up, at the speed that was measured; and
-what reading a text for two of them takes, at the speed of products in float32 on all cores of this machine.
+The engine merges two random bfloat16 models and a base, one matrix each, in one thread of a separate process. Memory is
+the process's peak minus its memory before the merge. The number in brackets is the plan's estimate, without blocks.
+For models of 8 and 70 B, known only by their headers, the script converts the plan's number of operations to hours at
+the measured speed. It also estimates what reading a text for two of them takes, at the speed of float32 products on all
+cores of this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ sys.path.insert(0, str(PROJECT / "tests" / "plan"))
 
 SIZES = ((1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096))
 METHODS = ("regmean", "wudi", "svc", "tsv_m", "knots")
-READERS = ("regmean", "fisher")  # of texts
+READERS = ("regmean", "fisher")  # methods that read texts
 TEXT = "own.jsonl"
 DOCUMENTS, TOKENS = 256, 2048
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -41,7 +42,7 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens":
 
 
 def make_family(place: Path, shape: tuple[int, int]) -> None:
-    """A base and two models of one matrix, and what a text of as many positions as it has columns would show."""
+    """Write a base and two models of one matrix, and the statistics of a text with as many positions as its columns."""
     from mergegate.merge_core.checkpoint import moments_file_name, pack_moments, write_inputs
 
     draw = torch.Generator().manual_seed(0)
@@ -63,7 +64,7 @@ def make_family(place: Path, shape: tuple[int, int]) -> None:
 
 
 def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
-    """The plan of a merge of two models."""
+    """Return the plan of a merge of two models."""
     from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
     from mergegate.merge_core.checkpoint import open_moments
     from mergegate.merge_core.recipe import InputMeasurements
@@ -78,14 +79,14 @@ def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
 
 
 def merge_one(method: str, place: Path) -> None:
-    """Merge in one thread; print seconds, peak memory, and what the plan says of both."""
+    """Merge in one thread, and print seconds, peak memory, and the plan's estimates of both."""
     from mergegate.merge_core import EngineSettings, merge_tensors
     from mergegate.merge_core.engine.forecast import estimate_needs
 
     plan = plan_of(method, place)
     settings = EngineSettings(threads=1)
     needs = estimate_needs(plan, settings, cores=1, device="cpu")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = peak_bytes()
     began = time.process_time()
     for _ in merge_tensors(plan, settings=settings):
@@ -96,13 +97,13 @@ def merge_one(method: str, place: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
 
 def measured(method: str, shape: tuple[int, int]) -> dict[str, float]:
-    """In a process of its own, with torch imported and warm."""
+    """Measure one merge in a separate process that has imported and warmed up torch."""
     with tempfile.TemporaryDirectory(prefix="mergegate-matrix-") as name:
         make_family(Path(name), shape)
         command = [sys.executable, __file__, "--one", method, name]
@@ -113,7 +114,7 @@ def measured(method: str, shape: tuple[int, int]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Run the measurements and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", default=4096, type=int)
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "PLACE"), help=argparse.SUPPRESS)
@@ -130,7 +131,7 @@ def main() -> int:
 
 
 def print_matrices(sizes: list[tuple[int, int]]) -> None:
-    """Single matrices, and whole models."""
+    """Print the costs of single matrices and of whole models."""
     print("| method | " + " | ".join(f"{out} x {width}" for out, width in sizes) + " | 10^9 operations a second |")
     print("|---|" + "--:|" * (len(sizes) + 1))
     speed: dict[str, float] = {}
@@ -156,7 +157,7 @@ def print_matrices(sizes: list[tuple[int, int]]) -> None:
 
 
 def print_reading() -> None:
-    """What reading texts takes, of whole models."""
+    """Print what reading texts takes for whole models."""
     from mergegate.merge_core.engine.forecast import Rates
     from mergegate.merge_core.system import system_memory
 
@@ -177,7 +178,7 @@ def print_reading() -> None:
 
 
 def product_speed() -> float:
-    """Operations a second of a product in float32, on all cores."""
+    """Return the operations per second of a float32 product on all cores."""
     matrix, took = torch.rand(2048, 2048), []
     for _ in range(5):
         began = time.perf_counter()
@@ -187,7 +188,7 @@ def product_speed() -> float:
 
 
 def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyped-def]
-    """What the plan says of it, from headers."""
+    """Return the plan's estimate of reading, from headers."""
     from sparse_models import LLAMA_70B, llama, save_sparse
 
     from mergegate.merge_core.files import HashMemo
@@ -202,7 +203,7 @@ def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyp
 
 
 def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tuple[float, float]:
-    """Hours of one core, and GiB held, as the plan adds them up from headers."""
+    """Return the hours of one core and the GiB in memory that the plan adds up from headers."""
     from sparse_models import LLAMA_70B, llama, save_sparse
 
     from mergegate.merge_core import EngineSettings

@@ -1,7 +1,7 @@
-"""Run one command in a process of its own and say how long it took and how much anonymous memory it needed.
+"""Run one command in a separate process and measure its time and its anonymous memory.
 
-Anonymous memory (``RssAnon``) is what a machine must have: mapped files and the page cache are given back under
-pressure. It is read from ``/proc`` every 20 ms for the process and all its descendants; Linux only.
+A machine must provide anonymous memory (``RssAnon``), while it can reclaim mapped files and the page cache under
+pressure. The module reads it from ``/proc`` every 20 ms for the process and all its descendants. Linux only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Measurement:
     """One run.
 
     Args:
-        seconds: Wall-clock time of the process, from its start to its end.
-        cpu_seconds: Processor time of it and its children, user and system.
-        system_seconds: The system's part of that: reading and writing files, finding memory.
-        peak_anonymous: Largest sum of anonymous memory seen, bytes.
-        peak_device: Largest reading of the gauge, bytes; 0 without one.
-        output: What it printed to standard output.
+        seconds: Wall-clock time of the process, from start to end.
+        cpu_seconds: Processor time of the process and its children, user and system.
+        system_seconds: System part of ``cpu_seconds``, spent on reading and writing files and allocating memory.
+        peak_anonymous: Largest total of anonymous memory that was read, in bytes.
+        peak_device: Largest reading of the gauge, in bytes; 0 without a gauge.
+        output: Standard output of the process.
     """
 
     seconds: float
@@ -46,10 +46,10 @@ def measure(
     environment: Mapping[str, str] | None = None,
     gauge: Callable[[], int] | None = None,
 ) -> Measurement:
-    """Run ``command`` and watch it; ``gauge`` says how many bytes of a GPU are in use.
+    """Run ``command`` and monitor it; ``gauge`` returns the number of a GPU's bytes in use.
 
     Raises:
-        SystemExit: It failed; its last lines are shown.
+        SystemExit: The command failed; the message contains its last lines.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         before = os.times()
@@ -82,7 +82,7 @@ def measure(
 def evict(files: Iterable[Path]) -> None:
     """Make the next read of ``files`` come from the disk.
 
-    Only these files are dropped from the page cache: programs and libraries stay, as on a machine in use.
+    Only these files leave the page cache. Programs and libraries stay in it, as on a machine in use.
     """
     os.sync()  # Pages that are not on the disk yet cannot be dropped.
     for file in files:
@@ -92,13 +92,13 @@ def evict(files: Iterable[Path]) -> None:
 
 
 def give_memory_back(pause: float) -> None:
-    """Drop what the page cache has of clean files, and wait until a virtual machine's host has taken the memory back.
+    """Drop clean files from the page cache, and wait until a virtual machine's host has reclaimed the memory.
 
-    So every run begins like the first one of a night: memory that is free, and has to be found. Where that is not
-    allowed (it takes an administrator), nothing happens.
+    Every run then begins like the first run after a quiet period: memory is free and must be allocated. Without
+    administrator rights, the function does nothing.
 
     Args:
-        pause: Seconds; Linux reports free pages to its host after two.
+        pause: Wait in seconds; Linux reports free pages to its host after two.
     """
     os.sync()
     with suppress(OSError):
@@ -107,7 +107,7 @@ def give_memory_back(pause: float) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """The process and its descendants, as far as they still run."""
+    """Return the process and those of its descendants that still run."""
     found, waiting = [], [pid]
     while waiting:
         parent = waiting.pop()
@@ -116,12 +116,12 @@ def family(pid: int) -> list[int]:
             for thread in Path(f"/proc/{parent}/task").iterdir():
                 waiting += [int(child) for child in (thread / "children").read_text().split()]
         except OSError:
-            continue  # It ended while we looked.
+            continue  # The process ended during the scan.
     return found
 
 
 def anonymous_memory(pid: int) -> int:
-    """Bytes of anonymous memory of a process; 0 when it has ended."""
+    """Return the bytes of anonymous memory of a process, or 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,11 +1,10 @@
-"""Arithmetic of every merge method, in units of a plain loop: the ``costs`` that each declares in its file.
+"""Measure every merge method's arithmetic in units of a plain loop: the ``costs`` that each declares in its file.
 
     .venv/bin/python benchmarks/method_costs.py
 
-Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
-the time that :func:`merge_core.engine.forecast.probe.reference_pass` takes per element on the same machine at the same
-moment,
-so the numbers hold (roughly) on machines of other speeds.
+Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would use. A unit is
+the time per element of :func:`merge_core.engine.forecast.probe.reference_pass` on the same machine at the same moment,
+so the numbers are roughly valid on machines of other speeds.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ def main() -> None:
 
 
 def unit_time() -> float:
-    """CPU seconds of the reference loop for :data:`ELEMENTS` elements."""
+    """Return the CPU seconds of the reference loop for :data:`ELEMENTS` elements."""
     began = time.thread_time()
     reference_pass(ELEMENTS)
     return time.thread_time() - began
 
 
 def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
-    """Number of folds, their time and the map's, and which kernels ran; seconds for :data:`ELEMENTS` elements."""
+    """Return the number of folds, the seconds of folds and map for :data:`ELEMENTS` elements, and the kernels."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(ELEMENTS, generator=generator) * 0.02
     noise = torch.randn(inputs, ELEMENTS, generator=generator) * 0.002
@@ -62,7 +61,7 @@ def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
     numbers: Any = stored.view(torch.uint16).numpy().reshape(-1)
     block = StoredBlock(numbers, np.arange(inputs, dtype=np.int64) * ELEMENTS, ELEMENTS, 0, grain)
     steps = method.steps(task)
-    result: Any = None  # What starts a generator.
+    result: Any = None  # None starts a generator.
     folds, seconds, fused = 0, 0.0, True
     while True:
         try:
@@ -83,7 +82,7 @@ def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
 
 
 def run(step: Fold | Map, block: StoredBlock, stored: torch.Tensor, grain: int) -> list[Any]:
-    """One pass over all elements."""
+    """Run one pass over all elements."""
     if step.fused is not None and isinstance(step, Map):
         step.fused(block, np.empty(ELEMENTS, np.uint16))
         return []
@@ -101,7 +100,7 @@ def run(step: Fold | Map, block: StoredBlock, stored: torch.Tensor, grain: int) 
 
 
 def task_of(method: Method, inputs: int) -> TensorTask:
-    """A task with typical values of the method's parameters."""
+    """Return a task with typical values of the method's parameters."""
     has_base = method.base == "required"
     values = {
         parameter.name: CHOSEN.get(

@@ -1,13 +1,13 @@
-"""What each merge method keeps of two skills, as it is usually set and at its best scale: the table of docs/methods.md.
+"""Measure how much of two skills each merge method retains, as usually set and at its best scale, for docs/methods.md.
 
 ::
 
     .venv/bin/python benchmarks/method_table.py           # the demo family, a few minutes; prints Markdown
     .venv/bin/python benchmarks/method_table.py regmean   # these methods only
 
-Two fine-tunes of the demo's base, one that reverses and one that shifts letters; all of them can copy. 100 documents of
-each skill choose the scale, once by the likelihood of right answers and once by entropy, without them; 1,000 others say
-what the merge is worth. A method with ``lambda`` is tried at the scales of ``SCALES``; one without has no scale.
+The two fine-tunes of the demo's base reverse and shift letters, and all models can copy. 100 documents of each skill
+select the scale, once by the likelihood of right answers and once by entropy, which needs no answers. 1,000 other
+documents score the merge. A method with ``lambda`` is tried at the scales of ``SCALES``. Other methods have no scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEMO = PROJECT / "profiles" / "demo"
 SKILLS = ("copy-many", "reverse-many", "shift-many")
 SEARCH, TEST = 100, 1000
 SCALES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0)
-# Method -> parameters of each model, of the recipe; both fine-tunes in their order, the base where it takes part.
+# Method → parameters of each model and of the recipe; both fine-tunes in order, and the base if it takes part.
 USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear": ({"weight": 0.5}, {}),
     "task_arithmetic": ({"weight": 0.5}, {}),
@@ -60,7 +60,7 @@ WITHOUT_BASE = ("linear", "slerp", "karcher", "nuslerp", "multislerp")
 
 
 class Result(NamedTuple):
-    """A merge on the documents of one set: exact match in %, by skill; nats a token and entropy, means over skills."""
+    """Scores of a merge on one set: exact match in % by skill; nats per token and entropy as means over skills."""
 
     exact: tuple[float, ...]
     nats: float
@@ -68,7 +68,7 @@ class Result(NamedTuple):
 
 
 def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
-    """The recipe of a method at a scale; None: it has none."""
+    """Return the recipe of a method at a scale; None means that the method has no scale."""
     own, shared = USUAL[method]
     models: list[dict[str, Any]] = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]
     for model, name in zip(models, ("reverser", "shifter"), strict=True):
@@ -88,14 +88,14 @@ def demo_setting(
     measures: Sequence[str],
     reading: Sequence[Mapping[str, Any]] = (),
 ) -> Any:
-    """A study of the demo's three skills, whose sets have so many documents of each.
+    """Return a study of the demo's three skills with ``sizes`` documents of each skill per set.
 
     Args:
-        recipe: One that names every model.
+        recipe: Recipe that names every model.
         reading: Recipes whose models read texts.
-        place: Where hashes are remembered.
-        sizes: Documents by set: ``search``, ``confirmation``.
-        measures: What is asked of every document.
+        place: Directory where hashes are cached.
+        sizes: Documents per set: ``search``, ``confirmation``.
+        measures: Measures of every document.
     """
     from mergegate.merge_core import load_recipe
     from mergegate.merge_core.files import HashMemo
@@ -129,7 +129,7 @@ def demo_setting(
 
 
 def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, list[float]]:
-    """A merge on the documents of one set: of each measure that is asked its means, by skill."""
+    """Score a merge on the documents of one set, and return each requested measure's means by skill."""
     from mergegate.tasks.sweep.trial import score_trial
     from mergegate.tasks.sweep.trials import TrialRequest
 

@@ -1,18 +1,18 @@
-"""Pulling the plug on whole nights: flow, process of the models, worker, or everything, again and again.
+"""Kill whole nightly runs again and again: the flow, the process of the models, the worker, or everything.
 
 ::
 
     .venv/bin/python benchmarks/night_kills.py                       # fifty kills; half an hour
     .venv/bin/python benchmarks/night_kills.py --kills 8 --seed 1 --minutes 10
 
-A server and a worker stand on the loopback, as ``mergegate server``, ``deploy`` and ``worker`` start them. The demo is
-released once undisturbed. Then nights begin from nothing, each is killed at random moments (``SIGKILL``) and triggered
-again until it has released; the release must have the bytes of the undisturbed one, nothing half-written may be left,
-and state must not grow with kills. In turn are killed: the flow, the process that holds the models, the worker (whose
-flow goes on), now and then all of them and the server at once. The worker is started again each time.
+``mergegate server``, ``deploy`` and ``worker`` start a server and a worker on the loopback. The script first releases
+the demo undisturbed. It then starts runs from nothing, kills each one at random moments (``SIGKILL``) and triggers it
+again until it has released. The release must have the bytes of the undisturbed one, no half-written file may be left,
+and state must not grow with kills. Kills alternate between the flow, the process that holds the models, and the worker,
+whose flow continues. Now and then, the script kills all of them together with the server. It restarts a killed worker.
 
-A run that died with its worker is ended by the rules that ``mergegate deploy`` keeps on the server: after 90 seconds of
-silence, or when it was taken and never began (ten minutes; here one, so that nobody waits).
+Rules that ``mergegate deploy`` sets on the server end a run that died with its worker: after 90 seconds of silence, or
+if a worker took the run and it never began (after ten minutes; here one, to shorten the wait).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from night_site import LOOK_EVERY_S, Kind, NightSite
 STATE = ("store", "runs", "reports")
 _SOON = "import mergegate.flows.prefect_api.automations as rules; rules.BEGIN_S = 60; "
 _TURNS = ("flow", "models", "worker")
-_MACHINE_EACH = 10  # turns between two of everything at once: each of those takes up to two minutes of silence
-# What a run that was killed may end in: the flow's own word where it lived on, or what Prefect says of the dead. A
-# models' process that is gone is told like one that the system ended for its memory.
+_MACHINE_EACH = 10  # turns between two kills of everything; each of those takes up to two minutes of silence
+# States that a killed run may end in: the flow's own if it survived, or Prefect's for a dead run. If the process of the
+# models dies, the run ends as if the system had killed that process for its memory.
 KILLED = ("Crashed", "Invalid", "Released", "NothingNew")
 
 
@@ -44,10 +44,10 @@ class Kill(NamedTuple):
     """One kill.
 
     Attributes:
-        whom: ``flow``, ``models``, ``worker``, or ``machine``: all of them and the server.
-        after: Seconds since the run had been triggered.
-        ended: State in which that run ended.
-        free: Seconds from the kill until the run had ended, and its slot was free.
+        whom: ``flow``, ``models``, ``worker``, or ``machine``, which means all of them and the server.
+        after: Seconds since the run was triggered.
+        ended: State in which the run ended.
+        free: Seconds from the kill until the run had ended and its slot was free.
     """
 
     whom: str
@@ -58,12 +58,12 @@ class Kill(NamedTuple):
 
 @dataclass
 class Nights:
-    """What was seen.
+    """Observations over all runs.
 
     Attributes:
-        releases: Of each night that released: every file's hash.
-        halves: What was unfinished although a night had released.
-        sizes: Bytes of the state after each of those nights.
+        releases: Hash of every file, for each run that released.
+        halves: Unfinished files that remained after a run had released.
+        sizes: Bytes of the state after each of those runs.
     """
 
     kills: list[Kill] = field(default_factory=list)
@@ -74,14 +74,14 @@ class Nights:
 
 
 def opened(site: NightSite) -> None:
-    """Server, deployments, worker."""
+    """Start the server, the deployments and the worker."""
     site.start_server()
     site.command("deploy", before=_SOON)
     site.start_worker()
 
 
 def undisturbed(site: NightSite) -> tuple[dict[str, str], float, int]:
-    """A night that nobody kills: its release, its seconds, bytes of its state."""
+    """Release once without a kill; return the release, its seconds and the bytes of its state."""
     began = time.monotonic()
     ended = site.wait(site.trigger())
     if ended.state != "Released":
@@ -98,11 +98,11 @@ def disturbed(
     rng: random.Random,
     until: float = float("inf"),
 ) -> Nights:
-    """Nights from nothing, killed in turn, as often as it takes to have killed ``kills`` times.
+    """Run from nothing and kill in turn, until ``kills`` kills have happened.
 
     Args:
-        seconds: That an undisturbed night takes: moments are drawn from these, and from fewer where one took fewer.
-        until: On the monotonic clock; no kill after it.
+        seconds: Duration of an undisturbed run, from which the moments of kills are drawn; shorter runs reduce it.
+        until: Time on the monotonic clock after which nothing is killed.
     """
     seen, takes = Nights(), {"from nothing": seconds, "going on": seconds}
     while len(seen.kills) < kills and time.monotonic() < until:
@@ -111,7 +111,7 @@ def disturbed(
         while ended not in ("Released", "NothingNew"):
             run, began = site.trigger(), time.monotonic()
             more = len(seen.kills) < kills and time.monotonic() < until
-            whom = (whom or next(turns)) if more else ""  # who has not been there in time is due again
+            whom = (whom or next(turns)) if more else ""  # a target that was not there in time is due again
             killed_at = _killed(site, run, whom, rng.uniform(0, takes[begins]), rng) if whom else None
             if killed_at is not None and whom in ("worker", "machine"):
                 if whom == "machine":
@@ -123,7 +123,7 @@ def disturbed(
             else:
                 seen.kills.append(Kill(whom, killed_at - began, ended, time.monotonic() - killed_at))
                 print(f"kill {len(seen.kills)}: {seen.kills[-1]}", file=sys.stderr, flush=True)
-                whom, begins = "", "going on"  # what is made already is not made again
+                whom, begins = "", "going on"  # a continued run does not repeat finished work
             if ended not in (KILLED if killed_at is not None else ("Released", "NothingNew")):
                 seen.unexpected.append(
                     f"{seen.kills[-1] if killed_at is not None else 'nobody killed'}: {site.state(run)}"
@@ -135,15 +135,15 @@ def disturbed(
 
 
 def all_turns() -> Iterator[str]:
-    """Whom, for ever."""
+    """Yield the target of each kill, endlessly."""
     for number, whom in enumerate(cycle(_TURNS), start=1):
         yield "machine" if number % _MACHINE_EACH == 0 else whom
 
 
 def _killed(site: NightSite, run: str, whom: str, after: float, rng: random.Random) -> float | None:
-    """Kill when the run has been going on for ``after`` seconds; the moment, None when it had ended before.
+    """Kill after the run has lasted ``after`` seconds; return the moment, or None if the run had ended by then.
 
-    Flow and models are waited for to exist. A worker or a machine also dies before there is a flow.
+    The function waits for a flow or models to exist. A worker or a machine also dies before there is a flow.
     """
     due = time.monotonic() + after
     victim: Kind = "worker" if whom in ("worker", "machine") else "flow" if whom == "flow" else "models"
@@ -152,7 +152,7 @@ def _killed(site: NightSite, run: str, whom: str, after: float, rng: random.Rand
             return None
         time.sleep(LOOK_EVERY_S)
     if victim == "models":
-        time.sleep(rng.uniform(0, 1))  # into whatever it does then
+        time.sleep(rng.uniform(0, 1))  # to hit it at a random point of its work
     kinds: tuple[Kind, ...] = ("server", "worker", "flow", "models") if whom == "machine" else (victim,)
     if not sum(site.kill(kind) for kind in kinds):
         return None
@@ -160,7 +160,7 @@ def _killed(site: NightSite, run: str, whom: str, after: float, rng: random.Rand
 
 
 def told(seen: Nights, wanted: dict[str, str], size: int, left: int) -> tuple[list[tuple[str, str]], bool]:
-    """Rows of a table, and whether all is as it should be."""
+    """Return the rows of a table, and whether all results are as expected."""
     same = sum(release == wanted for release in seen.releases)
     of = Counter(kill.whom for kill in seen.kills)
     longest = {whom: max(kill.free for kill in seen.kills if kill.whom == whom) for whom in of}

@@ -1,4 +1,4 @@
-"""A project with a server and a worker on this machine's loopback: nights as they are, and processes to kill.
+"""Run a project with a server and a worker on this machine's loopback, for realistic nightly runs and kills.
 
 ::
 
@@ -8,8 +8,8 @@
         site.kill("flow"); site.wait(run)         # Ended(state='Crashed', ...)
         site.release()                            # every file of what is published, hashed
 
-Everything is started by the commands that a person types, in a session of its own, and known by a word in its
-environment, so that nothing of it can be overlooked, wherever its parent has gone.
+The commands that a user types start everything in separate sessions. A marker in the environment identifies every
+process, so none can be overlooked, even after its parent has exited.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PROFILE = "profiles/demo.yaml"
 NIGHTS = "profiles: [{profile: profiles/demo.yaml}]\n"  # triggered, not scheduled
 MARK = "MERGEGATE_NIGHT_SITE"
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-PATIENCE_S = 900.0  # after which something hangs
+PATIENCE_S = 900.0  # a longer wait means that something hangs
 LOOK_EVERY_S = 0.05
 _START = "from mergegate.flows.cli import main; main()"
 
 Kind = Literal["flow", "models", "worker", "server"]
-# What is found in the command line of each.
+# Words that identify each kind in its command line.
 _WORDS: Mapping[Kind, tuple[str, ...]] = {
-    "flow": ("prefect.runner._workspace_supervisor", "prefect.engine"),  # it becomes the second
+    "flow": ("prefect.runner._workspace_supervisor", "prefect.engine"),  # the first becomes the second
     "models": ("answer_questions",),
     "worker": (" worker",),
     "server": ("main() server ",),
@@ -52,7 +52,7 @@ _WORDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class Ended(NamedTuple):
-    """How a run ended: its state, its message, and seconds between its beginning and its end as the server has them."""
+    """How a run ended: its state, its message, and the seconds from start to end according to the server."""
 
     state: str
     message: str
@@ -61,11 +61,11 @@ class Ended(NamedTuple):
 
 @dataclass
 class NightSite:
-    """A directory with the shipped profiles, a state of its own, and processes that end with the block.
+    """A directory with the shipped profiles, its own state, and processes that end with the ``with`` block.
 
     Args:
-        root: Empty, or not there.
-        more: Variables of the environment of all processes.
+        root: Directory that is empty or does not exist.
+        more: Additional environment variables of all processes.
     """
 
     root: Path
@@ -88,7 +88,7 @@ class NightSite:
             _kill(pid)
 
     def ended(self, within: float = 60.0) -> list[int]:
-        """Tell worker and server to end, as ^C does; processes that are left after so many seconds."""
+        """Stop worker and server as ^C does, and return the processes that are left after ``within`` seconds."""
         for kind in ("worker", "server"):
             for pid in self.running(kind):
                 _send(pid, signal.SIGTERM)
@@ -99,10 +99,10 @@ class NightSite:
             time.sleep(LOOK_EVERY_S)
         return left
 
-    # What a person types.
+    # Commands that a user types.
 
     def start_server(self) -> None:
-        """``mergegate server``; it answers when this returns."""
+        """Start ``mergegate server`` and return when it answers."""
         server, began = self._start("server", "--port", str(self.port)), time.monotonic()
         while True:
             try:
@@ -114,20 +114,24 @@ class NightSite:
                 time.sleep(LOOK_EVERY_S)
 
     def start_worker(self) -> None:
-        """``mergegate worker``."""
+        """Start ``mergegate worker``."""
         self._start("worker")
 
     def deploy(self) -> None:
-        """``mergegate deploy``."""
+        """Run ``mergegate deploy``."""
         self.command("deploy")
 
     def trigger(self, profile: str = "demo") -> str:
-        """What ``mergegate trigger`` asks of the server: a run that the next free worker carries out; its id."""
+        """Request a run as ``mergegate trigger`` does, for the next free worker, and return its id."""
         deployed = self.ask(f"deployments/name/release/{profile}")["id"]
         return str(self.ask(f"deployments/{deployed}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"])
 
     def command(self, *arguments: str, code: int = 0, before: str = "") -> str:
-        """What a command printed that ends with this exit code. ``before``: Python that its process runs first."""
+        """Run a command that must end with ``code``, and return its output.
+
+        Args:
+            before: Python code that the command's process runs first.
+        """
         done = subprocess.run(
             [sys.executable, "-c", before + _START, *arguments],
             cwd=self.root,
@@ -141,10 +145,10 @@ class NightSite:
             raise RuntimeError(f"{arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done.stdout
 
-    # What the server says.
+    # The state of the server.
 
     def state(self, run: str) -> Ended | None:
-        """How a run ended; None while it has not."""
+        """Return the final state of a run, or None while it is unfinished."""
         found = self.ask(f"flow_runs/{run}")
         state = found["state"] or {}
         if state.get("type") not in FINAL:
@@ -152,7 +156,7 @@ class NightSite:
         return Ended(state["name"], state.get("message") or "", found["total_run_time"])
 
     def wait(self, run: str) -> Ended:
-        """How it ends."""
+        """Wait for a run to end, and return how it ended."""
         began = time.monotonic()
         while (ended := self.state(run)) is None:
             if time.monotonic() - began > PATIENCE_S:
@@ -161,11 +165,11 @@ class NightSite:
         return ended
 
     def flow_runs(self) -> list[dict[str, Any]]:
-        """All that the server has, however they stand."""
+        """Return all flow runs on the server, in any state."""
         return list(self.ask("flow_runs/filter", {}))
 
     def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
-        """Of the server's API. Asked again while it is away."""
+        """Send a request to the server's API, and retry while the server is away."""
         secret = (self.root / ".mergegate" / "prefect" / "auth").read_text().strip()
         headers = {"Authorization": "Basic " + b64encode(secret.encode()).decode(), "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
@@ -189,25 +193,25 @@ class NightSite:
                     raise
             time.sleep(0.2)
 
-    # What is there.
+    # Processes and files of the site.
 
     def running(self, kind: Kind | None = None) -> list[int]:
-        """Processes of this site that live; of a kind, or all."""
+        """Return the live processes of this site, of one kind or all."""
         return [pid for pid, words in self._processes() if kind is None or any(one in words for one in _WORDS[kind])]
 
     def described(self) -> list[str]:
-        """Command lines of all that live."""
+        """Return the command lines of all live processes."""
         return [f"{pid}: {words[:200]}" for pid, words in self._processes()]
 
     def kill(self, kind: Kind) -> int:
-        """SIGKILL to all of a kind; how many there were. They are gone when this returns."""
+        """Send SIGKILL to all processes of a kind, wait until they are gone, and return how many there were."""
         found = self.running(kind)
         for pid in found:
             _kill(pid)
         return len(found)
 
     def released(self) -> dict[str, str]:
-        """Of the release that is published: every file's sha256 by name, and its own name as ``version``."""
+        """Return the published release: every file's sha256 by name, and the release's name as ``version``."""
         latest = self.root / "releases" / "demo" / "latest"
         if not latest.exists():
             return {}
@@ -220,35 +224,35 @@ class NightSite:
         return {"version": place.name, **files}
 
     def forget(self) -> None:
-        """Nothing has been made: the store, releases and reports go. What the server knows stays."""
+        """Delete the store, releases and reports, as if nothing had run; the server's data stays."""
         home = self.root / ".mergegate"
         for place in (*(home / name for name in ("store", "runs", "reports", "anchors")), self.root / "releases"):
             shutil.rmtree(place, ignore_errors=True)
 
     def halves(self) -> list[str]:
-        """What has been begun and is not whole: artifacts, journals, releases and values without their names."""
+        """Return unfinished work: artifacts, journals, releases, and values without their names."""
         home = self.root / ".mergegate"
         found = [*(home / "store").rglob("*.partial*"), *(home / "store").rglob("*.journal")]
         found += [one for one in (self.root / "releases").rglob("*") if "partial" in one.name]
         return sorted(str(one.relative_to(self.root)) for one in found)
 
     def size(self, *below: str) -> int:
-        """Bytes of files below these directories of the state."""
+        """Return the bytes of files below these directories of the state."""
         places = [self.root / ".mergegate" / name for name in below]
         return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
     def log(self) -> str:
-        """The end of what all processes have printed."""
+        """Return the last output of all processes."""
         file = self.root / "output"
         return file.read_text(errors="replace")[-6000:] if file.exists() else ""
 
     def environment(self) -> dict[str, str]:
-        """Ours without anybody's Prefect, and with what is this site's."""
+        """Return our environment without any other Prefect settings, plus this site's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         return {
             **kept,
             "MERGEGATE_HOME": str(self.root / ".mergegate"),
-            "PREFECT_WORKER_QUERY_SECONDS": "1",  # how often a worker looks for work: no night is waited for
+            "PREFECT_WORKER_QUERY_SECONDS": "1",  # how often a worker looks for work; short, so that no run has to wait
             "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
             "HF_HUB_OFFLINE": "1",
             "NO_COLOR": "1",
@@ -266,7 +270,7 @@ class NightSite:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                # As a script starts what it leaves in the background.
+                # A script starts its background jobs this way.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
             )
 
@@ -277,9 +281,9 @@ class NightSite:
                 if not entry.name.isdigit() or mark not in (entry / "environ").read_bytes().split(b"\0"):
                     continue
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:  # it ended, or is not ours
+            except OSError:  # it ended, or belongs to another user
                 continue
-            if words:  # none: it is dead, and nobody has asked how
+            if words:  # empty for a zombie that its parent has not reaped
                 yield int(entry.name), words
 
 

@@ -1,4 +1,4 @@
-"""How often the gate passes, fails and cannot say, by how much worse a merge truly is: the tables of ``docs/gates.md``.
+"""Simulate how often the gate passes, fails or cannot decide, by a merge's true drop: the tables of ``docs/gates.md``.
 
 ::
 
@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for docs/gates.md
     .venv/bin/python benchmarks/operating_characteristics.py graded        # or clusters: see error_rates.py
 
-Merges are drawn, not run: on each document the merge loses what the reference had right with probability
-``(discordance + drop) / 2``, wins what it had wrong with ``(discordance - drop) / 2``, and agrees otherwise. The rule
-is written here a second time, as tests of hypotheses on arrays instead of intervals of one sample;
-``tests/evidence/test_gate_operating_characteristics.py`` sees that both decide alike.
+Merges are drawn, not run. On each document, the merge loses a right answer of the reference with probability
+``(discordance + drop) / 2``, corrects a wrong one with ``(discordance - drop) / 2``, and agrees in all other cases. The
+script implements the rule a second time, as hypothesis tests on arrays instead of intervals of one sample.
+``tests/evidence/test_gate_operating_characteristics.py`` verifies that both decide the same way.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SUITE_TABLES = ("suites", "attempts", "nights")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
 FIRST_LOOK = 500
-DOCUMENTS = (500, 1319, 14042)  # a subset; GSM8K; MMLU
+DOCUMENTS = (500, 1319, 14042)  # a subset, GSM8K, MMLU
 DISCORDANCES = (0.05, 0.10, 0.15, 0.20)
 DROPS = (0.0, 0.01, 0.02, 0.03, 0.04)
 
 
 class Decided(NamedTuple):
-    """Shares of the simulated merges by outcome, and how many documents it took."""
+    """Shares of the simulated merges by outcome, and the number of documents used."""
 
     passed: float
     undecided: float
@@ -47,7 +47,7 @@ class Decided(NamedTuple):
 def decide(
     lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float, last: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether each sample passes, and whether it fails, at one look, which may be the last."""
+    """Return whether each sample passes, and whether it fails, at one look, which may be the last."""
     quantile, drop = normal_quantile(confidence), (lost - won) / n
     p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
     centre = p_lost - p_won
@@ -58,7 +58,7 @@ def decide(
 
 
 def simulate(drop: float, discordance: float, schedule: Sequence[int], runs: int, rng: np.random.Generator) -> Decided:
-    """Judge ``runs`` merges that are truly ``drop`` worse, looking until one look decides.
+    """Judge ``runs`` merges that are truly ``drop`` worse, with interim looks until one decides.
 
     Args:
         drop: True difference of the shares of right answers, at most ``discordance``.
@@ -83,7 +83,7 @@ def simulate(drop: float, discordance: float, schedule: Sequence[int], runs: int
 
 
 def characteristics(runs: int, rng: np.random.Generator) -> list[str]:
-    """One row for each task and discordance: pass / inconclusive / fail at each true drop."""
+    """Return one row per task and discordance: pass / inconclusive / fail at each true drop."""
     rows = [_row("documents", "discordance", *(f"{100 * drop:g} points" for drop in DROPS)), _rule(2 + len(DROPS))]
     for n in DOCUMENTS:
         for schedule in dict.fromkeys((interim_looks(n, None), interim_looks(n, FIRST_LOOK))):
@@ -102,7 +102,7 @@ def characteristics(runs: int, rng: np.random.Generator) -> list[str]:
 
 
 def errors(runs: int, rng: np.random.Generator) -> list[str]:
-    """One row for each task: false publications at a true drop of the margin, false alarms at none."""
+    """Return one row per task: false publications at a true drop of the margin, false alarms at none."""
     heads = (f"{what} {discordance:.2f}" for what in ("publishes", "alarms") for discordance in DISCORDANCES)
     rows = [_row("documents", *heads), _rule(1 + 2 * len(DISCORDANCES))]
     for n in DOCUMENTS:
@@ -130,12 +130,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.table in SUITE_TABLES:
-        from gate_suites import TABLES  # beside this file
+        from gate_suites import TABLES  # in this directory
 
         print("\n".join(TABLES[arguments.table](arguments.runs, np.random.default_rng(arguments.seed))))
         return
     if arguments.table != "guards":
-        from error_rates import print_table  # beside this file
+        from error_rates import print_table  # in this directory
 
         print_table(arguments.table, arguments.runs, arguments.seed, arguments.markdown)
         return

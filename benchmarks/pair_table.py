@@ -1,16 +1,16 @@
-"""What merge methods keep of two fine-tunes of a real model of 135 M parameters: the second table of docs/methods.md.
+"""Measure what merge methods retain of two fine-tunes of a real model: the second table of docs/methods.md.
 
 ::
 
     .venv/bin/python benchmarks/pair_table.py --data DATA --base SMOLLM2 --work WORK            # an hour; Markdown
     .venv/bin/python benchmarks/pair_table.py --data DATA --base SMOLLM2 --work WORK ties svc   # these methods only
 
-``DATA`` holds ``arc_challenge_test.jsonl``, ``arc_easy_test.jsonl``, ``gsm8k_test.jsonl`` and
-``wikitext2_test_docs.jsonl``. Two short fine-tunes of the base, one on science questions with answers, one on sums with
-solutions, are made in ``WORK`` unless they are there, and merged by ``mergegate merge``. What counts is the negative
-log-likelihood in nats a token of fresh documents of both kinds, and of prose that neither has seen. Of methods that
-have one, the scale (``lambda``) is chosen on further documents. Seconds and memory are those of the whole command when
-it runs again, all texts read.
+``DATA`` contains ``arc_challenge_test.jsonl``, ``arc_easy_test.jsonl``, ``gsm8k_test.jsonl`` and
+``wikitext2_test_docs.jsonl``. The base has 135 M parameters. The script creates two short fine-tunes of it in ``WORK``
+unless they exist, one on science questions with answers and one on math problems with solutions. ``mergegate merge``
+merges them. The score is the negative log-likelihood, in nats per token, of fresh documents of both kinds and of prose
+that neither fine-tune has seen. For methods with a scale (``lambda``), further documents select it. Seconds and memory
+are those of the whole command when it runs again, after all texts have been read.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ PROJECT = Path(__file__).resolve().parents[1]
 _START = "from mergegate.flows.cli import main; main()"
 STEPS, RATE = 100, 1e-4
 SCALES = (0.7, 1.0, 1.3, 1.6, 2.0)
-LEFT_OUT = ("della_linear", "dare_linear", "breadcrumbs_ties", "ramplus_tl", "nuslerp", "multislerp")  # as their kin
+LEFT_OUT = ("della_linear", "dare_linear", "breadcrumbs_ties", "ramplus_tl", "nuslerp", "multislerp")  # near duplicates
 PAGE = 1500  # characters of a page of prose
 
 Texts = Mapping[str, Sequence[str]]
 
 
 class Measured(NamedTuple):
-    """A method's row."""
+    """The row of one method."""
 
-    usual: Mapping[str, float]  # nats a token, by kind of document
+    usual: Mapping[str, float]  # nats per token, by kind of document
     best: tuple[float, Mapping[str, float]] | None
     seconds: float
     memory: int
 
 
 def science(one: Mapping[str, Any]) -> str:
-    """A question of ARC and its answer."""
+    """Format an ARC question and its answer."""
     return f"Question: {one['question']}\nAnswer: {one['choices'][one['answer']]}"
 
 
 def sums(one: Mapping[str, Any]) -> str:
-    """A question of GSM8K and its solution."""
+    """Format a GSM8K question and its solution."""
     return f"Question: {one['question']}\nAnswer: {one['answer']}"
 
 
 class Documents(NamedTuple):
-    """All texts, by what they are for: none is in two places."""
+    """All texts by purpose; no text serves two purposes."""
 
     learnt: Texts
     search: Texts
@@ -67,7 +67,7 @@ class Documents(NamedTuple):
 
 
 def documents_of(data: Path) -> Documents:
-    """Divide the data: fine-tunes learn from what ``benchmarks/sibling_models.py`` leaves to be learnt."""
+    """Split the data; fine-tunes learn from the documents that ``benchmarks/sibling_models.py`` does not score."""
     challenge, easy = (models.read_lines(data / f"arc_{kind}_test.jsonl") for kind in ("challenge", "easy"))
     gsm8k, pages = (models.read_lines(data / name) for name in ("gsm8k_test.jsonl", "wikitext2_test_docs.jsonl"))
     prose = [str(page["page"])[:PAGE] for page in pages]
@@ -84,7 +84,7 @@ def documents_of(data: Path) -> Documents:
 
 
 def make_models(base: Path, work: Path, learnt: Texts) -> None:
-    """The two fine-tunes, and a text of each for methods that read: what it learnt, and some prose."""
+    """Create the two fine-tunes, and for methods that read, a text for each: its training documents and some prose."""
     for name in ("science", "sums"):
         if not (work / name).exists():
             models.fine_tune(base, learnt[name], work / name, steps=STEPS, rate=RATE, seed=1)
@@ -95,7 +95,7 @@ def make_models(base: Path, work: Path, learnt: Texts) -> None:
 
 
 def recipe_of(method: str) -> dict[str, Any]:
-    """As in the table of the demo family."""
+    """Return the recipe that the table of the demo family uses."""
     own, shared = USUAL[method]
     listed: list[dict[str, Any]] = []
     for name in ("science", "sums"):
@@ -108,7 +108,7 @@ def recipe_of(method: str) -> dict[str, Any]:
 
 
 def merge(work: Path, method: str) -> tuple[Path, float, int]:
-    """The merge, its seconds and peak memory when nothing is to be read beforehand."""
+    """Merge and return the directory, the seconds and the peak memory of a run that has no texts left to read."""
     recipe = work / f"{method}.yaml"
     recipe.write_text(yaml.safe_dump(recipe_of(method), sort_keys=False))
     spent = []
@@ -124,10 +124,10 @@ def merge(work: Path, method: str) -> tuple[Path, float, int]:
 
 
 class Reader:
-    """One network that is given the weights of others.
+    """One network that receives the weights of other checkpoints.
 
     Args:
-        base: Its checkpoint, from which a scale is measured.
+        base: Checkpoint from which a scale is measured.
     """
 
     def __init__(self, base: Path) -> None:
@@ -139,7 +139,7 @@ class Reader:
         self._base = {name: one.clone() for name, one in self._network.state_dict().items()}
 
     def nats(self, place: Path, texts: Texts, scale: float = 1.0) -> dict[str, float]:
-        """Negative log-likelihood a token, by kind, of a checkpoint whose distance from the base is scaled."""
+        """Return the negative log-likelihood per token, by kind, of a checkpoint with a scaled distance to the base."""
         import torch
         from safetensors.torch import load_file
 
@@ -164,7 +164,7 @@ class Reader:
 
 
 def row(method: str, work: Path, reader: Reader, documents: Documents) -> Measured:
-    """Merge by a method and see what is kept."""
+    """Merge with a method and measure how much the result retains."""
     from mergegate.merge_core.methods import merge_methods
 
     place, seconds, memory = merge(work, method)
@@ -177,7 +177,7 @@ def row(method: str, work: Path, reader: Reader, documents: Documents) -> Measur
 
 
 def lines(found: Iterator[tuple[str, Measured]]) -> Iterator[str]:
-    """The table as Markdown, a row as soon as it is there."""
+    """Yield the lines of the Markdown table, each row as soon as it is complete."""
     yield "| method | as it is usually set | best scale | seconds | memory |"
     yield "|---|--:|--:|--:|--:|"
     for method, one in found:
@@ -190,7 +190,7 @@ def _cells(nats: Mapping[str, float]) -> str:
 
 
 def main() -> int:
-    """Make what is missing, then print the table."""
+    """Create missing models, then print the table."""
     said = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     said.add_argument("--data", type=Path, required=True)
     said.add_argument("--base", type=Path, required=True)

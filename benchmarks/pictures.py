@@ -1,12 +1,12 @@
-"""The pictures in ``docs/pictures/``: the terminal at 80 columns, reports passed and refused, the history; of a watched
-release a page with made-up traffic.
+"""Take the pictures in ``docs/pictures/``: terminal, reports, history, and the page of a watched release.
 
 ::
 
     .venv/bin/python benchmarks/pictures.py [--out docs/pictures]          # needs Chromium (Debian: chromium)
 
-Runs the demo in a directory of its own (a minute), photographs what it printed and the pages that it left, and keeps
-them as PNG with a palette. They are to be looked at: nothing here judges them.
+The script runs the demo in a separate directory (one minute), takes screenshots of its output and its pages, and saves
+them as PNG with a palette. The terminal has 80 columns, and the reports show a passed and a refused release. The
+watched release has simulated traffic. Review the pictures yourself: nothing here checks them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from PIL import Image, ImageChops
 PROJECT = Path(__file__).resolve().parents[1]
 PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
 WIDTHS = (1280, 400)
-TALLEST = 7000  # pixels of a page, before what is empty is cut away
+TALLEST = 7000  # pixels of a page, before the empty part is cropped
 COLOURS = 28
 
 
 def main() -> None:
-    """Take them all, or of one run what it prints (``--terminal``, for a process of its own)."""
+    """Take all pictures, or one picture of a run's output (``--terminal``, for a separate process)."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=PROJECT / "docs" / "pictures")
     parser.add_argument("--terminal", nargs=2, metavar=("PROFILE", "SVG"))
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def photograph_shadow(chromium: str, picture: Path) -> None:
-    """The page of a release that was watched for a day: traffic made up, everything else as of a real one."""
+    """Photograph the page of a release that was watched for a day; only the traffic is simulated."""
     sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "shadow")]
     from shadow_pages import EVERY
 
@@ -92,18 +92,18 @@ def print_run(profile: str, svg: str) -> None:
     command_file._console = lambda _: console
     with contextlib.suppress(typer.Exit):
         command_file.run_command(Path(profile))
-    console.print()  # the picture ends within its last line
+    console.print()  # ends the picture within its last line
     console.save_svg(svg, title=f"mergegate run {profile}")
 
 
 def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
-    """The whole of ``page`` at ``width`` pixels, what is empty below cut away."""
+    """Photograph the whole of ``page`` at ``width`` pixels, and crop the empty part at the bottom."""
     with tempfile.TemporaryDirectory() as place:
         address = page.absolute().as_uri()
         shown = f'<iframe src="{address}" width="{width}" height="{TALLEST}" style="border:0"></iframe>'
         if page.suffix == ".svg":
             shown = f'<img src="{address}" width="{width}">'
-        # A window cannot be narrower than 500 pixels; a frame in it can.
+        # A window cannot be narrower than 500 pixels, but a frame in it can.
         frame = Path(place) / "frame.html"
         frame.write_text('<meta name="color-scheme" content="light dark"><style>body{margin:0}</style>' + shown)
         taken = Path(place) / "taken.png"

@@ -1,9 +1,9 @@
-"""The physical limit to compare with: read every input once, write as many bytes as the result has, flush them.
+"""Measure the physical limit: read every input once, write as many bytes as the result has, and flush them.
 
     python plain_copy.py OUT INPUT...
 
-Nothing is computed, nothing hashed. The bytes written are those of the first inputs; several threads read large blocks
-into reused buffers, as fast as this machine does it. Standard library only, so that starting costs nothing.
+The script computes and hashes nothing. It writes the bytes of the first inputs. Several threads read large blocks into
+reused buffers, as fast as this machine allows. The script uses only the standard library, so that startup is cheap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _local = threading.local()
 
 
 def main(out: str, checkpoints: list[str]) -> None:
-    """Read all shards of ``checkpoints``; write those of the first to ``out``."""
+    """Read all shards of ``checkpoints``, and write those of the first to ``out``."""
     target = Path(out)
     target.mkdir()
     jobs: list[tuple[int, int, int, int]] = []

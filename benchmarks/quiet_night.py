@@ -1,13 +1,13 @@
-"""What each part of a night costs: with nothing new, with one changed threshold, with one new parent.
+"""Measure each part of a scheduled run: with nothing new, with one changed threshold, with one new parent.
 
 ::
 
     .venv/bin/python benchmarks/quiet_night.py                                   # the table of docs/performance.md
     .venv/bin/python benchmarks/quiet_night.py --mergegate OTHER/.venv/bin/mergegate   # of another version
 
-The demo family is released once in a directory of its own; then nights of each kind follow each other in turns, with
-``prefect version`` between them, so that whatever else the machine does falls on all of them. A night is told by
-``--events``: what comes before the first stage is Python, imports and Prefect's API; the stages say their own seconds.
+The script releases the demo family once in a separate directory. Runs of each kind then take turns, with
+``prefect version`` between them, so that other load on the machine affects all of them. ``--events`` reports the
+course of a run. The time before the first stage is Python, imports and Prefect's API. Each stage reports its seconds.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ class Night(NamedTuple):
     """Seconds of one run."""
 
     whole: float
-    before: float  # the first stage
+    before: float  # until the first stage starts
     stages: dict[str, float]
 
     @property
     def after(self) -> float:
-        """Between the stages and after the last one."""
+        """Seconds between the stages and after the last one."""
         return self.whole - self.before - sum(self.stages.values())
 
 
 def nothing_new(project: Path) -> None:
-    """The same as the night before."""
+    """Change nothing since the previous run."""
 
 
 def changed_threshold(project: Path) -> None:
-    """Another margin for the perplexity: only the gate and what follows it are made."""
+    """Change the margin of the perplexity, so that only the gate and later stages run."""
     path = project / PROFILE
     path.write_text(re.sub(r"max_increase: [\d.]+%", f"max_increase: {5 + next(_number) / 100}%", path.read_text()))
 
 
 def new_parent(project: Path) -> None:
-    """One fine-tune has another weight: merged and measured anew, it and the merge."""
+    """Change a weight of one fine-tune, so that the merge is rebuilt and both are measured again."""
     path = project / "profiles/demo/models/reverser/model.safetensors"
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1 << (next(_number) % 3)  # the last bits of a mantissa
+    content[-1] ^= 1 << (next(_number) % 3)  # one of the lowest bits of a value
     path.write_bytes(content)
 
 
@@ -71,7 +71,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 
 def night(mergegate: Path, project: Path) -> Night:
-    """One run, as a schedule starts it."""
+    """Run once, as a schedule does."""
     began, wall = time.monotonic(), time.time()
     done = subprocess.run(
         [mergegate, "run", PROFILE, "--events"], cwd=project, capture_output=True, text=True, check=False
@@ -104,7 +104,7 @@ def main() -> None:
         for _ in range(options.turns):
             for kind, change in KINDS.items():
                 if kind == "nothing new":
-                    night(options.mergegate, project)  # what the last kind has changed is done
+                    night(options.mergegate, project)  # finish the work that the previous kind's change caused
                 change(project)
                 nights[kind].append(night(options.mergegate, project))
             began = time.monotonic()
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def table(nights: dict[str, list[Night]], prefect: list[float]) -> str:
-    """Markdown: medians, smallest and largest."""
+    """Return Markdown with medians, smallest and largest values."""
     lines = [
         f"`prefect version`: {_seconds(prefect)} s; load {os.getloadavg()[0]:.1f}",
         "",

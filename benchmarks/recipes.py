@@ -1,4 +1,4 @@
-"""The recipe that each method is measured with: parameters as people use them, the checkpoints by their names."""
+"""Define the recipe that measures each method: typical parameters, and checkpoints by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from checkpoints import BASE, FINE_TUNES
 
-# Method → how many fine-tunes it gets, whether the base takes part, parameters.
+# Method → number of fine-tunes, whether the base takes part, parameters.
 _RECIPES: dict[str, tuple[int, bool, str]] = {
     "linear": (2, False, "weight: 0.5"),
     "slerp": (2, False, "t: 0.5"),
@@ -41,9 +41,9 @@ class Case:
     """One method on one family.
 
     Args:
-        method: Its name.
-        models: Checkpoints that it reads, by name.
-        recipe: YAML; models are named relative to the family's directory.
+        method: Name of the method.
+        models: Names of the checkpoints that it reads.
+        recipe: YAML with models relative to the family's directory.
     """
 
     method: str
@@ -52,7 +52,7 @@ class Case:
 
 
 def case(method: str, available: int) -> Case:
-    """The case of ``method`` in a family of ``available`` fine-tunes."""
+    """Return the case of ``method`` in a family of ``available`` fine-tunes."""
     count, with_base, parameters = _RECIPES[method]
     tunes = FINE_TUNES[: min(count, available)]
     lines = [f"merge_method: {method}"]
@@ -63,6 +63,6 @@ def case(method: str, available: int) -> Case:
     lines.append(f"models: [{', '.join(f'{{model: {tune}}}' for tune in tunes)}]")
     if parameters:
         lines.append(f"parameters: {{{parameters}}}")
-    # What both tools would do anyway, except that the peer stores some results in float32 unless told.
+    # Both tools use bfloat16 anyway, but the peer stores some results in float32 without these lines.
     lines.append("dtype: bfloat16\nout_dtype: bfloat16")
     return Case(method, ((BASE, *tunes) if with_base else tunes), "\n".join(lines) + "\n")

@@ -1,10 +1,10 @@
-"""What RegMean keeps, by what its models have read: the third table of docs/methods.md.
+"""Measure what RegMean retains, depending on the texts its models have read: the third table of docs/methods.md.
 
 ::
 
     .venv/bin/python benchmarks/regmean_texts.py         # the demo family, two minutes; prints Markdown
 
-Right answers of 1,000 documents a skill, exact match in %, of merges that nobody has tuned.
+The table lists right answers out of 1,000 documents per skill, exact match in %, of merges without any tuning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN = {"reverser": "rev", "shifter": "shift"}
 
 
 def write_text(path: Path, kinds: Iterable[str], seed: int) -> str:
-    """Documents of these kinds that were trained on."""
+    """Write training documents of these kinds to ``path``."""
     rng = random.Random(seed)
     drawn = [draw(kind, rng, held_out=False) for kind in kinds]
     path.write_text("".join(json.dumps({"text": one.prompt + one.answer}) + "\n" for one in drawn))
@@ -35,7 +35,7 @@ def write_text(path: Path, kinds: Iterable[str], seed: int) -> str:
 
 
 def recipe_of(texts: tuple[str, str], off_diagonals: float) -> dict[str, Any]:
-    """RegMean of both fine-tunes, each with its text."""
+    """Return a RegMean recipe of both fine-tunes, each with its text."""
     models = [{"model": str(DEMO / "models" / name), "text": text} for name, text in zip(MODELS, texts, strict=True)]
     shared = {"off_diagonals": off_diagonals}
     return {"merge_method": "regmean", "models": models, "parameters": shared, "dtype": "bfloat16"}

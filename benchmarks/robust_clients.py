@@ -1,11 +1,12 @@
-"""Five clients, one of them absurd: what a mean, a median and a trimmed mean keep. The second table of docs/methods.md.
+"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty. Second table of docs/methods.md.
 
 ::
 
     .venv/bin/python benchmarks/robust_clients.py         # the demo family, a minute; prints Markdown
 
-Two clients have learnt to reverse, two to shift letters: the demo's fine-tunes with a fifth of noise of their own. The
-fifth is noise five times as large as a fine-tune, or the honest mean with its sign turned, five times as large.
+Two clients have learned to reverse letters and two to shift them. They are the demo's fine-tunes, each with its own
+noise of a fifth of their size. The fifth client is noise five times as large as a fine-tune, or the honest mean with
+its sign turned, five times as large.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {"task_arithmetic": {}, "median": {}, "trim
 
 
 def make_client(place: Path, own: Mapping[str, torch.Tensor], scale: float, noise: float, draw: torch.Generator) -> str:
-    """A checkpoint beside the base: ``scale`` times a task vector, and noise of so many times its size."""
+    """Write a checkpoint next to the base: ``scale`` times a task vector, plus noise of ``noise`` times its size."""
     shutil.copytree(DEMO / "models/base", place)
     base, made = load_file(DEMO / "models/base/model.safetensors"), {}
     for name, tensor in base.items():
@@ -38,7 +39,7 @@ def make_client(place: Path, own: Mapping[str, torch.Tensor], scale: float, nois
 
 
 def recipe_of(method: str, models: list[str], scale: float) -> dict[str, Any]:
-    """All models with one voice each."""
+    """Return a recipe that gives all models the same weight."""
     own = {"weight": 1 / len(models)} if method == "task_arithmetic" else {}
     return {
         "merge_method": method,

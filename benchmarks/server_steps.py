@@ -1,13 +1,13 @@
-"""Five rounds of honest clients, and the server's step after each: the mean, momentum, Adam. Tables of docs/clients.md.
+"""Compare the server's step after five rounds of honest clients: mean, momentum, Adam. Tables of docs/clients.md.
 
 ::
 
     .venv/bin/python benchmarks/server_steps.py [--tired] [adam]   # the demo family, five minutes; Markdown
 
-Two clients go a third of the way to reversing in each round, two to shifting (``tests/flows/client_rounds.py``), from
-what the round before made of them: always as far, or (``--tired``) a third of the way that is left. Each round is the
-recipe that a profile would make of it. Right answers of 1,000 documents in %, reversing / shifting, and copying in
-brackets where it is below 99.5.
+In each round, two clients move a third of the way to reversing and two a third of the way to shifting
+(``tests/flows/client_rounds.py``), starting from the result of the previous round. The distance is constant, or
+(``--tired``) a third of the remaining way. Each round uses the recipe that a profile would build for it. The table
+lists right answers out of 1,000 documents in %, reversing / shifting, with copying in brackets if it is below 99.5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "tests/flows"), str(PROJECT)]
 
-from client_rounds import HONEST, MODELS, WEIGHTS, Clients  # noqa: E402  # of the tests
+from client_rounds import HONEST, MODELS, WEIGHTS, Clients  # noqa: E402  # from the tests' folder
 from method_table import TEST, demo_setting, means_of  # noqa: E402
 
 ROUNDS = 5
@@ -40,7 +40,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def next_release(place: Path, said: Mapping[str, Any], released: Path | None, number: int) -> Path:
-    """Carry out a round of the clients in ``place``, and note what the next one asks of a release."""
+    """Merge a round of the clients in ``place``, and record the data that the next round needs from a release."""
     import yaml
 
     from mergegate.flows.candidates import client_round
@@ -72,7 +72,7 @@ def next_release(place: Path, said: Mapping[str, Any], released: Path | None, nu
 
 
 def skills(model: Path, place: Path) -> str:
-    """What a model can do."""
+    """Return a model's score on each skill."""
     recipe = {"merge_method": "passthrough", "models": [{"model": str(model)}]}
     setting = demo_setting(recipe, place, {"search": 10, "confirmation": TEST}, ("exact",))
     copied, reversed_, shifted = means_of(setting, recipe, "confirmation")["exact"]
@@ -81,7 +81,7 @@ def skills(model: Path, place: Path) -> str:
 
 
 def _asked() -> list[str]:
-    """How the names of the steps begin that are wanted: all of them, where none is named."""
+    """Return the prefixes of the requested steps' names; an empty prefix selects all."""
     return [one for one in sys.argv[1:] if one != "--tired"] or [""]
 
 

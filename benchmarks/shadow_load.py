@@ -1,11 +1,11 @@
-"""What the shadow's proxy costs and whether it holds: thousands of requests through it, streamed and not.
+"""Load-test the shadow's proxy with thousands of requests, streamed and not, and measure its cost.
 
     python benchmarks/shadow_load.py                  # 200 clients, 10,000 requests: nothing lost or mixed up
     python benchmarks/shadow_load.py --latency        # what it adds to an answer, at a tenth of saturation
 
-Both servers are small ones that answer at once, each in a process of its own; so is the proxy. Every answer names the
-server and repeats the question, so a lost, doubled or mixed-up answer is seen. For the latency, direct requests and
-requests through the proxy take turns, one at a time, a tenth as many a second as the proxy was seen to carry.
+Both servers are small, answer immediately, and run in separate processes. The proxy also has its own process. Every
+answer names the server and repeats the question, which reveals a lost, duplicated or mixed-up answer. For the latency,
+direct and proxied requests take turns, one at a time, at a tenth of the rate that the proxy was measured to sustain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE = 0.1
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurement and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=200)
@@ -56,20 +56,20 @@ def main() -> None:
 
 
 class Site:
-    """Two servers and a proxy, by their addresses; the proxy's process by its number."""
+    """Addresses of two servers and a proxy, and the process id of the proxy."""
 
     def __init__(self, parent: str, candidate: str, proxy: str, pid: int, records: Path) -> None:
         self.parent, self.candidate, self.proxy, self.pid, self.records = parent, candidate, proxy, pid, records
 
     def cpu(self) -> float:
-        """Processor seconds that the proxy has used."""
+        """Return the processor seconds that the proxy has used."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def watched(place: Path, mode: str) -> Iterator[Site]:
-    """Start them in processes of their own."""
+    """Start servers and proxy in separate processes."""
     ports = {name: _free() for name in ("parent", "candidate", "proxy")}
     profile = place / "profile.yaml"
     profile.write_text(
@@ -106,7 +106,7 @@ shadow:
 
 
 def print_load(site: Site, mode: str, requests: int, clients: int) -> None:
-    """Many at once: what came back."""
+    """Send many requests in parallel and print the results."""
     before, began = site.cpu(), time.perf_counter()
     answers = asyncio.run(_many(site.proxy, requests, clients))
     seconds, cpu = time.perf_counter() - began, site.cpu() - before
@@ -164,7 +164,7 @@ def _text(answer: httpx.Response) -> str:
 
 
 def print_latency(site: Site, mode: str) -> None:
-    """One at a time, direct and through the proxy in turns."""
+    """Print the latency of single requests, which alternate between direct and proxied."""
     began = time.perf_counter()
     asyncio.run(_many(site.proxy, 1500, 50))
     rate = 1500 / (time.perf_counter() - began) / 10

@@ -1,5 +1,4 @@
-"""How often the rule of the shadow errs when it is looked at after every pair, and how many pairs it needs: the tables
-of ``docs/shadow.md``.
+"""Simulate the shadow rule's error rate when it is checked after every pair, and the number of pairs it needs.
 
 ::
 
@@ -7,10 +6,10 @@ of ``docs/shadow.md``.
     .venv/bin/python benchmarks/shadow_simulation.py --runs 500  # a glance
     .venv/bin/python benchmarks/shadow_simulation.py --switch    # how often the kill switch ends an equal candidate
 
-Pairs are drawn, not judged: each is a tie with a fixed probability, and else a win or a loss so that the win rate is
-even less the shortfall. The evidence is the product's own (``tasks.shadow``); only the looking is done for thousands of
-runs at once. No look is left out: the next one is taken where evidence could have reached the threshold at the soonest,
-had the candidate won every pair until then.
+The results are the tables of ``docs/shadow.md``. Pairs are drawn, not judged. Each is a tie with a fixed probability,
+and else a win or a loss, such that the win rate is even minus the shortfall. The evidence comes from the product
+(``tasks.shadow``). Only the checks are vectorized over thousands of runs. No check is missed: the next one is at the
+earliest pair at which the evidence could have reached the threshold if the candidate had won every pair until then.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from mergegate.tasks.shadow.evidence import EVEN, log_evidence
 RUNS, MOST_PAIRS, SEED = 10_000, 20_000, 19
 TIES = (0.3, 0.6, 0.8)
 SHORTFALLS = (0.0, 0.015, 0.03, -0.02)
-_SIDE_BY_SIDE = 1_000  # runs that are drawn at once
+_SIDE_BY_SIDE = 1_000  # runs drawn in one step
 NEVER = np.iinfo(np.int64).max
-_ONE_SIDED_Z = 1.6449  # of a test at 95 % that is made for one look
+_ONE_SIDED_Z = 1.6449  # quantile of a test at 95 % with a single look
 _NAIVE_EVERY, _NAIVE_MOST = 100, 5_000  # pairs
 
 Counts = NDArray[np.uint16]
 
 
 class Runs(NamedTuple):
-    """At which pair each simulated run would be promoted, and rolled back, were there only the one; ``NEVER``.
+    """For each simulated run, the pair at which either rule alone would promote or roll back, or ``NEVER``.
 
-    ``naive``: whether a one-sided z-test that is looked at every 100 of 5,000 pairs ever says "above the bound".
+    ``naive``: whether a one-sided z-test that is checked every 100 of 5,000 pairs ever reports "above the bound".
     """
 
     promoted_at: NDArray[np.int64]
@@ -49,7 +48,7 @@ class Runs(NamedTuple):
 
     @property
     def promoted(self) -> NDArray[np.bool_]:
-        """Whether the rule as a whole promotes: what comes first ends the run."""
+        """Whether the rule as a whole promotes; the earlier event ends the run."""
         return self.promoted_at < self.rolled_back_at
 
     @property
@@ -62,20 +61,21 @@ class Runs(NamedTuple):
 
 
 def simulate(ties: float, shortfall: float, rule: ShadowRule, runs: int, pairs: int, seed: int = SEED) -> Runs:
-    """``runs`` candidates, each watched for ``pairs`` pairs, looked at after each of them."""
+    """Simulate ``runs`` candidates, each watched for ``pairs`` pairs and checked after each of them."""
     rng = np.random.default_rng(seed)
     parts = [_watched(wins, losses, rule) for wins, losses in _drawn(rng, ties, shortfall, runs, pairs)]
     return Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def first_look(wins: Counts, losses: Counts, bound: float, rule: ShadowRule, start: int) -> NDArray[np.int64]:
-    """The first number of pairs, of ``start`` or more, after which evidence that the win rate is above ``bound`` has
-    reached the threshold; ``NEVER``.
+    """Return the first number of pairs, at least ``start``, at which the evidence reaches the threshold, or ``NEVER``.
+
+    The evidence is that the win rate is above ``bound``.
 
     Args:
-        wins, losses: So far, after each pair: ``[runs, pairs]``.
+        wins, losses: Counts after each pair: ``[runs, pairs]``.
     """
-    # Won pairs raise evidence most; by how much at most, the boldest bet alone tells.
+    # Won pairs raise the evidence most, and the boldest bet alone gives the largest possible increase.
     most = float(log_evidence(1e6, 0, 0, bound)) / 1e6 + 1e-4
     found = np.full(len(wins), NEVER)
     active, at = np.arange(len(wins)), np.full(len(wins), start, dtype=np.int64)
@@ -140,11 +140,11 @@ def _tables(runs: int, pairs: int) -> Iterator[str]:
 
 
 def killed_by_luck(spread: float, rule: SwitchRule, runs: int, requests: int, every: int = 20) -> float:
-    """Share of candidates that are as fast as their parent, and are ended for their first bytes all the same.
+    """Return the share of candidates that are as fast as their parent but are ended for their first bytes.
 
     Args:
         spread: Standard deviation of the logarithm of the seconds to the first byte.
-        every: Requests from one look to the next.
+        every: Requests between two checks.
     """
     rng, ended = np.random.default_rng(SEED), 0
     for _ in range(runs):

@@ -1,8 +1,8 @@
-"""Two sibling fine-tunes of one base with a real tokenizer, for ``benchmarks/siblings.py``.
+"""Train two sibling fine-tunes of one base with a real tokenizer, for ``benchmarks/siblings.py``.
 
-The base is a checkpoint that is given, or one made here: a byte-pair tokenizer of 8,192 tokens and a small Llama, both
-trained on held-out text. One sibling then learns science questions (ARC), the other sums and prose (GSM8K, WikiText-2).
-What they learn from is never among the documents that are scored.
+The base is an existing checkpoint, or one trained here: a byte-pair tokenizer of 8,192 tokens and a small Llama, both
+trained on held-out text. One sibling then learns science questions (ARC), the other math problems and prose (GSM8K,
+WikiText-2). No document is used for both training and scoring.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCORED_ARC, SCORED_GSM8K, SCORED_PAGES = 1000, 400, 24  # documents from the start of each file; the rest may be learnt
-PAGE = 2000  # characters of a page of WikiText that perplexity is taken over
+SCORED_ARC, SCORED_GSM8K, SCORED_PAGES = 1000, 400, 24  # documents from the start of each file; the rest trains
+PAGE = 2000  # characters of a page of WikiText that perplexity is computed over
 BATCH, LENGTH = 4, 192  # texts of a step, tokens of each
 
 
 class Texts(NamedTuple):
-    """What may be learnt from: every document that is not scored."""
+    """Training texts: every document that is not scored."""
 
     science: list[str]
     sums: list[str]
@@ -27,12 +27,12 @@ class Texts(NamedTuple):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All documents of a JSON Lines file."""
+    """Return all documents of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def held_out(data: Path) -> Texts:
-    """The texts of ``data`` that no task scores: ARC-Challenge and the end of the other files."""
+    """Return the texts of ``data`` that no task scores: ARC-Challenge and the end of the other files."""
     arc = [*read_lines(data / "arc_challenge_test.jsonl"), *read_lines(data / "arc_easy_test.jsonl")[SCORED_ARC:]]
     sums = read_lines(data / "gsm8k_test.jsonl")[SCORED_GSM8K:]
     pages = read_lines(data / "wikitext2_test_docs.jsonl")[SCORED_PAGES:]
@@ -44,7 +44,7 @@ def held_out(data: Path) -> Texts:
 
 
 def make_base(out: Path, texts: Texts, steps: int, seed: int) -> Path:
-    """A tokenizer and a small Llama (6 M parameters) from nothing but the held-out texts."""
+    """Train a tokenizer and a small Llama (6 M parameters) from scratch on the held-out texts."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def make_base(out: Path, texts: Texts, steps: int, seed: int) -> Path:
 
 
 def fine_tune(base: Path, texts: Sequence[str], out: Path, *, steps: int, rate: float, seed: int) -> Path:
-    """``base`` after ``steps`` steps on ``texts``, saved as bfloat16 with the base's tokenizer."""
+    """Train ``base`` for ``steps`` steps on ``texts``, and save it as bfloat16 with the base's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,7 +110,7 @@ def _train(
 
 
 def _batches(tokenizer: Any, texts: Sequence[str], seed: int) -> Iterator[Any]:
-    """Endless batches of ``[BATCH, LENGTH]`` token ids: texts in random order, one after another, cut."""
+    """Yield endless batches of ``[BATCH, LENGTH]`` token ids, cut from the texts in random order."""
     import torch
 
     rng, waiting = random.Random(seed), list[int]()

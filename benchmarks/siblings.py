@@ -1,19 +1,19 @@
-"""Two sibling checkpoints, merged well, hardly, and badly: what looks cost against all documents at once.
+"""Measure the savings of interim looks over all documents, on good, mediocre and broken merges of two siblings.
 
 ::
 
     .venv/bin/python benchmarks/siblings.py --data DATA --work WORK                 # a small base, made here
     .venv/bin/python benchmarks/siblings.py --data DATA --work WORK --base SMOLLM2  # a checkpoint that is there
 
-``DATA`` holds ``arc_easy_test.jsonl``, ``arc_challenge_test.jsonl``, ``gsm8k_test.jsonl`` and
-``wikitext2_test_docs.jsonl``. Two short fine-tunes of the base (``benchmarks/sibling_models.py``) are merged by
-mergegate itself, and each merge is held against the first of them by ``mergegate compare``: perplexity of WikiText,
-ARC-Easy, and GSM8K as a choice between the right number and one that the solution passes on the way. Once by looks,
-which is the default, once with ``documents: all``, each with a store of its own. With ``--lend`` the second mode goes
-on in a copy of the first one's store: parts of a task are the same in both, so what both need is scored once, and its
-seconds count in both.
+``DATA`` contains ``arc_easy_test.jsonl``, ``arc_challenge_test.jsonl``, ``gsm8k_test.jsonl`` and
+``wikitext2_test_docs.jsonl``. mergegate merges two short fine-tunes of the base (``benchmarks/sibling_models.py``), and
+``mergegate compare`` compares each merge with the first of them: perplexity of WikiText, ARC-Easy, and GSM8K as a
+choice between the right number and an intermediate number of the solution. One mode uses interim looks, the default.
+The other sets ``documents: all``. Each mode has its own store. With ``--lend``, the second mode continues in a copy of
+the first one's store. Parts of a task are the same in both, so shared parts are scored once, and their seconds count in
+both.
 
-Models that are there already are not made again.
+Existing models are not created again.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ doc_to_target: answer
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
 """
-# By name, the recipe: linear of both, nearly nothing of the other one, neighbouring layers that changed places.
+# Recipes by name: a linear merge of both, almost none of the other one, and neighboring layers swapped.
 MERGES = ("good", "equal", "broken")
 
 
 class Spent(NamedTuple):
-    """What one comparison took."""
+    """The cost of one comparison."""
 
     merge: str
     mode: str  # 'looks' or 'all'
     outcome: str
-    documents: int  # of the merge, scored
-    reference: int  # documents of the sibling that were scored for it; none if they were there
+    documents: int  # documents of the merge that were scored
+    reference: int  # documents of the sibling that were scored for it; 0 if scores existed
     seconds: float
     cpu: float  # seconds of all its processes
     reason: str
 
 
 def write_evidence(data: Path, work: Path, tasks: Mapping[str, int]) -> None:
-    """Documents, tasks and a profile for each mode, below ``work``."""
+    """Write documents, tasks and a profile for each mode, below ``work``."""
     work.mkdir(parents=True, exist_ok=True)
     arc = models.read_lines(data / "arc_easy_test.jsonl")[: models.SCORED_ARC]
     gsm8k = models.read_lines(data / "gsm8k_test.jsonl")[: models.SCORED_GSM8K]
@@ -90,7 +90,7 @@ def write_evidence(data: Path, work: Path, tasks: Mapping[str, int]) -> None:
 
 
 def write_recipes(work: Path, layers: int) -> None:
-    """One file for each of ``MERGES``; ``layers`` of the base."""
+    """Write one file for each of ``MERGES``; ``layers`` is the number of layers of the base."""
     at, width = layers // 3, max(1, layers // 15)
     blocks = [(0, at), (at + width, at + 2 * width), (at, at + width), (at + 2 * width, layers)]
     slices = [{"sources": [{"model": "science", "layer_range": list(block)}]} for block in blocks]
@@ -107,7 +107,7 @@ def write_recipes(work: Path, layers: int) -> None:
 
 
 def compare(work: Path, merge: str, mode: str, threads: int) -> Spent:
-    """``merge`` against the first sibling, on the evidence of ``mode``."""
+    """Compare ``merge`` with the first sibling, on the evidence of ``mode``."""
     home = work / f"home-{mode}"
     before = _documents(home)
     began, used = time.monotonic(), _cpu()
@@ -154,7 +154,7 @@ def _mergegate(work: Path, home: Path, command: list[str], threads: int) -> subp
 
 
 def _documents(home: Path) -> dict[str, int]:
-    """Documents that each model has been scored on, by what lies in the store."""
+    """Return the number of documents that each model has been scored on, according to the store."""
     found: dict[str, int] = {}
     for value in home.glob("store/evaluate/*/value.json"):
         scores = json.loads(value.read_text())
@@ -169,7 +169,7 @@ def _cpu() -> float:
 
 
 def _as_choice(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A sum as a choice of two: the right number, and one that its solution passes on the way (or a near one)."""
+    """Turn a math problem into a choice of the right number or an intermediate one of its solution (or a near one)."""
     solution, _, right = str(document["answer"]).rpartition("####")
     right = right.strip()
     rng = random.Random(str(document["question"]))
@@ -184,7 +184,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def make_models(base: Path | None, data: Path, work: Path, steps: int) -> None:
-    """Base, siblings and merges in ``work``, as far as they are not there."""
+    """Create those of base, siblings and merges that ``work`` does not contain."""
     texts, rate = models.held_out(data), 3e-5 if base else 3e-4
     base = base or work / "base"
     if not base.exists():

@@ -1,13 +1,13 @@
-"""How long measuring the demo takes with one worker and with more: perplexity and tasks of four models, from nothing.
+"""Time the measurement of the demo from scratch with one and more workers: perplexity and tasks of four models.
 
 ::
 
     .venv/bin/python benchmarks/side_by_side.py                          # some minutes
     .venv/bin/python benchmarks/side_by_side.py --rounds 3 --runners local:1 local:2 dask:2
 
-Every run is a release of the demo in a project of its own, in a process of its own; the clock runs while the merge is
-assessed, starting of workers and of the processes that hold models included. Runners take turns, so that whatever else
-the machine does meets all of them. Without a figure for the CPU of a cluster's workers: they are not our children.
+Every run is a release of the demo in a separate project and a separate process. The clock runs while the merge is
+assessed, including the start of workers and of the processes that hold models. Runners take turns, so that other load
+on the machine affects all of them. There is no CPU figure for a cluster's workers, which are not our child processes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(kind: str, workers: int) -> dict[str, Any]:
-    """Seconds of wall and CPU time that assessing took."""
+    """Return the wall-clock and CPU seconds of the assessment."""
     from mergegate.flows.prefect_api import configure, local_api
 
     configure(Path(os.environ["MERGEGATE_HOME"]))

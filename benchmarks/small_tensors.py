@@ -1,12 +1,12 @@
-"""What a merge costs a byte when its tensors are small: 20,000 of 64 KB and 400 of 3 MB beside 20 of 64 MB, the same
-bytes. 3 MB have the matrices of small experts (Qwen3-30B-A3B: 768 x 2,048 in bfloat16).
+"""Measure the cost per byte of merging small tensors, compared with large tensors of the same total size.
 
 ::
 
     .venv/bin/python benchmarks/small_tensors.py --repeat 3
 
-Two parents of 1.3 GB each, merged by ``linear`` from the page cache; processor time of the whole command. They are
-made once, below ``--directory``.
+The script compares 20,000 tensors of 64 KB and 400 of 3 MB with 20 of 64 MB. 3 MB is the size of the matrices of small
+experts (Qwen3-30B-A3B: 768 x 2,048 in bfloat16). ``linear`` merges two parents of 1.3 GB each from the page cache. The
+result is the processor time of the whole command. The parents are created once, below ``--directory``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _made(directory: Path, kind: str, count: int) -> Path:
-    """A recipe over two parents of ``count`` tensors."""
+    """Write a recipe over two parents of ``count`` tensors."""
     recipe = directory / f"{kind}.yaml"
     if recipe.exists():
         return recipe

@@ -1,4 +1,4 @@
-"""Pulling the plug on a sweep: at random moments, as often as is wanted, and started again until it ends.
+"""Kill a sweep at random moments, a given number of times, and restart it until it ends.
 
 ::
 
@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/sweep_kills.py --runner dask        # on two workers of Dask
     .venv/bin/python benchmarks/sweep_kills.py --kills 3 --seed 1 --trials 20
 
-The demo is swept once undisturbed; then in another project, where ``SIGKILL`` is sent to the process of the command:
-one time in five while it starts, else among the trials. Trials (points and scores, bit for bit), the winner's file and
-what the ledger holds must be the same; a note of every trial that a process of models began and ended tells what was
-scored more than once; and nobody may be left running.
+The script sweeps the demo once undisturbed. It then sweeps it in another project, where it sends ``SIGKILL`` to the
+process of the command: one time in five during startup, else during the trials. Trials (points and scores, bit for
+bit), the winner's file and the content of the ledger must be the same, and no process may be left running. Notes of
+every trial that a model process began and ended show which trials were scored more than once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ RUNNERS = {"local": "", "dask": "runner: {kind: dask, workers: 2}\n", "ray": "ru
 SWEPT = "profiles/demo-sweep.yaml"
 GONE_WITHIN_S = 120.0
 _LOOK_EVERY = 0.01  # seconds
-_IN_STARTING = 0.2  # share of the kills
+_IN_STARTING = 0.2  # share of the kills during startup
 _START = "from mergegate.flows.cli import main; main()"
 
-# Imported by every Python that finds it: notes each trial when it begins and when it has ended, and what was found.
+# Imported by every Python process that finds it. It notes the start and end of each trial and its scores.
 SPY = """
 import fcntl, functools, importlib.abc, importlib.util, json, os, signal, sys, threading
 
@@ -113,7 +113,7 @@ if NOTES:
 class Note(NamedTuple):
     """A line that the spy wrote."""
 
-    what: str  # 'begin', 'end'; 'dies': a worker, in the middle of its next trial
+    what: str  # 'begin', 'end', or 'dies' for a worker in the middle of its next trial
     key: str  # of the trial: recipe, set and race
     process: int
 
@@ -122,7 +122,7 @@ class Kill(NamedTuple):
     """One kill.
 
     Args:
-        trials: That had been begun since the run was started.
+        trials: Number of trials that had begun since the run started.
         gone: Seconds until no process of the run was left.
     """
 
@@ -132,18 +132,18 @@ class Kill(NamedTuple):
 
 @dataclass
 class Project:
-    """A directory with the demo's sweep, a state of its own, and notes of what was scored."""
+    """A directory with the demo's sweep, its own state, and notes of the scored trials."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
-    peak: int = 0  # bytes, of the largest process of the runs that ended by themselves
+    peak: int = 0  # bytes of the largest process among runs that ended by themselves
 
     @staticmethod
     def make(root: Path, runner: str, trials: int, deaths: int = 0) -> Project:
-        """In an empty directory; the demo's models and data are shared.
+        """Create the project in an empty directory that shares the demo's models and data.
 
         Args:
-            deaths: So many workers die in the middle of a trial.
+            deaths: Number of workers that die in the middle of a trial.
         """
         (root / "profiles").mkdir(parents=True)
         (root / "spy").mkdir()
@@ -151,7 +151,7 @@ class Project:
         text = (PROJECT / SWEPT).read_text() + RUNNERS[runner]
         (root / SWEPT).write_text(text.replace("trials: 60", f"trials: {trials}"))
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
-        (root / "notes").touch()  # where the confined process may write, but make nothing new
+        (root / "notes").touch()  # the confined process may write to this file but cannot create one
         own = watched_environment(root)
         if deaths:
             own["MERGEGATE_KILLS_WORKERS"] = str(root / "deaths")
@@ -159,7 +159,7 @@ class Project:
         return Project(root, own)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A sweep without a release, in a session of its own."""
+        """Start a sweep without a release, in its own session."""
         command = [sys.executable, "-c", _START, "sweep", SWEPT, "--no-release"]
         with (self.root / "output").open("ab") as output:
             return subprocess.Popen(
@@ -167,24 +167,24 @@ class Project:
             )
 
     def notes(self, what: str) -> list[Note]:
-        """All so far, of all runs."""
+        """Return all notes so far, of all runs."""
         words = (line.split() for line in (self.root / "notes").read_text().splitlines())
         found = (Note(said, key, int(pid)) for said, key, pid in words)
         return [note for note in found if note.what == what]
 
     def running(self) -> list[int]:
-        """Processes of this project's runs: those that write their notes here."""
+        """Return the processes of this project's runs, which write their notes to this project."""
         mark, found = f"MERGEGATE_KILLS_NOTES={self.root / 'notes'}".encode(), []
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:  # it ended, or is not ours
+            except OSError:  # it ended, or belongs to another user
                 continue
         return found
 
     def wait_until_gone(self) -> float:
-        """Seconds until nobody is left; infinity if somebody stays."""
+        """Return the seconds until no process is left, or infinity if one stays."""
         began = time.monotonic()
         while self.running():
             if time.monotonic() - began > GONE_WITHIN_S:
@@ -193,7 +193,7 @@ class Project:
         return time.monotonic() - began
 
     def ended(self, run: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of a run that nobody kills; raise if it is not a confirmed winner or an honest none."""
+        """Wait for an undisturbed run to end, and raise unless it confirms a winner or correctly reports none."""
         _, status, usage = os.wait4(run.pid, 0)
         run.returncode = os.waitstatus_to_exitcode(status)
         self.peak = max(self.peak, usage.ru_maxrss * 1024)
@@ -201,12 +201,12 @@ class Project:
             raise RuntimeError((self.root / "output").read_text())
 
     def trials(self) -> list[Any]:
-        """Of the search that ended: points, scores, shares of documents."""
+        """Return points, scores and shares of documents of the search that ended."""
         found: list[Any] = json.loads((self.root / "notes-trials").read_text())
         return found
 
     def ledger(self) -> list[dict[str, Any]]:
-        """What was kept of trials, without the time that they took."""
+        """Return the ledger's records of trials, without their durations."""
         (journal,) = (self.root / ".mergegate" / "sweeps").glob("*/trials.journal")
         records = [json.loads(line.partition(" ")[2]) for line in journal.read_text().splitlines()]
         return [
@@ -216,18 +216,18 @@ class Project:
         ]
 
     def winner(self) -> bytes:
-        """The winner's recipe, as it was written; nothing if there is none."""
+        """Return the file of the winner's recipe, or nothing if there is no winner."""
         file = self.root / ".mergegate" / "sweeps" / "demo-sweep-winner.yaml"
         return file.read_bytes() if file.exists() else b""
 
     def size(self, *below: str) -> int:
-        """Bytes in files below these directories of the state."""
+        """Return the bytes in files below these directories of the state."""
         places = [self.root / ".mergegate" / name for name in below]
         return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
 def undisturbed(root: Path, runner: str = "local", trials: int = 60, deaths: int = 0) -> Project:
-    """The demo, swept by a command that nobody kills; of its workers, so many die."""
+    """Sweep the demo with a command that is not killed, while ``deaths`` of its workers die."""
     project = Project.make(root, runner, trials, deaths)
     project.ended(project.start())
     return project
@@ -236,7 +236,7 @@ def undisturbed(root: Path, runner: str = "local", trials: int = 60, deaths: int
 def disturbed(
     root: Path, *, kills: int, seed: int, runner: str = "local", trials: int = 60
 ) -> tuple[Project, list[Kill]]:
-    """The demo, killed while it is swept and started again, as often as it takes to be killed ``kills`` times."""
+    """Kill the demo's sweep and start it again, until it has been killed ``kills`` times."""
     project, done, rng = Project.make(root, runner, trials), list[Kill](), random.Random(seed)
     while len(done) < kills:
         before = len(project.notes("begin"))
@@ -249,7 +249,7 @@ def disturbed(
         while run.poll() is None and len(project.notes("begin")) < before + trials_first:
             time.sleep(_LOOK_EVERY)
         time.sleep(pause)
-        run.kill()  # one that has ended by itself does not count
+        run.kill()  # a run that ended on its own does not count
         if run.wait() != -signal.SIGKILL:
             break
         done.append(Kill(len(project.notes("begin")) - before, project.wait_until_gone()))
@@ -285,7 +285,7 @@ def main() -> None:
 
 
 def compared(alone: Project, killed: Project, kills: list[Kill]) -> tuple[list[tuple[str, str]], bool]:
-    """What is to be the same and what is to be small, as rows of a table; and whether it is."""
+    """Return table rows of the values that must be equal or small, and whether they are."""
     by_key = [{record["scored"]: record for record in project.ledger()} for project in (alone, killed)]
     kept = len(killed.ledger())
     ended = Counter(note.key for note in killed.notes("end"))

@@ -1,14 +1,13 @@
-"""A whole sweep of two siblings of a real size: does it end, and how much memory and disk does it take?
+"""Measure whether a sweep of two real-size siblings ends, and how much memory and disk it takes.
 
 ::
 
     .venv/bin/python benchmarks/sweep_memory.py --work WORK --tokenizer TOKENIZER.json --documents DOCUMENTS.jsonl
 
-Base and siblings are those of ``benchmarks/trial.py`` (random weights, 144 M parameters by default, a tokenizer that
-is given); ``DOCUMENTS`` has ``question``, ``choices`` and ``answer`` in each line (ARC, say), of which 60 are taken: 15
-for the search, 25 for the confirmation, the rest for the gate. ``mergegate sweep --no-release`` runs on them as a
-person would start it; of each of its processes the high-water mark (``VmHWM``) is read five times a second, and of its
-directories how much lies in them.
+Base and siblings are those of ``benchmarks/trial.py`` (random weights, 144 M parameters by default, your tokenizer).
+Each line of ``DOCUMENTS`` has ``question``, ``choices`` and ``answer`` (for example, ARC). The script uses 60 of them:
+15 for the search, 25 for the confirmation, the rest for the gate. It starts ``mergegate sweep --no-release`` as a user
+would. Five times a second it reads the high-water mark (``VmHWM``) of each process and the size of its directories.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 
 class Seen(NamedTuple):
-    """Of a process, the most that was ever resident: bytes."""
+    """Largest resident memory of a process, in bytes."""
 
     marks: int  # VmHWM
-    anonymous: int  # of it, without mapped files: the parents are read as such
+    anonymous: int  # part of it without mapped files, which the parents are read as
 
 
 def write_project(place: Path, work: Path, documents: Path, trials: int, method: str, workers: int) -> Path:
-    """A profile with its task, beside the models."""
+    """Write a profile with its task next to the models, and return its path."""
     for model in (place / "models").iterdir():
         (model / "README.md").write_text(CARD)
     work.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def write_project(place: Path, work: Path, documents: Path, trials: int, method:
 
 
 def watched(command: list[str], environment: dict[str, str], directories: list[Path]) -> tuple[int, dict, dict]:
-    """Run it: exit code, what was seen of each process by what it is, most bytes in each directory."""
+    """Run ``command``; return exit code, memory of each process by kind, and peak bytes in each directory."""
     running = subprocess.Popen(command, env=environment, cwd=PROJECT)
     seen: dict[int, tuple[str, Seen]] = {}
     most = dict.fromkeys(directories, 0)
@@ -104,7 +103,7 @@ def watched(command: list[str], environment: dict[str, str], directories: list[P
 
 
 def look_at(pid: int) -> tuple[str, Seen] | None:
-    """What a process is, and its memory so far; None: it is gone."""
+    """Return the kind of a process and its memory so far, or None if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         command = Path(f"/proc/{pid}/cmdline").read_text()
@@ -118,14 +117,14 @@ def look_at(pid: int) -> tuple[str, Seen] | None:
 
 
 def bytes_in(place: Path) -> int:
-    """Of all files below."""
+    """Return the bytes of all files below ``place``."""
     total = 0
     for root, _, names in os.walk(place):
         for name in names:
             try:
                 total += (Path(root) / name).lstat().st_size
             except OSError:
-                continue  # it was there a moment ago
+                continue  # the file was deleted during the scan
     return total
 
 

@@ -1,4 +1,4 @@
-"""How long a sweep takes with more workers, and what it costs.
+"""Estimate the duration and the cost of a sweep by its number of workers.
 
 ::
 
@@ -6,10 +6,10 @@
     .venv/bin/python benchmarks/sweep_scale.py simulate --home HOME [--home HOME]    # trials of sweeps that ran
     .venv/bin/python benchmarks/sweep_scale.py price --home HOME --trial-minutes 7.2 --per-hour 2.5
 
-What is simulated is time alone. Which candidates a generation has is decided by the product's own search and sampler;
-how long each takes is drawn from the trials that a ledger has, and how long a worker takes to be ready (libraries, the
-first network, documents as tokens) from its first one. Workers take what is next; a generation begins when the one
-before is over; the hand-written recipe comes first, alone, and the two trials of the confirmation last.
+The simulation covers time alone. The product's own search and sampler decide the candidates of a generation. The
+duration of each trial is drawn from the trials in a ledger. The time until a worker is ready (libraries, the first
+network, documents as tokens) comes from its first trial. Each worker takes the next trial. A generation begins when the
+previous one is over. The hand-written recipe comes first, alone, and the two trials of the confirmation last.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ import numpy as np
 
 PROJECT = Path(__file__).resolve().parents[1]
 START = "from mergegate.flows.cli import main; main()"
-FIRST = ("write", "questions")  # parts that a worker's first trial has, and no other one of the search
+FIRST = ("write", "questions")  # parts of a worker's first trial that no other trial of the search has
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 200
 
 
 class Measured(NamedTuple):
-    """Of the trials of a sweep: seconds of wall time.
+    """Wall-clock seconds of a sweep's trials.
 
     Args:
-        trials: Of the search, each worker's first apart.
-        ready: By how much the first takes longer.
-        confirmation: Of the trials of the confirmation.
-        overhead: Share of the time of trials that is neither plan, merge, load, questions nor score.
+        trials: Trials of the search, except each worker's first.
+        ready: Extra seconds of a worker's first trial.
+        confirmation: Trials of the confirmation.
+        overhead: Share of the time of trials outside of plan, merge, load, questions and score.
     """
 
     trials: tuple[float, ...]
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def measured_in(home: Path) -> Measured:
-    """What the ledger below ``home`` says."""
+    """Return the measurements in the ledger below ``home``."""
     (journal,) = home.glob("sweeps/*/trials.journal")
     records = []
     for line in journal.read_text(errors="replace").splitlines():
@@ -74,7 +74,7 @@ def measured_in(home: Path) -> Measured:
 
 
 def generations(sampler: str, dimensions: int, trials: int, population: int | None) -> list[int]:
-    """How many candidates the product's search hands out at a time: the hand-written recipe first."""
+    """Return how many candidates the product's search issues at a time, with the hand-written recipe first."""
     from mergegate.merge_core.files import RecordJournal
     from mergegate.tasks.sweep import (
         Ledger,
@@ -116,7 +116,7 @@ def generations(sampler: str, dimensions: int, trials: int, population: int | No
 
 
 def time_of(sizes: Sequence[int], workers: int, measured: Measured, rng: random.Random, scale: float = 1.0) -> float:
-    """Seconds of wall time of one sweep, drawn; ``scale`` times as long a trial, workers as quick to be ready."""
+    """Draw the wall-clock seconds of one sweep; trials last ``scale`` times as long, but workers start as quickly."""
     ready = [False] * workers
     now = 0.0
     for last, size in [*((False, size) for size in sizes), (True, 2)]:
@@ -134,7 +134,7 @@ def time_of(sizes: Sequence[int], workers: int, measured: Measured, rng: random.
 
 
 def simulated(sizes: Sequence[int], workers: int, measured: Measured, scale: float = 1.0) -> float:
-    """Mean seconds of many sweeps."""
+    """Return the mean seconds of many simulated sweeps."""
     rng = random.Random(0)
     return statistics.mean(time_of(sizes, workers, measured, rng, scale) for _ in range(REPEATS))
 
@@ -183,7 +183,7 @@ def show_price(home: Path, minutes: float, per_hour: float, trials: int, dimensi
 
 
 def measure(work: Path, workers: Sequence[int]) -> None:
-    """The demo's sweep from nothing, once for each number of workers."""
+    """Run the demo's sweep from scratch, once for each number of workers."""
     from mergegate.flows.profile import load_profile
 
     own = PROJECT / "profiles"
@@ -212,7 +212,7 @@ def measure(work: Path, workers: Sequence[int]) -> None:
 
 
 def span(seconds: float) -> str:
-    """``45 s``, ``3.2 min``, ``1.4 h``."""
+    """Format seconds as ``45 s``, ``3.2 min`` or ``1.4 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,12 +1,13 @@
-"""Does a sweep lie, and what does early stopping save? Tables of ``docs/sweep.md``, by the product's own functions.
+"""Simulate how often a sweep confirms noise, and what early stopping saves, with the product's own functions.
 
 ::
 
     .venv/bin/python benchmarks/sweep_simulation.py lies     # sweeps of noise: ten minutes of CPU
     .venv/bin/python benchmarks/sweep_simulation.py racing   # documents saved: one minute
 
-Only the models are drawn: what a document says of a recipe is decided by how good the recipe is, by the document (which
-all recipes share) and by chance. Space, sampler, search, racing, ledger and confirmation are those of the product.
+The results are the tables of ``docs/sweep.md``. Only the models are drawn. The quality of a recipe, the document (which
+all recipes share) and chance decide a document's score. Space, sampler, search, racing, ledger and confirmation are
+those of the product.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from mergegate.tasks.sweep import (
 )
 
 Array = NDArray[np.float64]
-CLIP = 0.1  # nats a token
-WEIGHTS = (0.6, 1.4)  # where candidates are best
+CLIP = 0.1  # nats per token
+WEIGHTS = (0.6, 1.4)  # position of the best candidates
 RECIPE = {
     "merge_method": "ties",
     "base_model": "base",
@@ -56,12 +57,13 @@ DENSITY = {"low": 0.05, "high": 1.0, "start": 0.5}
 
 
 class Kind(NamedTuple):
-    """What is measured of a document, and how far apart candidates are.
+    """The measure of a document, and the distance between candidates.
 
     Args:
         measure: ``exact`` or ``log_likelihood``.
-        spread: From the best to the hand-written recipe: share of right answers, or of the logarithm of nats. 0: noise.
-        shared: Of a document's outcome, what all recipes share.
+        spread: Difference between the best and the hand-written recipe, in the share of right answers or the logarithm
+            of nats. 0 means pure noise.
+        shared: Part of a document's outcome that all recipes share.
     """
 
     measure: str
@@ -80,34 +82,34 @@ KINDS = {
 
 @dataclass
 class DrawnModels:
-    """Scores recipes, and counts what racing does.
+    """A scorer of recipes that counts the decisions of racing.
 
     Args:
-        documents: Of each set.
+        documents: Number of documents in each set.
     """
 
     kind: Kind
     documents: Mapping[str, int]
     seed: int
-    asked: int = 0  # documents
-    raced: int = 0  # candidates that were held against an incumbent
-    ahead: int = 0  # of them, those that are ahead of it on all documents
+    asked: int = 0  # documents scored
+    raced: int = 0  # candidates compared with an incumbent
+    ahead: int = 0  # those of them that are ahead of it on all documents
     ahead_dropped: int = 0
 
     def quality(self, recipe: Mapping[str, Any]) -> float:
-        """0 at best, -1 as the hand-written recipe is; densities matter a tenth as much."""
+        """Return 0 at best and -1 for the hand-written recipe; densities matter a tenth as much as weights."""
         own = [model["parameters"] for model in recipe["models"]]
         far = sum((one["weight"] - best) ** 2 for one, best in zip(own, WEIGHTS, strict=True)) / 0.32
         return -far - 0.1 * sum((one["density"] - 0.5) ** 2 for one in own)
 
     def true_score(self, recipe: Mapping[str, Any]) -> float:
-        """Share of right answers; or minus nats a token of the median document."""
+        """Return the share of right answers, or minus the nats per token of the median document."""
         if self.kind.measure == "exact":
             return min(max(0.8 + self.kind.spread * self.quality(recipe), 0.01), 0.99)
         return -0.003 * math.exp(-self.kind.spread * self.quality(recipe))
 
     def numbers(self, request: TrialRequest) -> Array:
-        """One number a document of the set."""
+        """Return one number per document of the set."""
         n = self.documents[request.set]
         own, common = (_number(text) for text in (recipe_key(request.recipe) + request.set, request.set))
         shared, alone = (np.random.default_rng([part, self.seed]).standard_normal(n) for part in (common, own))
@@ -115,7 +117,7 @@ class DrawnModels:
         score = self.true_score(request.recipe)
         if self.kind.measure == "exact":
             return np.asarray(latent < ndtri(score), dtype=np.float64)
-        # Heavy tails: one document in forty has fifty times the nats of the median one.
+        # Heavy tails: one document in forty has fifty times the nats of the median document.
         return np.asarray(score * np.exp(2 * latent))
 
     def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
@@ -155,7 +157,7 @@ def sweep(models: DrawnModels, settings: SweepSettings) -> Study:
 
 
 def confirmed(models: DrawnModels, study: Study, on: str = "confirmation") -> Confirmation | None:
-    """The test of the winner; None: there was nothing to test."""
+    """Return the test of the winner, or None if there was nothing to test."""
     if reason_not_to_confirm(study) or study.best is None:
         return None
     asked = study.objective.asked[0]
@@ -167,16 +169,16 @@ def confirmed(models: DrawnModels, study: Study, on: str = "confirmation") -> Co
 
 
 class Lies(NamedTuple):
-    """Of sweeps in which no candidate is better than the hand-written recipe."""
+    """Results of sweeps in which no candidate is better than the hand-written recipe."""
 
     sweeps: int
     confirmed: int
-    on_search: int  # that the same test would have confirmed on the documents of the search
-    optimism: float  # mean, of the winner
+    on_search: int  # confirmed by the same test on the documents of the search
+    optimism: float  # mean for the winner
 
 
 def lies(kind: Kind, sweeps: int, documents: Mapping[str, int], first: int = 0, **more: Any) -> Lies:
-    """Sweeps of pure noise: every recipe is as good as every other."""
+    """Run sweeps of pure noise, in which all recipes are equally good."""
     found = naive = 0
     optimism = []
     for seed in range(first, first + sweeps):

@@ -1,15 +1,15 @@
-"""Where the time of a sweep's trial goes, and how much memory it needs: plan, merge, load, score.
+"""Measure the time and memory of each part of a sweep's trial: plan, merge, load, score.
 
 ::
 
     .venv/bin/python benchmarks/trial.py --work WORK                        # the demo family
     .venv/bin/python benchmarks/trial.py --work WORK --tokenizer TOKENIZER.json [--layers 30 --hidden 576]
 
-The second makes a base and two siblings with random weights in Llama layout (by default the sizes of a model of 135 M
-parameters) around a tokenizer that is given; they stay in ``WORK``. Each recipe is tried in a process of its own, on
-one thread, asked there instead of in a child, so that its processor time and its memory (``VmHWM``) are seen. The first
-trial, which loads libraries, builds the network and cuts the documents into tokens, stands apart; of the others the
-median counts. ``--threads`` scores with more.
+The second command creates a base and two siblings with random weights in Llama layout around an existing tokenizer (by
+default with the sizes of a 135 M model). They stay in ``WORK``. Each recipe is tried in a separate process on one
+thread. That process scores the model itself instead of in a child, so that its processor time and memory (``VmHWM``)
+are visible. The table lists the first trial separately, because it loads libraries, builds the network and tokenizes
+the documents. For the other trials, it lists the median. ``--threads`` scores with more threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 def make_siblings(work: Path, tokenizer: Path, layers: int, hidden: int) -> Path:
-    """A base and two models near it, with random weights; and three tasks over random words."""
+    """Create a base and two models near it with random weights, and three tasks over random words."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -93,7 +93,7 @@ def make_siblings(work: Path, tokenizer: Path, layers: int, hidden: int) -> Path
 
 
 def family_of(place: Path, documents: int, work: Path) -> Path:
-    """The family's tasks with so many documents each."""
+    """Return the family's tasks with ``documents`` documents each."""
     own = work / f"{place.name}-{documents}"
     if not own.exists():
         shutil.copytree(place / "tasks", own / "tasks")
@@ -105,7 +105,7 @@ def family_of(place: Path, documents: int, work: Path) -> Path:
 
 
 def recipe_of(models: Path, method: str, weight: float) -> dict[str, Any]:
-    """One candidate."""
+    """Return the recipe of one candidate."""
     parameters = {"weight": weight} if method == "linear" else {"weight": weight, "density": 0.5}
     recipe: dict[str, Any] = {
         "merge_method": method,
@@ -116,7 +116,7 @@ def recipe_of(models: Path, method: str, weight: float) -> dict[str, Any]:
 
 
 def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) -> dict[str, Any]:
-    """Seconds of processor time of the parts of a trial, and the most memory: of the first, of the others."""
+    """Return the CPU seconds of the parts of a trial and the peak memory, for the first trial and for the others."""
     from mergegate.merge_core import load_recipe
     from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
@@ -163,7 +163,7 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
 
 
 def _high_water() -> int:
-    """Bytes that were most resident since the mark was last reset."""
+    """Return the peak resident bytes since the mark was last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 

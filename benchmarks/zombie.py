@@ -1,12 +1,13 @@
-"""A run and its worker are killed together: how long until the server knows, its slot is free, and somebody is told.
+"""Kill a run and its worker together, and time until the server notices, its slot is free and an alert is sent.
 
 ::
 
     python benchmarks/zombie.py            # two to three minutes
 
-A project in a temporary directory with a server (SQLite), a deployment with a limit of one run, and a worker. When the
-run says that it is alive, it and the worker get SIGKILL. Then the clock runs: until the run is ``Crashed``, until the
-limit lets another run begin, and until the webhook has the message. What came out stands in ``docs/operations.md``.
+A temporary project has a server (SQLite), a deployment with a limit of one run, and a worker. When the run reports that
+it is alive, the script sends SIGKILL to it and the worker. It then measures the time until the run is ``Crashed``,
+until the limit lets another run begin, and until the webhook receives the message. The results are in
+``docs/operations.md``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / part) for part in ("", "tests", "tests/flows")]
 
-from demo_project import make_project  # noqa: E402  # of this checkout
-from served_site import (  # noqa: E402  # the same
+from demo_project import make_project  # noqa: E402  # from this checkout
+from served_site import (  # noqa: E402  # from this checkout
     MERGEGATE,
     answers,
     asked,
@@ -37,7 +38,7 @@ NIGHTS = "profiles: [{profile: profiles/demo.yaml}]\ntell: [{to: webhook, addres
 
 
 def main() -> None:
-    """Kill, wait, print."""
+    """Kill, wait and print."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, webhook() as received:
         root, port = Path(place), free_port()
         make_project(root)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def kill_all_below(root: Path) -> int:
-    """SIGKILL to every process that works in the project, but its server and this one."""
+    """Send SIGKILL to every process that works in the project, except its server and this process."""
     killed = 0
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -82,8 +83,8 @@ def kill_all_below(root: Path) -> int:
 
 
 def name_of(client: object, run: object) -> str:
-    """Of the state that a run is in."""
-    state = client.read_flow_run(run).state  # type: ignore[attr-defined]  # a client of Prefect
+    """Return the name of a run's state."""
+    state = client.read_flow_run(run).state  # type: ignore[attr-defined]  # a Prefect client
     return str(state.name if state else "")
 
 
