@@ -158,7 +158,7 @@ def test_large_matrices_are_decomposed_as_small_ones_are(monkeypatch: pytest.Mon
     strengths = torch.logspace(0, -4, 90)
     change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
     whole = factor_change(change, 8, dtype=torch.float32)
-    monkeypatch.setattr("mergegate.merge_core.adapters.factorization._WHOLE", 16)
+    monkeypatch.setattr("mergegate.merge_core.adapters.factorization._FULL_DECOMPOSITION", 16)
     assert factor_change(change, 8, dtype=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
 
 

@@ -64,7 +64,7 @@ def test_a_wrong_answer_is_asked_again(root: Path) -> None:
     answers = {
         NAME: {"a/b": "letters, digits", "taken": "it exists", "mine": ""},
         WHO: {"me": "'who: why'", "alice: we made it": ""},
-        TEXT: {"nowhere.txt": "no such file", "models": "no such file", "empty.txt": "an empty file", "own.txt": ""},
+        TEXT: {"nowhere.txt": "no such file", "models": "a directory", "empty.txt": "an empty file", "own.txt": ""},
     }
     with terminal(root, "init", *MODELS) as screen:
         for question, typed in answers.items():

@@ -161,7 +161,7 @@ def test_a_deployment_is_what_a_person_recognises(served: Served) -> None:
     assert there.concurrency_options is not None
     assert there.concurrency_options.collision_strategy.value == "CANCEL_NEW"
     form = there.parameter_openapi_schema or {}
-    assert "A profile file" in form["properties"]["profile"]["description"]
+    assert "Profile file" in form["properties"]["profile"]["description"]
     assert {"type": "string", "format": "path"} in form["properties"]["profile"]["anyOf"]
     assert served.client.read_work_pool("mergegate").concurrency_limit == 1
 
