@@ -52,7 +52,16 @@ def cores_of_process() -> int:
 
 
 def read_at(fd: int, into: memoryview, offset: int) -> int:
-    """Read from ``offset`` of an open file into existing memory, and return the number of bytes."""
+    """Read bytes of an open file into existing memory, without moving the position of the file.
+
+    Args:
+        fd: Descriptor of the file.
+        into: Memory that receives the bytes. Its length is the largest number of bytes to read.
+        offset: Position of the first byte in the file.
+
+    Returns:
+        Number of bytes that were read. It can be less than the length of ``into``, and is 0 at the end of the file.
+    """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [into], offset)
     data = os.pread(fd, len(into), offset)

@@ -25,14 +25,18 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 
 
 def approve_run(named: str | None, console: Console, as_json: bool, *, reject: bool, reason: str) -> None:
-    """Answer the run that waits for approval, and print the decision.
+    """Approve or reject a run that waits for approval, and print the decision.
 
     Args:
-        named: Id or name of the run, or name of the profile. None: the only run that waits.
+        named: ID or name of the run, or name of its profile. If it is None, exactly one run must be waiting.
+        console: Console for the output.
+        as_json: Whether to print the decision as JSON.
+        reject: Whether to reject the run instead of approving it.
+        reason: Reason for the decision. A rejection requires a reason.
 
     Raises:
-        InvalidInput: No run waits, several wait and none is named, or a rejection has no reason.
-        Refused: The run rejects the answer.
+        InvalidInput: No waiting run matches, several runs match, or a rejection has no reason.
+        Refused: The run does not accept the decision.
     """
     if reject and not reason.strip():
         raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")

@@ -125,7 +125,16 @@ class Product:
     first_row: int = 0
 
     def rows(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Return rows of one unit's change, ``[end - first, width]``. They are valid until the next call."""
+        """Compute some rows of the change of one matrix.
+
+        Args:
+            unit: Index of the matrix.
+            first: First row, counted from the start of the weight.
+            end: Row after the last row.
+
+        Returns:
+            Tensor of shape ``[end - first, width]``. The next call in the same thread overwrites it.
+        """
         import torch
 
         first, end = first + self.first_row, end + self.first_row

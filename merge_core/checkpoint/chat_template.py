@@ -166,7 +166,14 @@ def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], where: 
 
 
 def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companions:
-    """Return ``files`` with exactly these templates, in every file in which a library may look for them.
+    """Return a copy of ``files`` in which ``templates`` replace all chat templates.
+
+    The templates are written to every file in which a library may look for them. ``tokenizer_config.json`` is updated
+    only if it exists. All other files with templates are removed.
+
+    Args:
+        files: Files that accompany the weights of a model.
+        templates: Chat templates by name.
 
     Raises:
         InvalidInput: ``tokenizer_config.json`` is not a JSON object.

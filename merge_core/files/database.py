@@ -61,9 +61,15 @@ def set_sqlite_aside(database: Path, why: str) -> None:
 
 
 def misplaced_file(database: Path) -> Path | None:
-    """Return the path of the database or of one of its journals if something other than a file is at that path.
+    """Return the first path of the database or its journals at which there is something other than a regular file.
 
-    Callers check this before they open the database, because SQLite would wait for a pipe.
+    Callers check this before they open the database, because SQLite would wait forever to open a named pipe.
+
+    Args:
+        database: Path of the database.
+
+    Returns:
+        The path, or None if every path holds a regular file or nothing.
     """
     paths = (database.with_name(database.name + suffix) for suffix in _FILE_SUFFIXES)
     return next((path for path in paths if is_misplaced(path, through_links=True)), None)

@@ -22,7 +22,20 @@ _WORDS = 2.0**32
 
 
 def normals(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return ``[count]`` standard normal numbers (float64) from index ``start``, after Box and Muller (1958)."""
+    """Return random numbers from the standard normal distribution.
+
+    Each number depends only on ``key`` and its index, so a tensor can be computed in blocks of any size. The numbers
+    come from the transform of Box and Muller (1958).
+
+    Args:
+        key: Key of the random stream.
+        start: Index of the first number in the stream.
+        count: Number of values to return.
+        device: Device on which to compute the numbers.
+
+    Returns:
+        float64 tensor of shape ``[count]``.
+    """
     import torch
 
     radius = (mask_words(key, start, count, device).double() + 0.5) / _WORDS

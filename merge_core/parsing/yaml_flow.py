@@ -33,12 +33,12 @@ _FlowDumper.add_implicit_resolver(
 
 
 def flow_yaml(value: object) -> str:
-    """Return ``value`` in YAML's flow style, in one line.
+    """Return ``value`` as one line of YAML in flow style, for example ``{a: [1, 2]}``.
 
-    A single string is quoted if necessary, so that it is valid inside brackets and braces, too.
+    The result can be pasted inside brackets or braces. A string is therefore quoted if it would be misread there.
 
     Args:
-        value: Plain data: mappings, lists, strings, numbers, booleans and None.
+        value: Plain data that consists of mappings, lists, strings, numbers, booleans and None.
     """
     text = yaml.dump(
         [value],

@@ -275,10 +275,11 @@ class Recipe:
         return tuple(dict.fromkeys(ref for ref in references if str(ref) not in results))
 
     def merged_references(self) -> tuple[CheckpointRef, ...]:
-        """Return the members of ``references`` whose weights are merged.
+        """Return the checkpoints from ``references`` whose weights contribute to the result.
 
-        A model that only provides the tokenizer or the configuration is not merged. Neither is a base that task vectors
-        are only measured from, even if the recipe lists it among its models.
+        The result does not include models that only provide the tokenizer or the configuration. It also does not
+        include a base that only serves as the origin of task vectors, even if the recipe lists it among its models.
+        Optimizer states are not included either.
         """
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):

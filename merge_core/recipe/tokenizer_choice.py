@@ -81,7 +81,11 @@ class TokenizerChoice:
     strangers: Strangers = "refuse"
 
     def canonical_options(self) -> dict[str, Any]:
-        """Return all settings except the source as JSON-compatible data. Empty if all have their defaults."""
+        """Return the settings other than ``source`` as JSON-compatible data.
+
+        The result contains all of these settings if at least one differs from its default. If all have their defaults,
+        it is empty.
+        """
         if not self.tokens and self.pad_to_multiple_of is None and self.strangers == "refuse":
             return {}
         return {

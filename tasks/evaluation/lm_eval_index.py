@@ -56,7 +56,10 @@ def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
 
 
 def shipped_group(name: str) -> Mapping[str, Any]:
-    """Return the content of the file that defines a group of lm-eval; empty for a task or a tag."""
+    """Return the content of the YAML file that defines a group of lm-eval.
+
+    The result is empty if ``name`` is not a group, for example if it is a task or a tag.
+    """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     names = _names()

@@ -195,11 +195,16 @@ def _add_pieces(
 
 
 def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
-    """Return all documents as (task, position in its data), in scoring order.
+    """Return all documents in the order in which they are scored.
+
+    The documents of all tasks are shuffled together. The same arguments always give the same order.
 
     Args:
-        sizes: Number of documents of each task. The documents of all tasks in a group are shuffled together.
-        seed: Seed of the order.
+        sizes: Number of documents of each task, by task name.
+        seed: Seed that determines the random order.
+
+    Returns:
+        One pair for each document: the name of its task and its position in the data of that task.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
     return sorted(every, key=lambda item: document_sort_key(item[0], item[1], seed))

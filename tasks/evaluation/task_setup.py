@@ -31,17 +31,24 @@ FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are t
 def set_up_tasks(
     loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
-    """Return lm-eval's task objects for ``documents``, with the few-shot examples and generation settings of ``how``.
+    """Prepare the task objects of lm-eval for the evaluation of selected documents.
+
+    This sets the few-shot examples, the generation settings and the state of the random generators.
 
     Args:
-        documents: Positions by task, ascending. lm-eval must then evaluate each once, in that order.
-        lm: lm-eval's ``LM``; only its tokenizer and context length are read.
+        loaded: Loaded task. Its objects are changed in place.
+        documents: Ascending positions of the documents, by name of the lm-eval task. lm-eval must then evaluate each
+            document once, in this order.
+        lm: ``LM`` object of lm-eval. Only its tokenizer and its context length are read.
         how: Resolved prompt settings.
         seed: Seed of all random draws.
 
+    Returns:
+        Prepared task objects by name, for the tasks in ``documents``.
+
     Raises:
-        InvalidInput: If the chat template is missing, there are fewer examples than requested, or answers may be
-            longer than the model's context.
+        InvalidInput: The chat template is missing, there are fewer examples than requested, or answers may be longer
+            than the context of the model.
     """
     import numpy as np
     import torch

@@ -18,14 +18,17 @@ class DocumentText(NamedTuple):
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the texts of documents of ``task``, by leaf and position; documents that no longer exist are omitted.
+    """Return the prompts and targets of selected documents of a task.
 
     Args:
-        task: Task with the documents.
-        positions: Positions of the documents, by leaf.
+        task: Task that contains the documents.
+        positions: Positions of the documents in their data, by name of the leaf task.
+
+    Returns:
+        Texts by pair of leaf task and position. Documents that no longer exist are left out.
 
     Raises:
-        InvalidInput: If the task's data cannot be loaded.
+        InvalidInput: The data of the task cannot be loaded.
     """
     from mergegate.tasks.evaluation.harness import open_tasks
 

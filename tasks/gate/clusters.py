@@ -52,15 +52,16 @@ def effective_clusters(sizes: Sequence[int]) -> float:
 
 
 def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
-    """Raise InvalidInput unless there are enough clusters to generalize to others.
+    """Check that the clusters suffice to draw conclusions about other clusters.
 
     Args:
-        clusters: Cluster of each document; an empty string where it is unknown.
-        by: 'task', or the field that contains the cluster.
-        task: Name of the guard in messages.
+        clusters: Name of the cluster of each document. It is an empty string if the cluster is unknown.
+        by: ``task``, or the name of the field that contains the cluster.
+        task: Name of the guard, for messages.
 
     Raises:
-        InvalidInput: If a cluster is unknown, there is only one, or a few contain most of the documents.
+        InvalidInput: The cluster of a document is unknown, there is only one cluster, or a few clusters contain most of
+            the documents.
     """
     location = f"evaluate.tasks: {task}: cluster_by"
     if not clusters or "" in clusters:

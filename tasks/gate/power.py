@@ -49,12 +49,14 @@ class DrawnDrops(NamedTuple):
 
 
 class PlannedTask(NamedTuple):
-    """Guard with the expectations for its task before anything is scored.
+    """Guard of a task and what is expected of the task before any document is scored.
 
     Args:
-        looks: Number of documents after each look. The last is the number that this run may use.
-        discordance: Expected share of documents on which merge and reference disagree.
-        basis: Source of that number, for example ``7 % of answers differ (from 400 documents of math and code)``.
+        guard: Guard to forecast.
+        looks: Cumulative number of documents at each interim look. The last number is the most that this run may use.
+        discordance: Expected share of documents on which the merge and its reference disagree, from 0 to 1.
+        basis: Text that explains where ``discordance`` comes from, for example
+            ``7 % of answers differ (from 400 documents of math and code)``.
     """
 
     guard: Guard

@@ -195,7 +195,16 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
 
 
 def unseen_experts(stored: Checkpoint, owner: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of expert matrices that were not measured, with ``*`` for the numbers of layer and expert."""
+    """Return name patterns of the expert matrices that no statistics were measured for.
+
+    Args:
+        stored: Checkpoint with the weights of the model.
+        owner: Measured matrices: name of the tensor that holds the statistics, by name of the matrix.
+
+    Returns:
+        Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the numbers of the layer and the
+            expert.
+    """
     patterns = set()
     for name, tensor in stored.tensors.items():
         if name not in owner and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):

@@ -21,15 +21,19 @@ from mergegate.tasks.merge.statistics import with_statistics
 
 
 def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
-    """Return ``recipe`` with all measurements that its plan needs, or ``recipe`` itself if it needs none.
+    """Add all measurements that the merge plan needs to a recipe.
 
     Args:
         recipe: Recipe to prepare.
-        find: Function that returns the pinned model of a reference.
-        in_flow: Whether to run the measurements as tasks of the running flow. Default: run them without Prefect.
+        find: Function that takes the reference of a model and returns the pinned model.
+        in_flow: Whether to run the measurements as tasks of the current Prefect flow. By default, they run without
+            Prefect.
+
+    Returns:
+        The recipe with its measurements, or ``recipe`` itself if it needs none.
 
     Raises:
-        InvalidInput: If a model cannot be measured as the recipe requires, or the recipe leaves out all models.
+        InvalidInput: A model cannot be measured as the recipe requires, or the recipe leaves out all models.
     """
 
     def find_loadable(ref: str) -> PinnedCheckpoint:

@@ -30,9 +30,9 @@ class Disk:
     """Disk that a run writes to.
 
     Args:
-        directory: Directory on the disk, for messages.
+        directory: Directory on this disk, to identify the disk in messages.
         free: Free space in bytes.
-        writes: Number of bytes by reason.
+        writes: Number of bytes that the run will write to this disk, by purpose of the data.
     """
 
     directory: Path

@@ -97,7 +97,10 @@ def ensemble_sentence(content: ReportContent) -> str:
 
 
 def expert_sentences(content: ReportContent) -> tuple[str, ...]:
-    """Compare the experts and routers of each parent with those of the donor, one sentence per parent."""
+    """Return one sentence for each parent that compares its experts and routers with those of the donor.
+
+    The donor is the model that provides the layout of the merged model.
+    """
     return tuple(
         f"{row.model}: expert by expert its weights have a mean cosine of {row.diagonal:.3f} with those of the model "
         f"that gives the layout ({row.best:.3f} in the best order, which is another in {row.moved} of {row.layers} "

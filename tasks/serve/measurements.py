@@ -90,7 +90,7 @@ def token_rate(tokens_per_second: float) -> str:
 
 
 def today() -> str:
-    """Return the current date in UTC, as '2026-11-20'."""
+    """Return the current date in UTC in ISO format, for example ``2026-11-20``."""
     return datetime.now(UTC).date().isoformat()
 
 

@@ -119,7 +119,11 @@ class ServerProcess:
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
-        """Return whether the server exits within ``within`` seconds. Connections fail before the exit is visible."""
+        """Return whether the server is not running, or exits within ``within`` seconds.
+
+        Callers use this after a failed connection. When a server dies, its connections fail slightly before its exit
+        can be observed.
+        """
         return self._process is None or self._process.ends(within)
 
     def ended(self) -> ServerEnded:

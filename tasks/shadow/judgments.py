@@ -80,7 +80,11 @@ class JudgedPairs:
 
     @property
     def begun(self) -> tuple[str, ...]:
-        """IDs of requests that an interrupted look judged in only one order."""
+        """IDs of the requests whose pairs are only half judged.
+
+        An interrupted look stored the judgment for one order of the answers, and the judgment for the other order is
+        missing.
+        """
         return tuple(request_id for request_id in self._said if request_id not in self._pairs)
 
     def judge(

@@ -45,11 +45,13 @@ def write_routing(file: Path, routing: Routing) -> None:
 
 
 class FollowedRouting:
-    """Routing of a running proxy, which checks the routing file at most once per second.
+    """Current routing of a running proxy, kept up to date with the routing file.
+
+    The file is checked for changes at most once per second, because other processes may write it.
 
     Args:
-        file: Routing file, which other processes may write.
-        first: Routing to use until the file contains one.
+        file: Path of the routing file.
+        first: Routing to use until the file contains a valid routing.
     """
 
     def __init__(self, file: Path, first: Routing) -> None:

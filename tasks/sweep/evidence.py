@@ -52,7 +52,17 @@ class SweepEvidence(NamedTuple):
 
 
 def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
-    """Return the documents of the trials and of the confirmation, with the current data of each task pinned.
+    """Return the documents on which the sweep scores models, for the search and for the confirmation.
+
+    Each task is pinned to its current data.
+
+    Args:
+        evidence: Tasks and held-out text of the sweep.
+        windows: Settings that limit how much of the held-out text is read.
+        time_limit: Time limit for loading the data of each task. See ``pin_data``.
+
+    Returns:
+        Documents by name of the set: ``search`` and ``confirmation``.
 
     Raises:
         InvalidInput: See ``pin_data``.

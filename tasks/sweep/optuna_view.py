@@ -30,13 +30,17 @@ _FEWEST = 10  # smallest number of trials to compute importances from
 
 @dataclass(frozen=True)
 class Importances:
-    """Share of the score variation that each coordinate explains. Indicative only.
+    """Estimated influence of each coordinate on the score.
+
+    The importance of a coordinate is the share of the variation in the score that it explains. It is only a rough
+    guide.
 
     Args:
-        shares: Share of 1 by name of coordinate, largest first. Empty if importances cannot be computed.
-        method: Name of the evaluator in Optuna.
-        trials: Number of trials that the shares are computed from.
-        why_none: Reason for empty shares.
+        shares: Importance by coordinate name, from 0 to 1, largest first. It is empty if importances cannot be
+            computed.
+        method: Name of the Optuna evaluator that computes the importances.
+        trials: Number of trials that the importances are computed from.
+        why_none: Reason why ``shares`` is empty. It is an empty string if there are importances.
     """
 
     shares: Mapping[str, float]

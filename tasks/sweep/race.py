@@ -103,7 +103,14 @@ class Race:
 
 
 def doubling_shares(first: float) -> tuple[float, ...]:
-    """Return shares of the documents: ``first``, doubled until 1 is reached, and 1."""
+    """Return increasing shares of the documents, each twice the share before it.
+
+    Args:
+        first: First share, greater than 0. If it is 1 or more, the result is only ``(1.0,)``.
+
+    Returns:
+        Shares up to 1. The last share is always 1, so it can be less than twice the share before it.
+    """
     looks = []
     while first < 1:
         looks.append(first)

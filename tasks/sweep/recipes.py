@@ -19,12 +19,14 @@ _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "sourc
 
 
 def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
-    """Yield variants of the start recipe, one for each other choice of each coordinate.
+    """Yield variants of the start recipe that differ from it in one coordinate each.
 
-    Together with the start recipe, the variants name everything that a candidate can be made of.
+    There is one variant for each choice of a coordinate other than its start value. The start recipe and its variants
+    together name everything that a candidate can be made of.
 
     Args:
-        recipe: Recipe with placeholders.
+        recipe: Recipe with placeholders for the coordinates.
+        settings: Settings of the sweep.
     """
     # The real number of layers is not needed here. One layer per group is enough to write the recipe.
     layers = max(free.layers or 1 for free in settings.parameters.values())

@@ -49,22 +49,26 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class Study:
-    """A finished search.
+    """Result of a search that has ended.
 
     Args:
-        coordinates: Coordinates of the space, in its order.
-        trials: All trials, by number.
-        best: Best candidate, not counting hand-written recipes. None: no candidate has a score.
-        front: Pareto front. Empty for a single objective.
-        sizes: Number of search documents of each (task, measure).
-        sheets: Scores of the hand-written recipes and of the best candidates, by number of the trial.
-        recipes: Recipes of the same trials, by number.
-        population: Number of candidates in a generation of the sampler.
-        scored: Number of trials that were scored, in this or an earlier run. All other trials are duplicates of these.
+        settings: Settings of the sweep.
+        objective: Objective of the search.
+        coordinates: Coordinates of the search space, in their order in the space.
+        trials: All trials, sorted by number.
+        best: Candidate with the best score, not counting hand-written recipes. It is None if no candidate has a score.
+        front: Trials on the Pareto front. It is empty if there is only one objective.
+        sizes: Number of search documents for each pair of task and measure.
+        sheets: Scores of the hand-written recipes and of the best candidates, by trial number.
+        recipes: Recipes of the same trials as in ``sheets``, by trial number.
+        population: Number of candidates in each generation of the sampler.
+        scored: Number of trials that were scored, in this run or an earlier run. All other trials duplicate one of
+            these.
         new: Number of trials that were scored in this run.
-        seconds: Time over all trials for ``merge``, ``load`` and ``score``, and the ``wall`` time of the search itself.
-        spent: Money spent. None: no rate is configured.
-        stopped: Limit of the budget that ended the search.
+        seconds: Duration in seconds by activity. ``merge``, ``load`` and ``score`` are totals over all trials, and
+            ``wall`` is the elapsed time of the search.
+        spent: Money that was spent. It is None if no rate is configured.
+        stopped: Reason why the search ended, such as the limit of the budget that was reached.
     """
 
     settings: SweepSettings

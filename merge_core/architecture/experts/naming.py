@@ -56,6 +56,10 @@ _BY_MODEL_TYPE = {
 
 
 def expert_names(config: Mapping[str, Any]) -> ExpertNames:
-    """Return the expert names of the family of a config, or of its text part."""
+    """Return the names that the model family of ``config`` uses on disk for the parts of its experts.
+
+    The family is the first known ``model_type`` in the config or in one of its parts, such as the text model. For other
+    families, return the default names (``gate_proj``, ``up_proj``, ``down_proj``).
+    """
     kinds = (part.get("model_type") for part in config_parts(config))
     return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)

@@ -86,7 +86,11 @@ def compare_tokenizers(first: TokenizerDefinition, other: TokenizerDefinition) -
 
 
 def model_differences(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
-    """Yield differences of the models that do not depend on ids: kind, order of merges, scores, options."""
+    """Yield the differences between the ``model`` parts of two tokenizers, apart from the ids of their tokens.
+
+    The model is the part that splits words into tokens, such as BPE or Unigram. Its kind, the order of its merges, its
+    scores and its options are compared. If the kinds differ, nothing else is compared.
+    """
     if first.kind != other.kind:
         yield SpellingDifference("model.type", NAME, other.kind or "nothing", first.kind or "nothing", True)
         return

@@ -105,9 +105,10 @@ def measure_bus(device: str) -> float:
 
 
 def reference_pass(elements: int) -> float:
-    """Return the seconds to widen, multiply and sum ``elements`` bfloat16 numbers, which define the unit of arithmetic.
+    """Run the reference computation on ``elements`` bfloat16 numbers, and return its duration in seconds.
 
-    The pass runs in one thread, on memory that stays in a core's cache.
+    The computation widens the numbers to float32, multiplies them by a constant and sums them. Forecasts use its cost
+    per element as the unit of arithmetic. It runs in one thread, on memory that stays in the cache of a core.
     """
     stored = np.full(_TILE, 0x3F80, np.uint16)
     patterns, total = np.empty(_TILE, np.uint32), np.zeros(_TILE, np.float32)

@@ -85,17 +85,21 @@ def combine_licenses(
     table: LicenseTable,
     accepted: Mapping[str, str] = MappingProxyType({}),
 ) -> Combination:
-    """Judge a merge of `parents` for `use`.
+    """Determine whether the licenses of the parents allow a merge for the intended use.
 
     Args:
-        parents: Everything whose weights go in, including adapters and the base. The licenses of their ancestors bind
-            too. A bare license represents a parent with the same name.
-        use: Intended use.
+        parents: All models whose weights enter the merge, including adapters and the base. The licenses of their
+            ancestors apply too. A ``License`` instead of a parent stands for a parent with the name of the license.
+        use: Intended use of the merged model.
         table: Known licenses.
-        accepted: `who: why` by license identifier or model name (`LicenseSettings.accepted`).
+        accepted: Acceptances of the user, by license identifier or model name. Each is a text of the form ``who: why``.
+            See ``LicenseSettings.accepted``.
+
+    Returns:
+        Verdict with its reasons, and the license and the obligations of the merged model.
 
     Raises:
-        ValueError: If there are no parents.
+        ValueError: There are no parents.
     """
     if not parents:
         raise ValueError("a merge has at least one parent")

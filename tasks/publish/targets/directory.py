@@ -49,7 +49,12 @@ class DirectoryTarget(PublishTarget):
         return "."
 
     def check(self, root: Path) -> None:
-        """Raise an error if the directory can be neither written nor created."""
+        """Check that the directory is writable or can be created.
+
+        Raises:
+            InvalidInput: The path, or its nearest existing parent, is not a directory.
+            Refused: This process has no permission to write there.
+        """
         directory = (root / self.path).absolute()
         ancestor = next(parent for parent in (directory, *directory.parents) if parent.exists())
         # Query the permissions instead of writing a test file: a run with nothing new leaves no trace, not even an

@@ -47,7 +47,7 @@ class History:
         return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
     def said_of_damage(self) -> str:
-        """Return a sentence about the damage for users. It is empty if the history is intact."""
+        """Return a sentence that tells the user what is damaged, or an empty string if the history is intact."""
         if self.why:
             return f"The history cannot be read: {self.why}."
         if not self.damaged:

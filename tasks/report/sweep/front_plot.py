@@ -29,9 +29,11 @@ from mergegate.tasks.report.sweep.wording import SAMPLERS
 
 
 def front_plot(content: SweepContent) -> tuple[str, ...]:
-    """Return the plots of the first two objectives against each other, with the front, wide and narrow.
+    """Plot the first two objectives against each other, and mark the Pareto front.
 
-    The result is empty with a single objective.
+    Returns:
+        Two versions of the plot, one for wide and one for narrow screens. The result is empty if there is only one
+        objective or no front.
     """
     if len(content.objectives) < 2 or not content.front:
         return ()

@@ -132,7 +132,16 @@ def p_text(p: float) -> str:
 
 
 def score_text(content: SweepContent, objective: int, score: float) -> str:
-    """Return a score in its unit, with the digits that distinguish this sweep's recipes."""
+    """Return a score as text, in the unit in which the report shows its objective.
+
+    The text has enough decimals to distinguish the recipes of this sweep. It does not contain the name of the unit. A
+    score that is NaN or infinite becomes a placeholder.
+
+    Args:
+        content: Content of the report.
+        objective: Index of the objective.
+        score: Score in the unit in which it was measured.
+    """
     if not math.isfinite(score):
         return NONE
     return number(content.objectives[objective].factor * score, decimals_for(content, objective))
