@@ -34,7 +34,7 @@ _scratch = threading.local()
 
 
 def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
-    """Return a reader for the elements of a stored or derived tensor."""
+    """Return a function that reads the elements of a stored or derived tensor."""
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)
     return lambda first, into: read(tensor, first, into)
@@ -91,7 +91,10 @@ class Grid:
     width: int
 
     def tiles(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield unit, first row and end row of each tile that contains elements from ``first`` to ``end``."""
+        """Yield each tile that contains elements from index ``first`` up to, but not including, index ``end``.
+
+        A tile is a tuple of the index of its matrix, its first row, and the row after its last row.
+        """
         step = max(_FEWEST_ROWS, _TILE_ELEMENTS // max(self.width, 1) // _FEWEST_ROWS * _FEWEST_ROWS)
         count = max(1, self.rows // step)
         # The remainder is a separate tile only if it has enough rows. Otherwise it extends the last tile.

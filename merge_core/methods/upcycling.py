@@ -44,7 +44,17 @@ def normals(key: tuple[int, int], start: int, count: int, device: torch.device) 
 
 
 def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return ``[count]`` uniform numbers (float64) between -1 and 1, for the elements from index ``start``."""
+    """Return random numbers from the uniform distribution between -1 and 1.
+
+    Args:
+        key: Key of the random stream.
+        start: Index of the first number in the stream.
+        count: Number of values to return.
+        device: Device on which to compute the numbers.
+
+    Returns:
+        float64 tensor of shape ``[count]``.
+    """
     return (mask_words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
 
 

@@ -56,7 +56,10 @@ CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 
 @dataclass(frozen=True)
 class Source:
-    """One input of a slice: a model, a half-open range of its layers (None: all), its parameters and its text."""
+    """One input of a slice: a model, a range of its layers, its parameters and its text.
+
+    The range does not include its end. If the range is None, the source has all layers of the model.
+    """
 
     model: CheckpointRef
     layers: tuple[int, int] | None
@@ -183,7 +186,7 @@ class Recipe:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Reason by model that is left out. Empty until the distances have been measured."""
+        """Reasons for leaving models out, by model. It is empty until the distances have been measured."""
         return {model: place.left_out for model, place in (self.places or {}).items() if place.left_out}
 
     def model_weight(self, model: str) -> float:
@@ -199,7 +202,7 @@ class Recipe:
 
     @property
     def calibration_requests(self) -> tuple[CalibrationRequest, ...]:
-        """Measurements that this document needs of its models' texts."""
+        """Measurements on calibration texts that this document needs, for all of its models."""
         statistic = str(self.method.traits.reads_text)
         return tuple(CalibrationRequest(str(ref), text, statistic, self.reading) for ref, text in self.texts.items())
 
@@ -259,7 +262,7 @@ class Recipe:
         return replace(result, steps=tuple(steps))
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
-        """Return all models of this document in order: the sources, then the base and the tokenizer's model."""
+        """Return all models that this document names: first the sources, then the base and the tokenizer's model."""
         references = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
         references += [cut.base for module in self.modules for cut in module.slices if cut.base]
         if self.base:
@@ -269,7 +272,7 @@ class Recipe:
         return tuple(dict.fromkeys(references))
 
     def references(self) -> tuple[CheckpointRef, ...]:
-        """Return all checkpoints that must exist before the merge, in order, without the results of ``steps``."""
+        """Return all checkpoints that must exist before the merge, in order. Results of ``steps`` are not included."""
         results = {step.name for step in self.steps}
         references = [ref for document in (*self.steps, self) for ref in document.own_references()]
         return tuple(dict.fromkeys(ref for ref in references if str(ref) not in results))

@@ -30,12 +30,12 @@ _MOST_PADDING = 1 << 16
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """Origin of a token's row.
+    """Source from which a token gets its row in the embeddings.
 
     Args:
-        model: Model that provides the row. None stands for a row of zeros.
-        token: Token whose row to copy, if it is a different token.
-        token_id: Id of the token whose row to copy, as an alternative to ``token``.
+        model: Model that provides the row. If it is None, the row consists of zeros.
+        token: Token whose row is copied, if it is a different token.
+        token_id: ID of the token whose row is copied, as an alternative to ``token``.
     """
 
     model: CheckpointRef | None
@@ -49,11 +49,11 @@ class RowOrigin:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Entry of a recipe for one token.
+    """Entry in a recipe that determines how one token gets its row in the embeddings.
 
     Args:
         token: Text of the token. If no tokenizer has it, it is added to the tokenizer of the result.
-        origin: Origin of the row for models that lack the token. None applies the default for all tokens.
+        origin: Origin of the row for models that lack the token. If it is None, the default for all tokens applies.
         force: Whether to use ``origin`` also for models that have the token.
     """
 
@@ -64,14 +64,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Vocabulary of the result.
+    """Vocabulary that a recipe selects for the result.
 
     Args:
         source: ``base``, ``union`` or a checkpoint.
-        where: Location in the recipe.
+        where: Location in the recipe, for messages.
         tokens: Entries for single tokens.
-        pad_to_multiple_of: Divisor of the number of rows. None adds no padding.
-        strangers: Treatment of ordinary tokens that only another tokenizer has, in a union.
+        pad_to_multiple_of: Number that the number of rows must be a multiple of. If it is None, no rows are added.
+        strangers: How a union treats ordinary tokens that only another tokenizer has.
     """
 
     source: str | CheckpointRef

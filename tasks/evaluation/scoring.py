@@ -60,12 +60,12 @@ class Scoring(BaseModel):
 
     @property
     def first_look(self) -> int | None:
-        """Number of documents in the first look at a task; None: all documents in a single look."""
+        """Number of documents in the first look at a task. If it is None, a single look uses all documents."""
         return None if self.documents == "all" else self.documents or CHUNK_SIZE
 
     @property
     def own_settings(self) -> BaseModel | None:
-        """Settings of the selected backend; None if it has none or the profile sets none."""
+        """Settings of the selected backend. It is None if the backend has none or the profile does not set them."""
         name = find_backend(self.backend).settings
         settings: BaseModel | None = getattr(self, name) if name else None
         return settings
@@ -118,11 +118,14 @@ class Piece(NamedTuple):
 
 
 def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
-    """Return the cumulative number of documents after each look: ``first``, then doublings, finally ``total``.
+    """Return the cumulative number of documents after each interim look.
+
+    The first look uses ``first`` documents. Each further look doubles the number, and the last look uses all documents.
 
     Args:
         total: Number of documents of the task, at least 1.
-        first: Number of documents in the first look, at least 1. None, or more than ``total``: a single look.
+        first: Number of documents in the first look, at least 1. If it is None or more than ``total``, there is only
+            one look.
 
     >>> interim_looks(1319, 500)
     (500, 1000, 1319)
@@ -211,20 +214,24 @@ def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
 
 
 def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
-    """Return the sort key that puts documents into random order."""
+    """Return a hash of a document. Sorting documents by this key puts them into a fixed random order."""
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
 def documents_in(
     sizes: Mapping[str, int], seed: int, part: DocumentRange, only: Container[tuple[str, int]] | None = None
 ) -> dict[str, list[int]]:
-    """Return the positions of a part's documents by task, ascending; tasks without any are omitted.
+    """Return the documents in one range of the scoring order.
 
     Args:
-        sizes: Number of documents of each task.
-        seed: Seed of the scoring order.
+        sizes: Number of documents of each task, by task name.
+        seed: Seed that determines the random order.
         part: Range of the scoring order.
-        only: Documents that count, as (task, position in its data). None: all documents.
+        only: Documents to include, as pairs of task and position in its data. If it is None, all documents are
+            included.
+
+    Returns:
+        Ascending positions of the documents, by task. Tasks without documents in the range are left out.
     """
     every = ordered(sizes, seed)
     counted = every if only is None else [document for document in every if document in only]

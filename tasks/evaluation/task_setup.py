@@ -76,7 +76,7 @@ def set_up_tasks(
 
 
 def _generation_settings(loaded: LoadedTask, name: str, how: ResolvedPromptSettings) -> dict[str, Any]:
-    """Return the generation settings of a leaf, overridden by those of the profile."""
+    """Return the generation settings of a leaf task. Settings of the profile take precedence."""
     own = deepcopy(loaded.generation[name] or {})
     if any(key in how.gen_kwargs for key in BUDGET_NAMES):  # replace the task's own budget, under any of its names
         own = {key: value for key, value in own.items() if key not in BUDGET_NAMES}

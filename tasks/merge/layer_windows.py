@@ -159,9 +159,10 @@ def entry_of_run(path: Path, owner: Mapping[str, str]) -> dict[str, Any]:
 def kept_runs(
     records: Iterable[Mapping[str, Any]], out: Path, file_of: Callable[[int], str]
 ) -> list[Mapping[str, Any]]:
-    """Return the journal records of a killed stage up to the first with a missing or changed file.
+    """Return the records of the finished runs that a restarted stage can keep.
 
-    All other safetensors files in ``out`` are deleted.
+    These are all records before the first one whose file is missing or has changed. All other safetensors files in
+    ``out`` are deleted.
 
     Args:
         records: Records of the journal.
@@ -202,8 +203,7 @@ def unseen_experts(stored: Checkpoint, owner: Mapping[str, str]) -> tuple[str, .
         owner: Measured matrices: name of the tensor that holds the statistics, by name of the matrix.
 
     Returns:
-        Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the numbers of the layer and the
-            expert.
+        Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the layer and expert numbers.
     """
     patterns = set()
     for name, tensor in stored.tensors.items():

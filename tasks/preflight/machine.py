@@ -46,9 +46,9 @@ class Machine:
 
     Args:
         cores: Number of cores that the merge may use.
-        disks: Disks, with the data to write to them.
-        memory: Memory; None if the system does not report it.
-        gpu: Memory of the device that the merge uses; None on a CPU.
+        disks: Disks that the run writes to.
+        memory: Main memory. It is None if the system does not report it.
+        gpu: Memory of the GPU that the merge uses. It is None if the merge runs on a CPU.
     """
 
     cores: int

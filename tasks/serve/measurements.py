@@ -16,7 +16,7 @@ from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):
-    """Cost of serving a model. None: not measured, or not measurable by a client."""
+    """Measured cost of serving a model. A value is None if it was not measured or a client cannot measure it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class ServingCost(BaseModel):
 
     @property
     def occasion(self) -> str:
-        """Date and machine, such as '2026-11-20, 2 cores'; empty if unknown."""
+        """Date and machine of the measurement, such as '2026-11-20, 2 cores'. It is empty if both are unknown."""
         return ", ".join(part for part in (self.when, self.machine) if part)
 
     def line(self) -> str:

@@ -33,7 +33,7 @@ _TAIL = 1 << 20  # bytes at the start and at the end of a log that are searched 
 
 
 class ServerEnded(Exception):
-    """The server ended, or did not get ready in time. The message is the cause that its log gives."""
+    """Error for a server that ended or did not become ready in time. The message is the cause found in its log."""
 
     def __init__(self, cause: str, blame: Blame, returncode: int | None) -> None:
         super().__init__(cause)
@@ -63,12 +63,12 @@ class ServerProcess:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak of main memory in bytes, available after the server has ended."""
+        """Peak use of main memory in bytes. It is None until the server has ended."""
         return self._end.peak_memory or None
 
     @property
     def peak_gpu_memory(self) -> int | None:
-        """Peak of memory on all GPUs in bytes, available after the server has ended. None if it used no GPU."""
+        """Peak use of memory on all GPUs in bytes. It is None until the server has ended, or if it used no GPU."""
         return self._end.peak_gpu_memory or None
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs or still waits to be reaped."""
+        """Whether the process is running, or has exited without being cleaned up yet."""
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
@@ -187,7 +187,7 @@ class ServerProcess:
         return bool(models)
 
     def _text(self) -> str:
-        """Return the log; only start and end of a very long one."""
+        """Return the log of the server. If it is very long, return only its start and its end."""
         try:
             content = self._log.read_bytes()
         except OSError:

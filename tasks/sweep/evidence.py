@@ -16,14 +16,14 @@ from mergegate.tasks.sweep.trials import AskedSet
 
 
 class SweepEvidence(NamedTuple):
-    """Tasks and held-out text of a sweep.
+    """Tasks and held-out text that a sweep uses.
 
     Args:
-        names: lm-eval's name of each task, by its name in the profile.
-        tasks: Every task once, with all its documents.
-        divisions: Document splits by lm-eval's task name.
-        text: Held-out text. None if the objective does not use it.
-        text_division: Document splits of the held-out text.
+        names: Name of each task in lm-eval, by its name in the profile.
+        tasks: Tasks with all of their documents. Each task occurs once.
+        divisions: Division of each task's documents into sets, by name of the task in lm-eval.
+        text: Held-out text. It is None if the objective does not use it.
+        text_division: Division of the held-out text's documents into sets.
     """
 
     names: Mapping[str, str]

@@ -82,7 +82,10 @@ class Race:
         return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
 
     def difference(self, seen: Sheet) -> float:
-        """Return the weighted mean of candidate minus incumbent, on the documents that both were evaluated on."""
+        """Return the weighted mean of the candidate's scores minus the incumbent's.
+
+        Only documents that both were evaluated on count.
+        """
         return sum(weight * float(self._differences(seen, key).mean()) for key, weight in self.weights.items())
 
     def digest(self) -> str:
@@ -139,7 +142,7 @@ def spent_at(look: int, interim: int, error: float) -> float:
 
 
 def heat(share: float) -> Race:
-    """Return the race of one halving round: evaluate ``share`` of the documents, then stop."""
+    """Return a race that evaluates ``share`` of the documents and then stops, for one halving round."""
     return Race({}, {}, (share, 1.0))
 
 

@@ -68,9 +68,10 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
 
 
 def count_layers(names: Iterable[str]) -> int | None:
-    """Return the number of layers of a model from its tensor names, or None if it has no layers.
+    """Return the number of layers of a model, based on the names of its tensors.
 
-    With several stacks, the result is that of the deepest one, because gradients run along it.
+    If the model has several stacks of layers, return the number of layers in the deepest stack, because gradients run
+    along it. Return None if the model has no layers.
     """
     return max(stacks(names).values(), default=None)
 

@@ -17,7 +17,7 @@ SearchEnd = Literal["trials", "hours", "cost"]
 
 @dataclass(frozen=True)
 class HandWritten:
-    """A recipe written by a user, which the winner must beat."""
+    """Recipe written by a user, which the winner must beat."""
 
     label: str
     recipe: Mapping[str, Any]
@@ -31,10 +31,11 @@ class SearchProgress:
     Args:
         scored: Number of trials so far.
         budget: Total number of trials.
-        best: Best score so far. None: no trial has a score yet.
-        hand_written: Score of the best hand-written recipe.
-        seconds_left: Estimated time left at the throughput of this run. None: no estimate yet.
-        spent: Money spent so far. None: no rate is configured.
+        best: Best score so far. It is None until a trial has a score.
+        hand_written: Score of the best hand-written recipe. It is None until such a recipe has a score.
+        seconds_left: Estimated remaining time in seconds, based on the speed of this run. It is None until there is an
+            estimate.
+        spent: Money spent so far. It is None if no rate is configured.
     """
 
     scored: int

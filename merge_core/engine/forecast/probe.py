@@ -82,7 +82,12 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
 
 
 def measure_bus(device: str) -> float:
-    """Return the bytes per second from pinned memory to the GPU ``device``, which also hold for the way back.
+    """Return the speed of copies from pinned main memory to a GPU, in bytes per second.
+
+    Copies in the other direction are assumed to be equally fast.
+
+    Args:
+        device: Device name of the GPU, for example ``cuda:0``.
 
     Raises:
         InvalidInput: The GPU does not exist.
@@ -122,9 +127,12 @@ def reference_pass(elements: int) -> float:
 
 
 def measure_products_on(device: str) -> float:
-    """Return the operations per second of a product of bfloat16 matrices on the existing GPU ``device``.
+    """Return the speed of a bfloat16 matrix product on a GPU, in operations per second.
 
-    Creating the GPU's context takes a while and is not measured.
+    The time to create the context of the GPU is not included.
+
+    Args:
+        device: Device name of an existing GPU.
     """
     import torch
 
@@ -168,7 +176,7 @@ def save_rates(file: Path, key: str, rates: Rates) -> None:
 
 
 def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
-    """Return the rates stored for ``key`` at most ``max_age`` seconds ago; None if there are none."""
+    """Return the rates that were stored for ``key``, or None if there are none from the last ``max_age`` seconds."""
     try:
         rates = Rates(**_read_rates_file(file)[key])
     except (KeyError, TypeError):

@@ -75,7 +75,7 @@ class Combination(BaseModel):
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """All acceptances on which the verdict relies."""
+        """All acceptances of the user that the verdict relies on."""
         return tuple(sorted({word for reason in self.reasons for word in reason.accepted}))
 
 

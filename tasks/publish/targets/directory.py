@@ -70,7 +70,10 @@ class DirectoryTarget(PublishTarget):
         )
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """Return the release that ``latest`` points to. It has no head: one machine writes, one publisher at a time."""
+        """Return the release that ``latest`` points to, or None if nothing has been published yet.
+
+        The release has no head, because only one publisher on one machine writes to the directory at a time.
+        """
         latest = root / self.path / LATEST
         return CurrentRelease(latest.resolve()) if latest.is_dir() else None
 

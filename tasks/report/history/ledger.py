@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class History:
-    """Past runs.
+    """Past runs of a project.
 
     Args:
         records: Runs in the order in which they ended.
-        damaged: Number of lines that failed validation; 1 if the file itself cannot be read.
-        why: Reason why the file cannot be read; empty if it can.
+        damaged: Number of lines that failed validation. It is 1 if the file itself cannot be read.
+        why: Reason why the file cannot be read. It is an empty string if the file can be read.
     """
 
     records: tuple[RunRecord, ...] = ()
@@ -43,7 +43,7 @@ class History:
     why: str = ""
 
     def of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
-        """Return the runs of one profile by one flow."""
+        """Return the runs that one flow made for one profile."""
         return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
     def said_of_damage(self) -> str:

@@ -148,7 +148,7 @@ def score_text(content: SweepContent, objective: int, score: float) -> str:
 
 
 def difference_text(content: SweepContent, objective: int, difference: float) -> str:
-    """Return a difference with its sign, even if it is positive."""
+    """Return a difference between two scores as text, with a plus sign if it is positive."""
     text = score_text(content, objective, difference)
     return f"+{text}" if math.isfinite(difference) and difference > 0 and text.strip("0.") else text
 
