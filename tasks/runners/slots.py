@@ -3,7 +3,7 @@
 A thread uses one slot for as long as it works on an item. By default it uses the first slot::
 
     with use_slot(slots_for(workers=2)[1]):
-        ask_child(...)                       # runs in the process of the second slot, with half of the cores
+        call_model_process(...)              # runs in the process of the second slot, with half of the cores
 
 ``slots_for`` is the only place that assigns resources: one GPU per slot, and as many threads as keep all cores busy
 without oversubscribing them.
