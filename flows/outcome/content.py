@@ -156,7 +156,7 @@ def _exists(path: str) -> bool:
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     """Return the warnings about a recipe without the path of its file: a release must not reveal local paths."""
     return tuple(
-        f"{finding.where.removeprefix(document.where).removeprefix(': ')}: {finding.found}; {finding.remedy}"
+        f"{finding.where.removeprefix(document.location).removeprefix(': ')}: {finding.found}; {finding.remedy}"
         for document in (*recipe.steps, recipe)
         for finding in document.findings
     )

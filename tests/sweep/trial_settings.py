@@ -77,7 +77,7 @@ def demo(place: Path, documents: int) -> Path:
 def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSetting:
     """Return a study over the models base, reverser and shifter."""
     hashes = HashMemo(place / "hashes.db")
-    recipe = load_recipe(ties(), where="demo")
+    recipe = load_recipe(ties(), location="demo")
     names = dict.fromkeys(one.task for one in asked if one.task != TEXT)
     text = pin_documents(PerplexitySettings(documents=place / "data/held-out.jsonl"), place, hashes)
     documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", place, hashes) for name in names), text)

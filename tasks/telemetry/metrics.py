@@ -1,11 +1,11 @@
-"""Export numbers about runs for monitoring, as a Prometheus text file or through OpenTelemetry. Off by default.
+"""Export metrics about runs for monitoring, as a Prometheus text file or through OpenTelemetry. Off by default.
 
 ::
 
     MERGEGATE_METRICS=/var/lib/node_exporter/mergegate.prom      # a text file, for node_exporter's textfile collector
     MERGEGATE_OTEL=1 OTEL_EXPORTER_OTLP_ENDPOINT=http://…:4318   # pushed at the end of each run; extra "otel"
 
-A run is a process that ends, so Prometheus cannot scrape it. It exports its numbers at the end instead, from its line
+A run is a process that ends, so Prometheus cannot scrape it. It exports its metrics at the end instead, from its record
 in the history. Gauges describe the last run of each profile and flow, and counters add up over all runs. The file is
 read, updated and replaced in one step. If it cannot be read, it is started again: its counters restart from zero, which
 Prometheus handles like any restart.
@@ -21,84 +21,85 @@ from typing import Literal, NamedTuple
 
 from mergegate.merge_core.errors import EXIT_CODES
 from mergegate.merge_core.files import locked
-from mergegate.tasks.report.history.record import RunRecord
+from mergegate.tasks.report import RunRecord
 
 METRICS, OTEL = "MERGEGATE_METRICS", "MERGEGATE_OTEL"
-_STATUSES = tuple(EXIT_CODES)
-_MAX_FILE_BYTES = 16 << 20  # largest file to read, in bytes
+_MAX_FILE_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
+Labels = tuple[tuple[str, str], ...]
 
-class RunNumber(NamedTuple):
+
+class RunMetric(NamedTuple):
     """One number about one run."""
 
     name: str  # without the prefix and, for a counter, without '_total'
     kind: Literal["counter", "gauge"]
     unit: str  # in OpenTelemetry's notation (UCUM)
-    says: str
+    description: str
     labels: Mapping[str, str]
     value: float
 
 
-def numbers_of(record: RunRecord) -> Iterator[RunNumber]:
+def run_metrics(record: RunRecord) -> Iterator[RunMetric]:
     """Yield the increments of the counters and the new values of the gauges after a run."""
-    base = {"profile": record.profile, "flow": record.flow}
-    yield RunNumber("runs", "counter", "1", "Runs that ended, by how.", base | {"status": record.status}, 1)
-    yield RunNumber("run_seconds", "counter", "s", "Time that runs took.", base, record.seconds)
-    yield RunNumber("made_bytes", "counter", "By", "Artifacts that the store lacked before.", base, record.bytes_made)
+    run_labels = {"profile": record.profile, "flow": record.flow}
+
+    def counter(name: str, unit: str, description: str, value: float, **labels: str) -> RunMetric:
+        return RunMetric(name, "counter", unit, description, run_labels | labels, value)
+
+    def gauge(name: str, unit: str, description: str, value: float, **labels: str) -> RunMetric:
+        return RunMetric(name, "gauge", unit, description, run_labels | labels, value)
+
+    yield counter("runs", "1", "Number of runs that ended, by status.", 1, status=record.status)
+    yield counter("run_seconds", "s", "Total duration of all runs.", record.seconds)
+    yield counter("made_bytes", "By", "Size of the artifacts that runs added to the store.", record.bytes_made)
     for stage in record.stages:
-        stage_labels = base | {"stage": stage.name}
-        yield RunNumber(
-            "stage_seconds", "counter", "s", "Time that calls of a stage took.", stage_labels, stage.seconds
-        )
+        yield counter("stage_seconds", "s", "Total duration of all calls of a stage.", stage.seconds, stage=stage.name)
         for outcome, count in (("cached", stage.cached), ("worked", stage.calls - stage.cached)):
-            yield RunNumber(
-                "stage_calls", "counter", "1", "Calls of a stage, by how.", stage_labels | {"outcome": outcome}, count
-            )
-    yield RunNumber("last_run_timestamp_seconds", "gauge", "s", "When the last run ended.", base, record.ended)
-    yield RunNumber("last_run_seconds", "gauge", "s", "Time that the last run took.", base, record.seconds)
-    for status in dict.fromkeys((*_STATUSES, record.status)):
-        labels = base | {"status": status}
-        yield RunNumber("last_run", "gauge", "1", "How the last run ended: 1.", labels, float(status == record.status))
+            description = "Number of calls of a stage, by outcome."
+            yield counter("stage_calls", "1", description, count, stage=stage.name, outcome=outcome)
+    yield gauge("last_run_timestamp_seconds", "s", "End of the last run.", record.ended)
+    yield gauge("last_run_seconds", "s", "Duration of the last run.", record.seconds)
+    for status in dict.fromkeys((*EXIT_CODES, record.status)):
+        description = "1 for the status of the last run, 0 for all others."
+        yield gauge("last_run", "1", description, float(status == record.status), status=status)
     if record.status == "released":
-        yield RunNumber(
-            "last_release_timestamp_seconds", "gauge", "s", "When it was last released.", base, record.ended
-        )
+        yield gauge("last_release_timestamp_seconds", "s", "Time of the last release.", record.ended)
     for score in record.scores:
-        guard_labels = base | {"task": score.task, "reference": score.reference}
-        yield RunNumber("drop_points", "gauge", "1", "Points below the reference.", guard_labels, score.drop)
-        yield RunNumber(
-            "max_drop_points", "gauge", "1", "Points that the profile allows.", guard_labels, score.max_drop
-        )
+        guard = {"task": score.task, "reference": score.reference}
+        yield gauge("drop_points", "1", "Points by which the merge is below the reference.", score.drop, **guard)
+        yield gauge("max_drop_points", "1", "Largest drop that the profile allows.", score.max_drop, **guard)
         if score.merge is not None:
-            yield RunNumber("score_points", "gauge", "1", "Score of the merge.", guard_labels, score.merge)
+            yield gauge("score_points", "1", "Score of the merge.", score.merge, **guard)
     if record.perplexity is not None:
-        yield RunNumber("perplexity_ratio", "gauge", "1", "Over that of the better parent.", base, record.perplexity)
+        description = "Perplexity of the merge divided by that of the better parent."
+        yield gauge("perplexity_ratio", "1", description, record.perplexity)
 
 
 def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Export the numbers of a run to the configured destinations.
+    """Export the metrics of a run to the configured destinations.
 
     This never raises an error, so it cannot fail the run.
 
     Args:
         record: Record of the run.
-        home: Directory of the project's state, which holds the lock on the file.
+        home: Directory of the project's state, which holds the lock on the text file.
         environment: Environment variables that name the destinations.
     """
-    numbers = list(numbers_of(record))
+    metrics = list(run_metrics(record))
     try:
         if path := environment.get(METRICS):
             with locked(home / "metrics.lock", required=False):
-                write_text_file(Path(path), numbers)
+                write_text_file(Path(path), metrics)
         if environment.get(OTEL, "").lower() in ("1", "true", "yes"):
-            _push(numbers)
+            _push_to_collector(metrics)
     except Exception as failure:
-        _log.warning("numbers for operators were not written: %s", failure)
+        _log.warning("could not export the metrics of this run: %s", failure)
 
 
-def write_text_file(file: Path, numbers: Iterable[RunNumber]) -> None:
-    """Add ``numbers`` to the numbers in ``file``, and replace the file.
+def write_text_file(file: Path, metrics: Iterable[RunMetric]) -> None:
+    """Add ``metrics`` to those in ``file``, and replace the file.
 
     Raises:
         OSError: If the file cannot be written.
@@ -106,37 +107,36 @@ def write_text_file(file: Path, numbers: Iterable[RunNumber]) -> None:
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-    numbers = list(numbers)
-    previous = _read(file)
-    updated = {(_printable(item.labels["profile"]), item.labels["flow"]) for item in numbers}
-    values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    kinds: dict[str, tuple[str, str]] = {item.name: (item.kind, item.says) for item in numbers}
-    for name, (kind, says, samples) in previous.items():
-        kinds.setdefault(name, (kind, says))
+    metrics = list(metrics)
+    updated = {(_printable(item.labels["profile"]), item.labels["flow"]) for item in metrics}
+    values: dict[str, dict[Labels, float]] = {}
+    kinds: dict[str, tuple[str, str]] = {item.name: (item.kind, item.description) for item in metrics}
+    for name, (kind, description, samples) in _read_text_file(file).items():
+        kinds.setdefault(name, (kind, description))
         for labels, value in samples.items():
             series = (dict(labels).get("profile", ""), dict(labels).get("flow", ""))
             # Gauges of an earlier run of the same profile and flow are outdated, except for the time of the last
             # release.
             if kind == "counter" or series not in updated or name.startswith("last_release"):
                 values.setdefault(name, {})[labels] = value
-    for item in numbers:
+    for item in metrics:
         labels = tuple(sorted((label, _printable(text)) for label, text in item.labels.items()))
         start = values.get(item.name, {}).get(labels, 0.0) if item.kind == "counter" else 0.0
         values.setdefault(item.name, {})[labels] = start + item.value
 
-    class _Values:
+    class _Collector:
         def collect(self) -> Iterator[Metric]:
             for name, samples in values.items():
-                kind, says = kinds[name]
+                kind, description = kinds[name]
                 family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                names = sorted({label for labels in samples for label, _ in labels})
-                metric = family(f"mergegate_{name}", says, labels=names)
+                label_names = sorted({label for labels in samples for label, _ in labels})
+                metric = family(f"mergegate_{name}", description, labels=label_names)
                 for labels, value in samples.items():
-                    metric.add_metric([dict(labels).get(label, "") for label in names], value)
+                    metric.add_metric([dict(labels).get(label, "") for label in label_names], value)
                 yield metric
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Values())
+    registry.register(_Collector())
     write_to_textfile(str(file), registry)
 
 
@@ -145,17 +145,14 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _read(file: Path) -> dict[str, tuple[str, str, dict[tuple[tuple[str, str], ...], float]]]:
-    """Return the kind, the help text and the values by labels of each metric.
-
-    Metrics of other programs are skipped. A damaged file gives an empty result.
-    """
+def _read_text_file(file: Path) -> dict[str, tuple[str, str, dict[Labels, float]]]:
+    """Return the kind, the description and the values of each metric of mergegate. A damaged file has none."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    metrics: dict[str, tuple[str, str, dict[tuple[tuple[str, str], ...], float]]] = {}
+    metrics: dict[str, tuple[str, str, dict[Labels, float]]] = {}
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
-            raise ValueError("too large to be ours")
+            raise ValueError("it is larger than 16 MiB")
         for family in text_string_to_metric_families(file.read_text(encoding="utf-8")):
             samples = {tuple(sorted(sample.labels.items())): float(sample.value) for sample in family.samples}
             if family.name.startswith("mergegate_") and family.type in ("counter", "gauge"):
@@ -163,13 +160,13 @@ def _read(file: Path) -> dict[str, tuple[str, str, dict[tuple[tuple[str, str], .
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, IndexError, OSError) as failure:
-        _log.warning("%s cannot be read (%s): its counters begin anew", file, failure)
+        _log.warning("cannot read %s (%s). Its counters restart from zero.", file, failure)
         return {}
     return metrics
 
 
-def _push(numbers: Iterable[RunNumber]) -> None:
-    """Send the numbers to the collector that OpenTelemetry's own variables (``OTEL_EXPORTER_OTLP_ENDPOINT``) name."""
+def _push_to_collector(metrics: Iterable[RunMetric]) -> None:
+    """Send the metrics to the OpenTelemetry collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
@@ -181,14 +178,14 @@ def _push(numbers: Iterable[RunNumber]) -> None:
     try:
         meter = provider.get_meter("mergegate")
         instruments: dict[str, object] = {}
-        for item in numbers:
+        for item in metrics:
             create = meter.create_counter if item.kind == "counter" else meter.create_gauge
             if item.name not in instruments:
-                instruments[item.name] = create(f"mergegate.{item.name}", item.unit, item.says)
+                instruments[item.name] = create(f"mergegate.{item.name}", item.unit, item.description)
             instrument = instruments[item.name]
             if item.kind == "counter":
                 instrument.add(item.value, dict(item.labels))  # type: ignore[attr-defined]
             else:
                 instrument.set(item.value, dict(item.labels))  # type: ignore[attr-defined]
     finally:
-        provider.shutdown(timeout_millis=15_000)  # sends the numbers
+        provider.shutdown(timeout_millis=15_000)  # sends the metrics

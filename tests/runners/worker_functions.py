@@ -21,7 +21,7 @@ asked: list[Callable[[], list[tuple[int, Any]]]] = []
 @flow
 def one_of_several() -> list[tuple[int, Any]]:
     """A serialized flow includes everything that it references, so this one references nothing."""
-    from work import do_asked
+    from worker_functions import do_asked
 
     return do_asked()
 

@@ -21,14 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from mergegate.tasks.stage.progress import (
-    RelayedProgress,
-    StageStatus,
-    Watcher,
-    progress_watcher,
-    running_stage,
-    watcher_or,
-)
+from mergegate.tasks.stage import RelayedProgress, StageStatus, Watcher, progress_watcher, running_stage, watcher_or
 
 LOG = "MERGEGATE_LOG"
 _MAX_MESSAGE = 8000  # Maximum length of a message in characters.
@@ -42,23 +35,23 @@ class JsonLog(logging.Handler):
 
     Args:
         path: Path of the log file, or ``-`` for standard error.
-        about: Fields to add to each line: the run, its flow and its profile.
+        common_fields: Fields to add to each line: the run, its flow and its profile.
 
     Raises:
         OSError: The file cannot be opened.
     """
 
-    def __init__(self, path: str, about: Mapping[str, str]) -> None:
+    def __init__(self, path: str, common_fields: Mapping[str, str]) -> None:
         super().__init__(logging.INFO)
-        self._about = dict(about)
+        self._common_fields = dict(common_fields)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.dup(sys.stderr.fileno()) if path == "-" else os.open(path, flags, 0o640)
 
-    def say(self, event: str, *, level: str = "info", **fields: object) -> None:
+    def write(self, event: str, *, level: str = "info", **fields: object) -> None:
         """Write one line. If the disk refuses it, the line is lost but the run continues."""
         stage, subject, key = running_stage()
         line: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level}
-        line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._about
+        line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._common_fields
         text = json.dumps({name: value for name, value in line.items() if value != ""}, default=str)
         try:
             os.write(self._file, text.encode(errors="replace") + b"\n")
@@ -71,7 +64,7 @@ class JsonLog(logging.Handler):
             fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()[:_MAX_MESSAGE]}
             if record.exc_info and record.exc_info[0]:
                 fields["exception"] = logging.Formatter().formatException(record.exc_info)[-_MAX_MESSAGE:]
-            self.say("log", level=record.levelname.lower(), **fields)
+            self.write("log", level=record.levelname.lower(), **fields)
         except Exception:
             self.handleError(record)
 
@@ -89,27 +82,27 @@ class _LoggedProgress(RelayedProgress):
         self._log = log
 
     def announced(self, text: str) -> None:
-        self._log.say("announced", message=text)
+        self._log.write("announced", message=text)
         super().announced(text)
 
     def started(self, stage: str, subject: str) -> None:
-        self._log.say("stage started", stage=stage, subject=subject)
+        self._log.write("stage started", stage=stage, subject=subject)
         super().started(stage, subject)
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         result = {"status": status, "seconds": round(seconds, 3), "message": summary}
-        self._log.say("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **result)
+        self._log.write("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **result)
         super().ended(stage, subject, status, seconds, summary)
 
 
 @contextmanager
-def logged_for_machines(
-    about: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
+def json_log(
+    common_fields: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
 ) -> Iterator[Callable[..., None]]:
     """Write a log of the block if the environment requests one, and yield a function that writes additional lines.
 
     Args:
-        about: Fields to add to each line.
+        common_fields: Fields to add to each line.
         default: Function that creates a watcher if none is set.
         environment: Environment variables. Default: those of the process.
     """
@@ -118,9 +111,9 @@ def logged_for_machines(
         yield lambda event, **fields: None
         return
     try:
-        log = JsonLog(path, about)
+        log = JsonLog(path, common_fields)
     except OSError as failure:
-        logging.getLogger(__name__).warning("%s=%s: %s; no log is written", LOG, path, failure.strerror)
+        logging.getLogger(__name__).warning("cannot write the log %s=%s: %s", LOG, path, failure.strerror)
         yield lambda event, **fields: None
         return
     loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -128,7 +121,7 @@ def logged_for_machines(
         logger.addHandler(log)
     try:
         with progress_watcher(_LoggedProgress(watcher_or(default), log)):
-            yield log.say
+            yield log.write
     finally:
         for logger in loggers:
             logger.removeHandler(log)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import work
+import worker_functions
 from pydantic import ValidationError
 
 from mergegate.flows.profile import parse_profile
@@ -24,7 +24,7 @@ from mergegate.tasks.stage.progress import report_stage
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_each_item_is_done_once_however_many_do_it(workers: int, tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        found = dict(runner.each(work.noted, [(tmp_path, number) for number in range(20)]))
+        found = dict(runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)]))
     assert found == {number: number * number for number in range(20)}
     assert all(len(file.read_text().split()) == 1 for file in tmp_path.iterdir())
 
@@ -44,7 +44,7 @@ def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
 def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 4) for number in range(4)]
-        came = work.heard(runner.each(work.last_first, items), tmp_path)
+        came = worker_functions.heard(runner.each(worker_functions.last_first, items), tmp_path)
     assert came[0][0] == 1
     assert dict(came) == {0: 0, 1: 1, 2: 4, 3: 9}
 
@@ -52,7 +52,7 @@ def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_fails_is_a_value_and_the_others_go_on(workers: int) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        found = dict(runner.each(work.refuse_odd, range(4)))
+        found = dict(runner.each(worker_functions.refuse_odd, range(4)))
     assert (found[0], found[2]) == (0, 2)
     assert [type(found[at]) for at in (1, 3)] == [Refused, Refused]
 
@@ -67,7 +67,7 @@ def test_what_holds_where_it_is_called_holds_in_its_threads() -> None:
 def test_at_each_place_one_item_at_a_time(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 2) for number in range(2)]
-        assert {value for _, value in runner.each(work.slot_when_both_are_there, items)} == {0, 1}
+        assert {value for _, value in runner.each(worker_functions.slot_when_both_are_there, items)} == {0, 1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -101,7 +101,7 @@ def test_what_ends_a_run_is_no_value(workers: int) -> None:
 
 def test_nothing_is_done_for_no_items() -> None:
     with open_runner(RunnerSettings(workers=3)) as runner:
-        assert list(runner.each(work.square, [])) == []
+        assert list(runner.each(worker_functions.square, [])) == []
 
 
 @pytest.mark.parametrize("kind", ["dask", "ray"])
@@ -115,7 +115,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(kind: str, monkey
 @pytest.mark.skipif(find_spec("prefect_dask") is None, reason="without the extra 'dask'")
 def test_a_cluster_that_is_not_needed_is_not_started() -> None:
     with open_runner(_settings("dask")) as runner:
-        assert list(runner.each(work.square, [])) == []
+        assert list(runner.each(worker_functions.square, [])) == []
 
 
 def _settings(kind: str) -> RunnerSettings:
@@ -176,4 +176,4 @@ def test_stages_that_ran_elsewhere_are_told_here() -> None:
 
 def test_local_runners_are_runners() -> None:
     runner: Runner = local_runner()
-    assert dict(runner.each(work.square, [4])) == {0: 16}
+    assert dict(runner.each(worker_functions.square, [4])) == {0: 16}

@@ -1,4 +1,4 @@
-"""Test the export of a run's numbers to Weights & Biases and Markdown: only on request, and never failing the run."""
+"""Test the export of a run's numbers to Weights & Biases: only on request, and never failing the run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mergegate.tasks.report import RunRecord, RunScore, export_to_trackers
-from mergegate.tasks.report.history.tracking import tracked_numbers
+from mergegate.tasks.report import RunRecord, RunScore
+from mergegate.tasks.telemetry.trackers import export_to_trackers, tracked_numbers
 
 RECORD = RunRecord(
     run="7f",
@@ -31,7 +31,7 @@ RECORD = RunRecord(
 )
 
 
-def test_every_guard_is_a_number_that_a_tracker_can_group() -> None:
+def test_every_guard_becomes_grouped_numbers() -> None:
     assert tracked_numbers(RECORD) == {
         "seconds": 61,
         "bytes_merged": 0,
@@ -46,12 +46,12 @@ def test_every_guard_is_a_number_that_a_tracker_can_group() -> None:
     }
 
 
-def test_nothing_is_imported_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_not_imported_unless_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     export_to_trackers(RECORD, tmp_path, {})
 
 
-def test_what_is_missing_or_refuses_is_said_and_the_run_goes_on(
+def test_a_missing_or_failing_wandb_logs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -64,11 +64,11 @@ def test_what_is_missing_or_refuses_is_said_and_the_run_goes_on(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=dict))
     export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "releases"})
-    assert "not sent to Weights & Biases: no key" in caplog.text
+    assert "could not send this run to Weights & Biases: no key" in caplog.text
 
 
 @pytest.mark.slow
-def test_the_real_one_writes_the_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_the_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="an extra: pip install 'mergegate[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import work
+import worker_functions
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import call_model_process, end_model_process
@@ -76,7 +76,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def asked_at(
-    slot: WorkerSlot, function: object = work.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
+    slot: WorkerSlot, function: object = worker_functions.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
 ) -> object:
     with use_slot(slot):
         return call_model_process(function, arguments, where=f"place {slot.number}", models=models)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
     """Each call waits for the other, so they would never end if they ran one after the other."""
     slots = slots_for(2, 2, ())
     with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(asked_at, slot, work.meet, tmp_path, slot.number) for slot in slots]
+        futures = [threads.submit(asked_at, slot, worker_functions.meet, tmp_path, slot.number) for slot in slots]
         assert [future.result() for future in futures] == ["met", "met"]
 
 
@@ -126,11 +126,11 @@ def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_
     other = asked_at(slots[1])
     assert isinstance(other, tuple)
     model = Model(name="a", digest="a", directory=tmp_path)
-    assert asked_at(slots[0], work.die_the_first_time, tmp_path, models=(model,)) == "second time"
+    assert asked_at(slots[0], worker_functions.die_the_first_time, tmp_path, models=(model,)) == "second time"
     assert not alive(other[0])
     # A model that is killed while it runs alone is not retried.
     with pytest.raises(InvalidInput, match="killed by signal 9"):
-        asked_at(slots[0], work.die, models=(model,))
+        asked_at(slots[0], worker_functions.die, models=(model,))
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None
     gone = threading.Event()
     slot = WorkerSlot(1, cancelled=gone)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(asked_at, slot, work.wait_for_ever, tmp_path)
+        waiting = threads.submit(asked_at, slot, worker_functions.wait_for_ever, tmp_path)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert not waiting.done()
         gone.set()

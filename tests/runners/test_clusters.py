@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import work
+import worker_functions
 from clusters import KINDS, descendants
 
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -28,8 +28,8 @@ class Opened:
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
         """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
-        work.asked[:] = [lambda: list(self.runner.each(function, items))]
-        return work.one_of_several()
+        worker_functions.asked[:] = [lambda: list(self.runner.each(function, items))]
+        return worker_functions.one_of_several()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -52,31 +52,31 @@ def opened(
 
 
 def test_the_results_are_those_of_this_process(opened: Opened) -> None:
-    assert dict(opened.each(work.square, range(7))) == {number: number * number for number in range(7)}
+    assert dict(opened.each(worker_functions.square, range(7))) == {number: number * number for number in range(7)}
 
 
 def test_they_come_as_they_are_ready_and_two_work_at_a_time(opened: Opened, tmp_path: Path) -> None:
     items = [(tmp_path, number, 4) for number in range(4)]
-    found = work.heard(opened.runner.each(work.last_first, items), tmp_path)
+    found = worker_functions.heard(opened.runner.each(worker_functions.last_first, items), tmp_path)
     assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert found[0][0] == 1
 
 
 def test_what_fails_is_a_value(opened: Opened) -> None:
-    found = dict(opened.each(work.refuse_odd, range(3)))
+    found = dict(opened.each(worker_functions.refuse_odd, range(3)))
     assert (found[0], found[2]) == (0, 2)
     assert isinstance(found[1], Refused)
     assert found[1].where == "item 1"
 
 
 def test_an_exception_that_cannot_travel_comes_as_what_it_said(opened: Opened) -> None:
-    (_, error), *_ = opened.each(work.fail_oddly, [0])
+    (_, error), *_ = opened.each(worker_functions.fail_oddly, [0])
     assert isinstance(error, RuntimeError)
     assert str(error) == "OddError: left and right"
 
 
 def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Path) -> None:
-    found = opened.each(work.killed_once, [(tmp_path, number, 2) for number in range(6)])
+    found = opened.each(worker_functions.killed_once, [(tmp_path, number, 2) for number in range(6)])
     assert dict(found) == {number: number for number in range(6)}
     tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
     assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
@@ -85,7 +85,7 @@ def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Pat
 
 
 def test_an_item_that_kills_every_worker_is_given_up(opened: Opened, tmp_path: Path) -> None:
-    found = dict(opened.each(work.always_kills, [(tmp_path, number, 2) for number in range(6)]))
+    found = dict(opened.each(worker_functions.always_kills, [(tmp_path, number, 2) for number in range(6)]))
     assert isinstance(found[2], InvalidInput)
     assert "its worker died each time" in found[2].found
     assert {at: result for at, result in found.items() if at != 2} == {at: at for at in range(6) if at != 2}
@@ -97,7 +97,7 @@ def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> No
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    workers = [value for _, value in opened.each(work.environment_there, range(4))]
+    workers = [value for _, value in opened.each(worker_functions.environment_there, range(4))]
     for worker in workers:
         assert worker["api"] == worker["PREFECT_API_URL"] == settings.api.url
         assert worker["prefect home"] == worker["PREFECT_HOME"] == str(settings.home)
@@ -114,14 +114,14 @@ def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> No
 
 def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
     """Ray itself distributes the GPUs that it finds."""
-    found = opened.each(work.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
+    found = opened.each(worker_functions.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
     assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
 
 
 def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
     watcher = DeferredProgress()
     with progress_watcher(watcher):
-        opened.each(work.run_a_stage, range(2))
+        opened.each(worker_functions.run_a_stage, range(2))
     assert sorted((one.stage, one.subject, one.status) for one in watcher.stages) == [
         ("evaluate", "0", "made"),
         ("evaluate", "1", "made"),
@@ -129,10 +129,10 @@ def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
 
 
 def test_whoever_stops_asking_can_ask_again(opened: Opened, tmp_path: Path) -> None:
-    results = opened.runner.each(work.noted, [(tmp_path, number) for number in range(20)])
+    results = opened.runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)])
     next(results)
     results.close()  # type: ignore[attr-defined]
-    assert dict(opened.each(work.square, range(3))) == {0: 0, 1: 1, 2: 4}
+    assert dict(opened.each(worker_functions.square, range(3))) == {0: 0, 1: 1, 2: 4}
     assert len(list(tmp_path.iterdir())) < 20
 
 
@@ -151,11 +151,11 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
     ) as there:
         settings = RunnerSettings(kind="dask", address=there.scheduler_address)
         with open_runner(settings) as runner:
-            (_, worker), *_ = runner.each(work.environment_there, [0])
+            (_, worker), *_ = runner.each(worker_functions.environment_there, [0])
             assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
             mark = next(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
             mark.unlink()  # Simulates a machine that has a different directory at this path.
-            (_, error), *_ = runner.each(work.square, [0])
+            (_, error), *_ = runner.each(worker_functions.square, [0])
             assert isinstance(error, InvalidInput)
             assert "another directory" in error.found
         with Client(there.scheduler_address) as client:
@@ -170,4 +170,4 @@ def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
     with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no scheduler of Dask"):
-        list(runner.each(work.square, [0]))
+        list(runner.each(worker_functions.square, [0]))
