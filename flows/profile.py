@@ -265,7 +265,7 @@ class Profile(ProfileSection):
         recipe: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
-            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.where))
+            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
         written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
         if (round_and_directory := self._client_round) is not None:
             candidate = recipe_of_documents(

@@ -45,7 +45,7 @@ def scale_search(
     Raises:
         InvalidInput: The recipe does not have exactly one scale.
     """
-    start = _scale_in(recipe.document, recipe.where)
+    start = _scale_in(recipe.document, recipe.location)
     parameters = {**(recipe.document.get("parameters") or {}), SCALE: f"${SCALE}"}
     settings = SweepSettings.model_validate(
         {

@@ -35,7 +35,7 @@ def is_of_head(name: str) -> bool:
     return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
-def main_stack(checkpoint: Checkpoint, where: str) -> str:
+def main_stack(checkpoint: Checkpoint, location: str) -> str:
     """Return the stack of layers that ``slices`` cuts.
 
     Raises:
@@ -52,7 +52,7 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
         refused = text_part(checkpoint.config).family
         keys = f": {refused.refused[0]}" if refused and refused.refused else ""
         raise InvalidInput(
-            f"{where}{keys}",
+            f"{location}{keys}",
             found=f"{checkpoint.directory.name} has layers in {', '.join(depths) or 'no stack'}",
             expected="one stack of layers to cut",
             remedy="use 'models'" if not depths or keys else "use 'modules' to say which part is meant",

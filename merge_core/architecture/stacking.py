@@ -98,7 +98,7 @@ def _is_described(parent: LayerOrigin) -> bool:
     return True
 
 
-def _required_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
+def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
     """Return the kinds that each layer of the merge must have, which are those in its parents.
 
     Raises:
@@ -116,7 +116,7 @@ def _required_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
                     first = origins[0]
                     key = _keys_of(text_part(origin.config).family, name)
                     raise InvalidInput(
-                        f"{where}: layer {origin.index} of {origin.model}",
+                        f"{location}: layer {origin.index} of {origin.model}",
                         found=f"{name} {_format_kind(origin_kinds.get(name))} ({key})",
                         expected=f"{_format_kind(value)}, as layer {first.index} of {first.model} has it",
                         remedy="merge layers of one kind",
@@ -125,13 +125,13 @@ def _required_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
     return required
 
 
-def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropped: bool = False) -> dict[str, Any]:
+def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dropped: bool = False) -> dict[str, Any]:
     """Return the donor's configuration, adapted to a network of ``layers``.
 
     Args:
         donor: Configuration to start from.
         layers: Origins of each layer of the merge, one for each of its parents.
-        where: Name of the recipe's slices in error messages.
+        location: Name of the recipe's slices in error messages.
         dropped: Whether layers for multi-token prediction were left out.
 
     Raises:
@@ -148,12 +148,12 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     family = families[0]
     if any(parent_family != family for parent_family in (*families, part.family)):
         raise InvalidInput(
-            f"{where}: model_type",
+            f"{location}: model_type",
             found="layers of several families",
             expected="one family: only its own layers mean something to it",
             remedy="cut models of one architecture",
         )
-    required = _required_kinds(layers, where)
+    required = _required_kinds(layers, location)
     result = _with_depth(dict(part.config), family, len(layers))
     if dropped:
         result.update({key: 0 for key in family.prediction_keys if result.get(key)})
@@ -163,8 +163,8 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
             result = candidate
     for kind in family.kinds:
         column = [kinds[kind.name] for kinds in required]
-        result = _with_numbers(_with_kind(result, part, kind, column, where), kind, column)
-    _check(TextPart(part.key, result, family), required, where)
+        result = _with_numbers(_with_kind(result, part, kind, column, location), kind, column)
+    _check(TextPart(part.key, result, family), required, location)
     if part.key is not None:
         # Older files repeat the settings of the text part at the top level.
         repeated = {key: value for key, value in result.items() if key in config and part.config.get(key) != value}
@@ -180,7 +180,7 @@ def _with_depth(config: dict[str, Any], family: Family, depth: int) -> dict[str,
 
 
 def _with_kind(
-    config: dict[str, Any], part: TextPart, kind: LayerKind, column: Sequence[Any], where: str
+    config: dict[str, Any], part: TextPart, kind: LayerKind, column: Sequence[Any], location: str
 ) -> dict[str, Any]:
     """Return ``config`` with as few changes as possible so that layer ``i`` has the kind ``column[i]``."""
     for candidate in _candidates(config, kind, column):
@@ -189,7 +189,7 @@ def _with_kind(
             return candidate
     parents = f"the kinds that the layers have in their parents: {', '.join(map(_format_kind, column))[:120]}"
     raise InvalidInput(
-        f"{where}: {', '.join(kind.keys) or kind.name}",
+        f"{location}: {', '.join(kind.keys) or kind.name}",
         found=f"{kind.name} of the result's {len(column)} layers cannot be written in config.json",
         expected=parents,
         remedy="cut where the rhythm of the layers stays the same, or merge whole models ('models')",
@@ -251,14 +251,14 @@ def _is_read_as(part: TextPart, kind: LayerKind, column: Sequence[Any]) -> bool:
     )
 
 
-def _check(part: TextPart, required: Sequence[Mapping[str, Any]], where: str) -> None:
+def _check(part: TextPart, required: Sequence[Mapping[str, Any]], location: str) -> None:
     """Verify all kinds together, because settings for one property may affect another that reads the same keys."""
     for index, kinds in enumerate(required):
         actual = layer_kinds(part, index, len(required), "the result: config.json")
         for name, value in kinds.items():
             if actual[name] != value:
                 raise InvalidInput(
-                    f"{where}: {_keys_of(part.family, name)}",
+                    f"{location}: {_keys_of(part.family, name)}",
                     found=f"layer {index} of the result would be {_format_kind(actual[name])}",
                     expected=f"{_format_kind(value)}, as in its parent",
                     remedy="cut where the rhythm of the layers stays the same, or merge whole models ('models')",

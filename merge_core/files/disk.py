@@ -41,29 +41,29 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def disk_errors_refused(where: str | Path = "") -> Iterator[None]:
+def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
     """Raise a disk error inside the block as a refusal, and let other system errors (such as network errors) pass."""
     try:
         yield
     except OSError as error:
         if not is_disk_error(error):
             raise
-        raise disk_refusal(error, where) from None
+        raise disk_refusal(error, location) from None
 
 
-def disk_refusal(error: OSError, where: str | Path = "") -> DiskUnavailable:
+def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
     """Return a refusal that explains a disk error and names the path, the problem and the remedy.
 
     Args:
         error: Error from the operating system.
-        where: File that was being read or written, used if the error does not name one.
+        location: File that was being read or written, used if the error does not name one.
     """
     filename = error.filename if isinstance(error.filename, (str, bytes)) else None
-    location = os.fsdecode(filename) if filename else str(where)
+    named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
     problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "see what stands there, then run again"))
     return DiskUnavailable(
-        location or "the operating system",
+        named_file or "the operating system",
         found=problem or f"cannot be read or written: {reason}",
         expected=expected,
         remedy=remedy,

@@ -109,7 +109,7 @@ def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_i
         name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, set=name))])  # type: ignore[arg-type]
         for name in ("search", "confirmation")
     }
-    loaded = load_recipe(recipe, where=f"{DEMO / 'recipes/linear-searched.yaml'}")
+    loaded = load_recipe(recipe, location=f"{DEMO / 'recipes/linear-searched.yaml'}")
     parents = {str(ref): open_checkpoint(DEMO / "recipes" / str(ref)) for ref in loaded.references()}
     merge_weights(plan_merge(loaded, parents), tmp_path / "merged", seed=0, device="cpu")
     for task in small_sweeps.TASKS:

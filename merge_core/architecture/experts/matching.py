@@ -129,7 +129,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     is_sliced = any(source.layers is not None for source in recipe.sources)
     if recipe.align_experts and (recipe.steps or is_sliced):
         raise InvalidInput(
-            f"{recipe.where}: align_experts",
+            f"{recipe.location}: align_experts",
             found="a recipe of several documents" if recipe.steps else "a recipe of slices",
             expected="whole models, merged in one step",
             remedy="align and merge the models first, then use the result",
@@ -142,7 +142,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     modules = _modules(donor_checkpoint)
     if recipe.align_experts and not modules:
         raise InvalidInput(
-            f"{recipe.where}: align_experts",
+            f"{recipe.location}: align_experts",
             found=f"{donor} has no experts",
             expected="mixtures of experts",
             remedy="remove the key",

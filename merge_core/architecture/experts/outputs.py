@@ -164,7 +164,7 @@ _DROPPED = (
 )  # fmt: skip
 
 
-def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, where: str) -> OutputFamily:
+def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, location: str) -> OutputFamily:
     """Return the mixture family for dense models.
 
     Args:
@@ -173,7 +173,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
         source: ``model_type`` of the base.
         shared: Whether the mixture has a shared expert.
         prompts: Whether the shared expert has prompts, which require a gate of its own.
-        where: Location of the recipe, for error messages.
+        location: Location of the recipe, for error messages.
 
     Raises:
         InvalidInput: No family has this name, or none is suitable.
@@ -187,7 +187,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
         if fitting:
             return fitting[0]
         raise InvalidInput(
-            where,
+            location,
             found=f"a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
             expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
             remedy=_remedy(source, shared),
@@ -196,7 +196,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
     if not matches or not architecture.strip():
         is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
-            f"{where}: architecture",
+            f"{location}: architecture",
             found=f"{architecture!r:.60}",
             expected=f"the beginning of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
             remedy=(
@@ -208,7 +208,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
     if fitting_matches := [family for family in matches if family in fitting]:
         return fitting_matches[0]
     raise InvalidInput(
-        f"{where}: architecture",
+        f"{location}: architecture",
         found=f"{matches[0].name}, of a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
         expected=_describe(matches[0]),
         remedy=f"leave architecture out: {fitting[0].name} fits" if fitting else _remedy(source, shared),
@@ -216,7 +216,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
 
 
 def mixture_config(
-    base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, where: str
+    base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, location: str
 ) -> dict[str, Any]:
     """Return the configuration of the mixture, which states all settings that the base leaves to its family's defaults.
 
@@ -225,28 +225,30 @@ def mixture_config(
         family: Family of the mixture.
         experts: Number of routed experts.
         per_token: Number of routed experts per token.
-        where: Name of the base in error messages.
+        location: Name of the base in error messages.
 
     Raises:
         InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """
     kind = str(base.get("model_type", ""))
     if base.get("auto_map"):
-        raise _misfit(where, "auto_map", "code of its own", "a model that transformers knows")
+        raise _misfit(location, "auto_map", "code of its own", "a model that transformers knows")
     defaults = {**_DEFAULTS, **_DEFAULTS_BY_TYPE[kind]}
     stated = {key: value for key, value in base.items() if value is not None}
     full = {**defaults, **stated}
     full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
     for key in (*_SIZES, *(["head_dim"] if "head_dim" in full else [])):
         if type(full.get(key)) is not int or full[key] < 1:
-            raise _misfit(where, key, f"{full.get(key)!r:.40}", "a whole number, from 1")
+            raise _misfit(location, key, f"{full.get(key)!r:.40}", "a whole number, from 1")
     heads = full["num_attention_heads"]
     head_dim = full.get("head_dim", full["hidden_size"] // heads)
-    window = _window(base, kind, full, where)
+    window = _window(base, kind, full, location)
     if window is not None and family.model_type != "mixtral":
-        raise _misfit(where, "sliding_window", f"{window}", f"full attention: {family.name} has no such window")
+        raise _misfit(location, "sliding_window", f"{window}", f"full attention: {family.name} has no such window")
     if family.biased and head_dim * heads != full["hidden_size"]:
-        raise _misfit(where, "head_dim", f"{head_dim}", f"hidden_size / num_attention_heads: servers of {family.name}")
+        raise _misfit(
+            location, "head_dim", f"{head_dim}", f"hidden_size / num_attention_heads: servers of {family.name}"
+        )
     config: dict[str, Any] = {key: copy.deepcopy(value) for key, value in full.items() if key not in _DROPPED}
     number, width, shared_width = family.sizes
     config |= copy.deepcopy(dict(family.says))
@@ -267,7 +269,7 @@ def mixture_config(
     return config
 
 
-def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: str) -> int | None:
+def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], location: str) -> int | None:
     """Return the attention window of all layers in tokens, or None for full attention.
 
     Raises:
@@ -279,7 +281,7 @@ def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: 
         if isinstance(kinds, list):
             has_windows = any(layer != "full_attention" for layer in kinds)
         if has_windows:
-            raise _misfit(where, "use_sliding_window", "true", "full attention in every layer")
+            raise _misfit(location, "use_sliding_window", "true", "full attention in every layer")
         return None
     if kind != "mistral":
         return None
@@ -299,9 +301,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta", _ROPE_THETA), "rope_type": kind or "default", **older}
 
 
-def _misfit(where: str, key: str, found: str, expected: str) -> InvalidInput:
+def _misfit(location: str, key: str, found: str, expected: str) -> InvalidInput:
     return InvalidInput(
-        f"{where}: config.json: {key}", found=found, expected=expected, remedy="make the mixture of other models"
+        f"{location}: config.json: {key}", found=found, expected=expected, remedy="make the mixture of other models"
     )
 
 
