@@ -68,7 +68,7 @@ def slerp_coefficients(matrix: Matrix, t: float) -> list[float]:
 
 
 def _nuslerp(task: TensorTask) -> Steps:
-    first, second = task.column("weight")
+    first, second = task.model_values("weight")
     t = second / (first + second) if abs(first + second) >= 1e-6 else 0.5
     if task.shared["nuslerp_flatten"]:
         matrix = yield gram(2, about_base=task.has_base)
@@ -88,14 +88,14 @@ def _nuslerp(task: TensorTask) -> Steps:
 
     near, far = nuslerp_coefficients(*(yield fold_sums(products)), t=t)
 
-    def of(block: Block) -> torch.Tensor:
+    def merge_columns(block: Block) -> torch.Tensor:
         import torch
 
         first_vector, second_vector = (vector.reshape(-1, width) for vector in _vectors(block, task))
         scales = [torch.from_numpy(np.asarray(c)).to(first_vector) for c in (near, far)]
         return _about(block, task, (first_vector * scales[0] + second_vector * scales[1]).flatten())
 
-    return Map(of)
+    return Map(merge_columns)
 
 
 def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def _nuslerp_grain(shape: tuple[int, ...], shared: Values) -> int:
 
 
 def _multislerp(task: TensorTask) -> Steps:
-    weights = np.array(task.column("weight"))
+    weights = np.array(task.model_values("weight"))
     if len(weights) == 1:
         return combine([0.0, 1.0] if task.has_base else [1.0])
     matrix = yield gram(len(weights), about_base=task.has_base)
@@ -163,8 +163,8 @@ def multislerp_coefficients(matrix: Matrix, weights: Matrix, task: TensorTask) -
             return [float(weight) for weight in weights]
         raise InvalidInput(
             task.name,
-            found="task vectors or weights whose directions cancel out",
-            expected="a mean direction",
+            found="task vectors or weights that cancel out",
+            expected="vectors with a mean direction",
             remedy="change the weights, or use another method",
         )
     mean = weights / length
@@ -174,10 +174,10 @@ def multislerp_coefficients(matrix: Matrix, weights: Matrix, task: TensorTask) -
     return [float(value) for value in direction * inverse * float(weights @ norms)]
 
 
-def _check_multislerp(shared: Values, per_input: Sequence[Values], where: str) -> None:
+def _check_multislerp(shared: Values, per_input: Sequence[Values], location: str) -> None:
     total = sum(values["weight"] for values in per_input if "weight" in values)
     if shared["normalize_weights"] and abs(total) < 1e-12:
-        raise InvalidInput(where, found="weights that add up to 0", expected="a sum that can be normalised")
+        raise InvalidInput(location, found="weights that add up to 0", expected="a sum other than 0 to normalize by")
 
 
 def _karcher(task: TensorTask) -> Steps:
@@ -227,10 +227,6 @@ def _gram_folds(task: TensorTask) -> int:
     return 1 if len(task.model_seeds) > 1 else 0
 
 
-def _nuslerp_folds(task: TensorTask) -> int:
-    return 1 if task.shared["nuslerp_flatten"] or _by_columns(task.shape, task.shared) else 0
-
-
 METHODS = (
     Method(
         name="slerp",
@@ -238,9 +234,13 @@ METHODS = (
         paper="Shoemake 1985, https://doi.org/10.1145/325334.325242",
         base="donor",
         models=(2, None),
-        parameters=(Parameter("t", "float", "shared", REQUIRED, "0 is the first model or base, 1 the other"),),
+        parameters=(
+            Parameter(
+                "t", "float", "shared", REQUIRED, "position from 0, the first model or base, to 1, the next model"
+            ),
+        ),
         steps=_slerp,
-        alone="copy",
+        single_input="copy",
         costs=Costs(map=0.4, fold=1.0, folds=_gram_folds),
     ),
     Method(
@@ -250,14 +250,20 @@ METHODS = (
         base="optional",
         models=(2, 2),
         parameters=(
-            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
-            Parameter("nuslerp_flatten", "bool", "shared", True, "the whole tensor is one vector"),
-            Parameter("nuslerp_row_wise", "bool", "shared", False, "not flattened: vectors along the first dimension"),
+            Parameter("weight", "float", "non_base", REQUIRED, "weight of each model"),
+            Parameter("nuslerp_flatten", "bool", "shared", True, "treat the whole tensor as one vector"),
+            Parameter(
+                "nuslerp_row_wise", "bool", "shared", False, "if not flattened, use vectors along the first dimension"
+            ),
         ),
         steps=_nuslerp,
         grain=_nuslerp_grain,
-        alone="copy",
-        costs=Costs(map=0.4, fold=1.0, folds=_nuslerp_folds),
+        single_input="copy",
+        costs=Costs(
+            map=0.4,
+            fold=1.0,
+            folds=lambda task: int(task.shared["nuslerp_flatten"] or _by_columns(task.shape, task.shared)),
+        ),
         traits=Traits(adds_up=True),
     ),
     Method(
@@ -267,9 +273,9 @@ METHODS = (
         base="optional",
         models=(1, None),
         parameters=(
-            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
+            Parameter("weight", "float", "non_base", REQUIRED, "weight of each model"),
             Parameter("normalize_weights", "bool", "shared", True, "divide by the sum of the weights"),
-            Parameter("eps", "float", "shared", 1e-8, "smallest length of a mean direction", minimum=0.0),
+            Parameter("eps", "float", "shared", 1e-8, "minimum length of a mean direction", minimum=0.0),
         ),
         steps=_multislerp,
         check=_check_multislerp,
@@ -278,13 +284,13 @@ METHODS = (
     ),
     Method(
         name="karcher",
-        summary="The point on the sphere nearest to all models (Riemannian centre of mass)",
+        summary="The point on the sphere nearest to all models (Riemannian center of mass)",
         paper="Karcher 1977, https://doi.org/10.1002/cpa.3160300502",
         base="ordinary",
         models=(1, None),
         parameters=(
-            Parameter("max_iter", "int", "shared", 10, "most steps", minimum=1),
-            Parameter("tol", "float", "shared", 1e-5, "stop when a step is shorter", minimum=0.0),
+            Parameter("max_iter", "int", "shared", 10, "maximum number of steps", minimum=1),
+            Parameter("tol", "float", "shared", 1e-5, "length of a step at which to stop", minimum=0.0),
         ),
         steps=_karcher,
         costs=Costs(map=0.5, fold=1.8, folds=_gram_folds),

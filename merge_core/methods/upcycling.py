@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.methods.combination import combine
-from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
+from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, TensorTask, Traits, map_only
 from mergegate.merge_core.methods.masks import mask_words
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device)
     return (mask_words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
 
 
-def _upcycle(task: TensorTask) -> Steps:
+def _upcycle(task: TensorTask) -> Map:
     """Return the map ``(x + noise * z) * scale``, with z from the distribution ``draw``."""
     (values,), (key,) = task.per_input, task.seeds
     scale, noise = float(values["scale"]), float(values["noise"])
@@ -66,13 +66,12 @@ def _upcycle(task: TensorTask) -> Steps:
         return combine([scale])
     draw = uniforms if values["draw"] == "uniform" else normals
 
-    def of(block: Block) -> torch.Tensor:
+    def add_noise(block: Block) -> torch.Tensor:
         numbers = block.inputs[0]
         noise_values = draw(key, block.start, numbers.shape[0], numbers.device)
         return ((numbers.double() + noise * noise_values) * scale).to(numbers.dtype)
 
-    return Map(of)
-    yield  # A generator without a fold.
+    return Map(add_noise)
 
 
 UPCYCLING = Method(
@@ -83,10 +82,10 @@ UPCYCLING = Method(
     models=(1, 1),
     parameters=(
         Parameter("scale", "float", "input", 1.0, "factor for every element"),
-        Parameter("noise", "float", "input", 0.0, "spread of what is added to every element", minimum=0.0),
-        Parameter("draw", "choice", "input", "normal", "where the noise comes from", choices=("normal", "uniform")),
+        Parameter("noise", "float", "input", 0.0, "size of the noise to add to every element", minimum=0.0),
+        Parameter("draw", "choice", "input", "normal", "distribution of the noise", choices=("normal", "uniform")),
     ),
-    steps=_upcycle,
+    steps=map_only(_upcycle),
     costs=Costs(map=0.5),
     traits=Traits(may_zero=True, merges_base=True),
 )
