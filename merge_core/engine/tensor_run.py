@@ -25,9 +25,9 @@ from mergegate.merge_core.methods import (
     Solve,
     Steps,
     StoredBlock,
+    choose_pieces,
     combine,
     mask_key,
-    choose_pieces,
 )
 from mergegate.merge_core.plan import TensorJob
 

@@ -47,16 +47,16 @@ def _moving_average(task: TensorTask, *, squared: bool) -> Map:
     """
     keep, has_average = float(task.shared["keep"]), len(task.per_input) > 2
 
-    def average_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         change = block.inputs[1] - block.base
         new = (change * change if squared else change) * (1.0 - keep)
         return block.inputs[2] * keep + new if has_average else new
 
-    def average_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         shares = (np.float32(keep), np.float32(1.0 - keep))
         load_kernels().moving_average(block.data, block.rows, block.length, *shares, squared, out)
 
-    return Map(average_block, average_stored)
+    return Map(map_block, map_stored)
 
 
 def _adam(task: TensorTask) -> Map:
@@ -66,14 +66,14 @@ def _adam(task: TensorTask) -> Map:
     """
     rate, tau = float(task.shared["rate"]), float(task.shared["tau"])
 
-    def step_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         size = block.inputs[2].clamp(min=0.0).sqrt() + tau
         return block.base + block.inputs[1] * rate / size
 
-    def step_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         load_kernels().adam(block.data, block.rows, block.length, np.float32(rate), np.float32(tau), out)
 
-    return Map(step_block, step_stored)
+    return Map(map_block, map_stored)
 
 
 def _keep(default: float) -> Parameter:

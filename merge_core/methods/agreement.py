@@ -37,7 +37,7 @@ def _consensus(task: TensorTask) -> Map:
     weights, thresholds = task.model_values("weight"), task.model_values("threshold")
     agreement, scale = int(task.shared["agreement"]), float(task.shared["lambda"])
 
-    def add_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
@@ -47,11 +47,11 @@ def _consensus(task: TensorTask) -> Map:
             needed += vector.abs() > (total - vector).abs() * threshold
         return block.base + torch.where(needed >= agreement, total, 0.0) * scale
 
-    def add_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
         load_kernels().consensus(block.data, block.rows, block.length, *arguments, out)
 
-    return Map(add_block, add_stored)
+    return Map(map_block, map_stored)
 
 
 METHODS = (

@@ -8,7 +8,7 @@ matter how large the tensor is. This module has the building blocks and the simp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,18 +41,18 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
     With ``about_base``, input 0 is the base ``b`` and has no coefficient.
     """
 
-    def combine_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         vectors = block.deltas() if about_base else block.inputs
         result = vectors[0] * coefficients[0]
         for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):
             result = result + vector * coefficient
         return block.base + result if about_base else result
 
-    def combine_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         factors = np.asarray(coefficients, np.float32)
         load_kernels().combine(block.data, block.rows, block.length, factors, about_base, out)
 
-    return Map(combine_block, combine_stored)
+    return Map(map_block, map_stored)
 
 
 def mean_of_models(task: TensorTask) -> Map:
@@ -85,14 +85,14 @@ def gram(count: int, *, about_base: bool = False) -> Fold:
     """Return a pass that computes the float64 Gram matrix ``[count, count]`` of the inputs or of their task vectors."""
     pairs = [(i, j) for i in range(count) for j in range(i, count)]
 
-    def multiply_pairs(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         vectors = (block.deltas() if about_base else block.inputs).double()
         return torch.stack([block.grain_sums(vectors[i] * vectors[j]) for i, j in pairs], dim=-1)
 
     upper = fold_sums(
-        multiply_pairs,
+        reduce_block,
         lambda block: load_kernels().gram(block.data, block.rows, block.length, block.grain, about_base),
     )
 
@@ -111,14 +111,19 @@ def _linear(task: TensorTask) -> Map:
     return combine([weight / scale for weight in weights])
 
 
-def _check_weights(shared: Values, per_input: Sequence[Values], location: str) -> None:
-    if shared["normalize"] and abs(sum(values["weight"] for values in per_input)) < 1e-12:
-        raise InvalidInput(
-            location,
-            found="weights that add up to 0",
-            expected="a sum other than 0 to normalize by",
-            remedy="set normalize: false, or change a weight",
-        )
+def check_weight_sum(switch: str) -> Callable[[Values, Sequence[Values], str], None]:
+    """Return a check that raises InvalidInput if weights add up to 0 and ``switch`` divides by their sum."""
+
+    def check(shared: Values, per_input: Sequence[Values], location: str) -> None:
+        if shared[switch] and abs(sum(values["weight"] for values in per_input if "weight" in values)) < 1e-12:
+            raise InvalidInput(
+                location,
+                found="weights that add up to 0",
+                expected="a sum other than 0 to divide by",
+                remedy=f"change a weight, or set {switch}: false",
+            )
+
+    return check
 
 
 PASSTHROUGH = Method(
@@ -145,7 +150,7 @@ METHODS = (
             Parameter("normalize", "bool", "shared", True, "divide by the sum of the weights"),
         ),
         steps=map_only(_linear),
-        check=_check_weights,
+        check=check_weight_sum("normalize"),
         costs=Costs(map=0.6),
         traits=Traits(adds_up=True, adapters="sum", first_draft="averages the models"),
     ),

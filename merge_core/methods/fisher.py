@@ -39,7 +39,7 @@ def _average_by_importance(task: TensorTask) -> Map:
     weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     shares = [weight / sum(weights) for weight in weights]
 
-    def average_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         assert block.importance is not None
@@ -53,7 +53,7 @@ def _average_by_importance(task: TensorTask) -> Map:
         merged = mean + torch.where(total > 0, offset, 0.0)
         return block.base + (merged - block.base) * scale if task.has_base and scale != 1 else merged
 
-    return Map(average_block)
+    return Map(map_block)
 
 
 METHODS = (

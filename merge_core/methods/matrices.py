@@ -54,7 +54,7 @@ def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True
     pairs = [(i, j) for i in models for j in models if i == j or (crossed and i < j)]
     sums: Products = {}
 
-    def add(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         for part in rows_of(block, task.shape[-1]):
@@ -66,7 +66,7 @@ def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True
                     sums[i, j].addmm_(deltas[i].T, deltas[j])
         return torch.zeros(0)
 
-    yield Fold(add, lambda parts: parts[-1], in_order=True)
+    yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
     return sums
 
 
@@ -82,7 +82,7 @@ def collect_deltas(task: TensorTask, *, weighted: bool = True) -> Generator[Fold
     weights = _vector_weights(task, weighted)
     matrices: list[torch.Tensor] = []
 
-    def collect(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         if not matrices:
@@ -93,7 +93,7 @@ def collect_deltas(task: TensorTask, *, weighted: bool = True) -> Generator[Fold
             row += part.shape[1]
         return torch.zeros(0)
 
-    yield Fold(collect, lambda parts: parts[-1], in_order=True)
+    yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
     return matrices.pop()
 
 

@@ -36,7 +36,7 @@ def _steps(task: TensorTask) -> Steps:
     count = len(task.per_input) - 1
     if task.shared["filter_wise"]:
 
-        def merge_rows(block: Block) -> torch.Tensor:
+        def map_block(block: Block) -> torch.Tensor:
             import torch
 
             offsets = block.grains(block.deltas())
@@ -47,7 +47,7 @@ def _steps(task: TensorTask) -> Steps:
             share = torch.from_numpy(np.asarray(ratio(products, count)) / count).to(offsets)
             return block.base + (add_in_order(list(offsets)) * share.unsqueeze(-1)).flatten()
 
-        return Map(merge_rows)
+        return Map(map_block)
     matrix = yield gram(count, about_base=True)
     share = float(ratio({(i, j): matrix[i, j] for i in range(count) for j in range(i, count)}, count))
     return combine([share / count] * count, about_base=True)

@@ -37,15 +37,15 @@ def _nearswap(task: TensorTask) -> Map:
     """Move towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
     t = float(task.shared["t"])
 
-    def move_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         base, model = block.base, block.inputs[1]
         share = (t / (base - model).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
         return share * model + (1.0 - share) * base
 
-    def move_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         load_kernels().nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
 
-    return Map(move_block, move_stored)
+    return Map(map_block, map_stored)
 
 
 def _fusion(task: TensorTask) -> Steps:
@@ -79,16 +79,16 @@ def _fusion(task: TensorTask) -> Steps:
     low, median, high = (threshold_score(threshold, task.dtype) for threshold in thresholds)
     bound = median + 1.5 * (high - low)
 
-    def fuse_block(block: Block) -> Any:
+    def map_block(block: Block) -> Any:
         import torch
 
         return torch.where(importance(block) >= bound, block.inputs[1], block.base)
 
-    def fuse_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         arguments = (block.grain, rows_of(block), np.float32(bound))
         load_kernels().fuse(block.data, block.rows, block.length, *arguments, out)
 
-    return Map(fuse_block, fuse_stored)
+    return Map(map_block, map_stored)
 
 
 def _divergence(block: Block) -> torch.Tensor:

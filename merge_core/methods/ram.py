@@ -36,7 +36,7 @@ _EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference d
 def _amplified(task: TensorTask) -> Steps:
     epsilon, r, alpha = (float(task.shared[name]) for name in ("epsilon", "r", "alpha"))
 
-    def count_block(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         changed = block.deltas().abs() > epsilon
@@ -44,7 +44,7 @@ def _amplified(task: TensorTask) -> Steps:
         return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
 
     shared, unique = yield fold_counts(
-        count_block,
+        reduce_block,
         lambda block: load_kernels().count_changes(block.data, block.rows, block.length, np.float32(epsilon)),
     )
     factors = [
@@ -59,7 +59,7 @@ def _amplified(task: TensorTask) -> Steps:
 def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
     """Return the map that adds the changes to the base, with one factor per model for those that it alone made."""
 
-    def average_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         deltas = block.deltas()
@@ -71,11 +71,11 @@ def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
             total = total + torch.where(is_changed, delta * scale, 0.0)
         return block.base + total
 
-    def average_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         scales = np.array(factors, np.float32)
         load_kernels().ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
 
-    return Map(average_block, average_stored)
+    return Map(map_block, map_stored)
 
 
 _PAPER = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"

@@ -137,7 +137,7 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
     """
     scale = float(task.shared["lambda"])
 
-    def solve_rows(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         parts, row = [], block.start // task.shape[-1]
@@ -150,7 +150,7 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
             row += part.shape[1]
         return torch.cat(parts)
 
-    return Map(solve_rows)
+    return Map(map_block)
 
 
 def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
@@ -159,7 +159,7 @@ def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
     if factor is not None and factor.ndim == 2 and system.differences:
         sums: list[torch.Tensor] = []
 
-        def add(block: Block) -> torch.Tensor:
+        def reduce_block(block: Block) -> torch.Tensor:
             import torch
 
             row = block.start // task.shape[-1]
@@ -179,7 +179,7 @@ def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
 
             return torch.cholesky_solve(sums.pop(), factor)
 
-        yield Fold(add, lambda parts: parts[-1], in_order=True)
+        yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
         change = yield Solve(solve_change)
         return _solve_map(task, lambda models, row: system.mean(models) + change[row : row + models.shape[1]])
 
@@ -303,7 +303,12 @@ METHODS = (
         parameters=(
             _WEIGHT,
             Parameter(
-                "ridge", "float", "shared", 0.01, "share of the mean square to add to the square of every input", 1e-6
+                "ridge",
+                "float",
+                "shared",
+                0.01,
+                "share of the mean square to add to the square of every input",
+                1e-6,
             ),
             LAMBDA,
         ),

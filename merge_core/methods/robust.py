@@ -54,15 +54,15 @@ def _average_middle(skipped: int, scale: float) -> Map:
     The mean leaves out the ``skipped`` lowest and highest values of each element.
     """
 
-    def average_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
         middle = ordered[skipped : len(ordered) - skipped]
         return block.base + add_in_order(list(middle)) / len(middle) * scale
 
-    def average_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         load_kernels().trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
 
-    return Map(average_block, average_stored)
+    return Map(map_block, map_stored)
 
 
 def _trimmed_mean(task: TensorTask) -> Map:

@@ -68,16 +68,16 @@ def _steps(task: TensorTask) -> Steps:
     )
     before = threshold.before if threshold else np.empty(0, np.int64)
 
-    def sum_stored_squares(block: StoredBlock) -> Any:
+    def reduce_stored(block: StoredBlock) -> Any:
         arguments = (block.start, block.grain, table, before)
         return load_kernels().energies(block.data, block.rows, block.length, *arguments)
 
-    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), sum_stored_squares)
+    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), reduce_stored)
     means = [float(value) / task.numel for value in squares]
     total = sum(means)
     weights = [mean / total if total >= _NO_SHARES else 1 / len(means) for mean in means]
 
-    def merge_block(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         deltas = selected(block)
@@ -89,12 +89,12 @@ def _steps(task: TensorTask) -> Steps:
             divisor = divisor + agrees.to(delta.dtype) * weight
         return block.base + merged / divisor.clamp(min=_LEAST_DIVISOR)
 
-    def merge_stored(block: StoredBlock, out: Any) -> None:
+    def map_stored(block: StoredBlock, out: Any) -> None:
         shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
         arguments = (block.start, block.grain, table, before, shares, least)
         load_kernels().sce(block.data, block.rows, block.length, *arguments, out)
 
-    return Map(merge_block, merge_stored)
+    return Map(map_block, map_stored)
 
 
 def _variance(block: Block) -> torch.Tensor:

@@ -108,13 +108,13 @@ def _select_by_digits(
     stored = scores.stored
     (shift, width), *next_digits = DIGITS[scores.dtype]
 
-    def count_first_digits(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         digits = score_bits(scores.score_block(block)) >> shift
         return torch.stack([torch.bincount(row, minlength=1 << width) for row in digits])
 
-    histogram = yield fold_counts(count_first_digits, stored.count_first_digits if stored else None)
+    histogram = yield fold_counts(reduce_block, stored.count_first_digits if stored else None)
     state = [_find_bin(histogram[request.stream], request.k or 0) for request in requests]
     for digit in next_digits:
         prefixes = [(request.stream, key) for request, (key, _, _) in zip(requests, state, strict=True)]
@@ -130,7 +130,7 @@ def _select_by_digits(
         streams = np.array([requests[index].stream for index in partial], np.int64)
         keys = np.array([state[index][0] for index in partial], np.int64)
 
-        def count_ties(block: Block) -> torch.Tensor:
+        def reduce_ties(block: Block) -> torch.Tensor:
             import torch
 
             bits = score_bits(scores.score_block(block))
@@ -138,7 +138,7 @@ def _select_by_digits(
             return block.grains(torch.stack(rows).long()).sum(-1).T
 
         per_grain = yield fold_grains(
-            count_ties, (lambda block: stored.count_ties(block, streams, keys)) if stored else None
+            reduce_ties, (lambda block: stored.count_ties(block, streams, keys)) if stored else None
         )
         for column, index in enumerate(partial):
             before[index] = np.cumsum(per_grain[:, column]) - per_grain[:, column]
@@ -148,7 +148,7 @@ def _select_by_digits(
 def _count_next_digits(scores: ScoreFunction, prefixes: Sequence[tuple[int, int]], shift: int, width: int) -> Fold:
     """Return the pass that counts the next digit of the scores with a prefix, for each (stream, prefix)."""
 
-    def count(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         keys = score_bits(scores.score_block(block))
@@ -161,7 +161,7 @@ def _count_next_digits(scores: ScoreFunction, prefixes: Sequence[tuple[int, int]
 
     stored, (streams, keys) = scores.stored, np.array(prefixes, np.int64).T
     arguments = (np.ascontiguousarray(streams), np.ascontiguousarray(keys), shift, width)
-    return fold_counts(count, (lambda block: stored.count_next_digits(block, *arguments)) if stored else None)
+    return fold_counts(reduce_block, (lambda block: stored.count_next_digits(block, *arguments)) if stored else None)
 
 
 def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered: bool = True) -> int:

@@ -273,20 +273,20 @@ def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
         scales = [1 / density if 0 < density < 1 else 1.0 for density in densities]
         return Sparsifier(plain.rules, tuple(scales), mask_cache)
 
-    def sum_block(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         return block.grain_sums(torch.stack((block.deltas().abs(), plain.sparsify(block).abs())))
 
     tables = plain.tables()
 
-    def sum_stored(block: StoredBlock) -> Any:
+    def reduce_stored(block: StoredBlock) -> Any:
         tile = plain.tile(block.grain)
         masks = mask_cache.begin(block.start, block.length, tile)
         arguments = (block.start, block.grain, tile, *tables, masks)
         return load_kernels().masked_norms(block.data, block.rows, block.length, *arguments)
 
-    norms = yield fold_sums(sum_block, sum_stored)
+    norms = yield fold_sums(reduce_block, reduce_stored)
     scales = [
         float(full_norm / kept_norm) if full_norm >= _NO_NORM and kept_norm >= _NO_NORM else 1.0
         for full_norm, kept_norm in zip(*norms, strict=True)

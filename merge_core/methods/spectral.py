@@ -186,7 +186,7 @@ def _multiply_by_factors(compute_factors: Factors) -> Callable[[TensorTask], Ste
         products = yield from sum_delta_products(task, crossed=True)
         factors = yield Solve(lambda device: compute_factors(products, task))
 
-        def multiply_rows(block: Block) -> torch.Tensor:
+        def map_block(block: Block) -> torch.Tensor:
             import torch
 
             parts = []
@@ -196,7 +196,7 @@ def _multiply_by_factors(compute_factors: Factors) -> Callable[[TensorTask], Ste
                 parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
             return torch.cat(parts)
 
-        return Map(multiply_rows)
+        return Map(map_block)
 
     return steps
 

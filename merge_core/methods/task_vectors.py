@@ -129,14 +129,14 @@ def _sparsify_and_mix(sparsify: Callable[[TensorTask], Folds], vote: str | None)
         kinds, *tables = sparsifier.tables()
         needs_no_table = all(table is None for table in tables)
 
-        def mix_stored(block: StoredBlock, out: Any) -> None:
+        def map_stored(block: StoredBlock, out: Any) -> None:
             masks = sparsifier.mask_cache.take(block.start)
             # Pass either the tables or the cached masks, so that numba does not compile code for the other.
             mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
             arguments = (sparsifier.tile(block.grain), *mix_arguments, kinds, *mask_arguments, out)
             load_kernels().task_vectors(block.data, block.rows, block.length, block.start, block.grain, *arguments)
 
-        return Map(lambda block: mix(mixing, block.base, sparsifier.sparsify(block)), mix_stored)
+        return Map(lambda block: mix(mixing, block.base, sparsifier.sparsify(block)), map_stored)
 
     return steps
 

@@ -140,7 +140,7 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
     common_keys = max(len(window.common) for window in windows)
     header = 3 * len(windows) + 1
 
-    def scan_block(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         keys = score_bits(scores.score_block(block))
@@ -159,7 +159,7 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
         header_numbers = torch.tensor(numbers, dtype=torch.int64, device=keys.device)
         return torch.cat((header_numbers, torch.stack(counts, 1).flatten(), *others))
 
-    def scan_stored(block: StoredBlock) -> Any:
+    def reduce_stored(block: StoredBlock) -> Any:
         assert scores.stored is not None
         grains, requests = -(-block.length // block.grain), len(windows)
         table = np.array([(window.stream, window.low, window.high) for window in windows], np.int64)
@@ -208,7 +208,7 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
             for r, window in enumerate(windows)
         ]
 
-    states: list[WindowState] = yield Fold(scan_block, combine, scan_stored if scores.stored else None)
+    states: list[WindowState] = yield Fold(reduce_block, combine, reduce_stored if scores.stored else None)
     return states
 
 
