@@ -160,7 +160,7 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
-    files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
+    files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [
         relocate_recipe(recipe_file.document, recipe_file.directory, recipe.directory) for recipe_file in files
     ]
@@ -179,7 +179,7 @@ def recipe_labels(profile: Profile) -> list[str]:
     A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
     """
     assert profile.sweep is not None
-    files = profile.sweep.hand_written
+    files = profile.sweep.baselines
     names = [profile.name, *(Path(file).stem for file in files)]
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 

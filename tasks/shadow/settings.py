@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -45,6 +46,15 @@ class ShadowSettings(BaseModel):
     """Settings for watching a release on user traffic before it is promoted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "in_flight": "max_requests",
+        "copies": "max_copies",
+        "queue": "record_queue",
+        "body_limit": "max_body_bytes",
+        "redact_with": "redactor",
+        "keep_days": "retention_days",
+        "switch": "kill_switch",
+    }
 
     parent: ShadowServer = Field(description="What serves users today.")
     candidate: ShadowServer = Field(description="What serves the release that is watched.")
@@ -55,10 +65,14 @@ class ShadowSettings(BaseModel):
     share: float = Field(default=0.1, ge=0, le=1, description="Of the traffic that the candidate sees.")
     session_header: str = Field(default="x-session-id", min_length=1, description="The header that names a session.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that a server may take for its next byte.")
-    in_flight: int = Field(default=256, ge=1, description="Requests at a time; one more is answered 503.")
-    copies: int = Field(default=64, ge=1, description="Copies at a time; one more is left out, and counted.")
-    queue: int = Field(default=10_000, ge=1, description="Records that may wait for the database.")
-    body_limit: int = Field(
+    max_requests: int = Field(
+        default=256, ge=1, description="Most requests at a time. Further ones are answered with 503."
+    )
+    max_copies: int = Field(
+        default=64, ge=1, description="Most copies at a time. Further ones are skipped and counted."
+    )
+    record_queue: int = Field(default=10_000, ge=1, description="Most records that may wait for the database.")
+    max_body_bytes: int = Field(
         default=1 << 20, ge=1024, description="Bytes of a body that is kept; of a longer one nothing is."
     )
     records: str | None = Field(
@@ -66,10 +80,10 @@ class ShadowSettings(BaseModel):
         description="sqlite:///FILE or postgresql://USER@HOST/DATABASE (PGPASSWORD); absent: a file of the project.",
     )
     redact: tuple[str, ...] = Field(default=(), description="Regular expressions: what they match is not kept.")
-    redact_with: str | None = Field(default=None, description="package.module:function that takes a text to a text.")
-    keep_days: float = Field(default=30.0, gt=0, description="Days after which records go.")
+    redactor: str | None = Field(default=None, description="package.module:function that takes a text to a text.")
+    retention_days: float = Field(default=30.0, gt=0, description="Days after which records go.")
     rule: ShadowRule = ShadowRule()
-    switch: SwitchRule = SwitchRule()
+    kill_switch: SwitchRule = SwitchRule()
     judge: ShadowJudge = Field(description="Who compares the answers.")
     alias: str | None = Field(
         default="production",
@@ -100,9 +114,9 @@ class ShadowSettings(BaseModel):
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
         return redact
 
-    @field_validator("redact_with")
+    @field_validator("redactor")
     @classmethod
-    def _check_redact_with(cls, function: str | None) -> str | None:
+    def _check_redactor(cls, function: str | None) -> str | None:
         if function is not None and not _FUNCTION.fullmatch(function):
             raise ValueError("package.module:function is expected")
         return function

@@ -149,7 +149,7 @@ def test_where_the_candidate_fails_the_parent_answers_and_both_are_kept(tmp_path
 
 
 def test_a_candidate_that_fails_too_often_is_taken_off_at_once_and_for_everybody(tmp_path: Path) -> None:
-    with watched(tmp_path, candidate="error", switch={"of": 20, "errors": 10}) as one:
+    with watched(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):
             one.client.post(one.url + CHAT, json=question())
         routing = read_routing(tmp_path / "routing.json")

@@ -70,7 +70,7 @@ class ShadowProxy:
         }
         self._in_flight = 0
         self._copies: set[asyncio.Task[None]] = set()
-        self._last: dict[Arm, deque[ArmRow]] = {arm: deque(maxlen=settings.switch.of) for arm in self._servers}
+        self._last: dict[Arm, deque[ArmRow]] = {arm: deque(maxlen=settings.kill_switch.window) for arm in self._servers}
         self._switched = 0.0
         self._began = time.time()
 
@@ -100,7 +100,7 @@ class ShadowProxy:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        if self._in_flight >= self._settings.in_flight:
+        if self._in_flight >= self._settings.max_requests:
             self._count("answered 503: too many in flight")
             await _send_error(send, 503, "too many requests at once", ((b"retry-after", b"1"),))
             return
@@ -164,7 +164,7 @@ class ShadowProxy:
         self, request: AskedRequest, answer: ArmAnswer, reply: httpx.Response, receive: Receive, send: Send
     ) -> None:
         """Stream a server's response to the client, and record it."""
-        headers, most = passed_on(reply.headers.raw), self._settings.body_limit if request.is_question else 0
+        headers, most = passed_on(reply.headers.raw), self._settings.max_body_bytes if request.is_question else 0
         if not any(name == ID_HEADER for name, _ in headers):
             headers.append((ID_HEADER, request.request_id.encode("latin-1")))
         transfer = asyncio.ensure_future(self._stream_answer(answer, reply, headers, send, most))
@@ -207,7 +207,7 @@ class ShadowProxy:
         if not may_be_copied(request.method, request.path, request.document):
             self._count("not copied: may have effects")
             return
-        if len(self._copies) >= self._settings.copies:
+        if len(self._copies) >= self._settings.max_copies:
             self._count("not copied: too many copies")
             return
         task = asyncio.create_task(self._copy_to_candidate(request))
@@ -222,7 +222,7 @@ class ShadowProxy:
                 if reply is not None:
                     try:
                         async for piece in reply.aiter_raw():
-                            answer.add(piece, self._settings.body_limit)
+                            answer.add(piece, self._settings.max_body_bytes)
                     finally:
                         await reply.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
@@ -263,7 +263,7 @@ class ShadowProxy:
         if not routing.watching or (now - self._switched < _SWITCH_EVERY_S and not immediately):
             return
         self._switched = now
-        reason = kill_reason(tuple(self._last["candidate"]), tuple(self._last["parent"]), self._settings.switch)
+        reason = kill_reason(tuple(self._last["candidate"]), tuple(self._last["parent"]), self._settings.kill_switch)
         if reason is not None:
             self._count("switched off")
             self._routing.decide("killed", reason)

@@ -104,9 +104,9 @@ def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redact
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise InvalidInput("shadow.redact_with", found=f"{function_path} ({error})", expected=expected) from None
+        raise InvalidInput("shadow.redactor", found=f"{function_path} ({error})", expected=expected) from None
     if not callable(function):
-        raise InvalidInput("shadow.redact_with", found=f"{function_path}, which cannot be called", expected=expected)
+        raise InvalidInput("shadow.redactor", found=f"{function_path}, which cannot be called", expected=expected)
     return Redaction(patterns, function)
 
 
