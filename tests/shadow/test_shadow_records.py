@@ -107,7 +107,7 @@ class Slow:
 
 def recorder(database: Any, most: int = 10, body_limit: int = 1 << 20, redaction: Redaction | None = None) -> Recorder:
     redaction = redaction or Redaction([])
-    return Recorder(lambda: database, redaction, most=most, body_limit=body_limit, keep_days=1)
+    return Recorder(lambda: database, redaction, queue_size=most, body_limit=body_limit, keep_days=1)
 
 
 def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() -> None:

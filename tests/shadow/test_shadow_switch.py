@@ -66,8 +66,8 @@ def test_what_the_parent_answered_in_its_place_is_not_the_parents() -> None:
 def test_first_bytes_twice_as_late_end_it_from_200_of_each_on() -> None:
     late, usual = rows("candidate", 200, first_byte=0.41), rows("parent", 200, first_byte=0.2)
     assert kill_reason(late, usual, RULE) == (
-        "95 % of the candidate's last 200 first bytes came within 0.41 s, of the parent's within 0.2 s: "
-        "more than 2 times as late"
+        "95 % of the candidate's last 200 first bytes arrived within 0.41 s, the parent's within 0.2 s, "
+        "so the candidate is more than 2 times slower"
     )
     for few in ((late[1:], usual), (late, usual[1:])):
         assert kill_reason(*few, RULE) is None

@@ -68,7 +68,7 @@ def watched(
         recorder = Recorder(
             connect or (lambda: open_records(records_at(place))),
             open_redaction(settings.redact, settings.redact_with),
-            most=settings.queue,
+            queue_size=settings.queue,
             body_limit=settings.body_limit,
             keep_days=settings.keep_days,
         )
