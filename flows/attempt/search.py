@@ -63,7 +63,7 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
     """
     scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
     with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
-        yield TrialPool(search, runner, ledger, workers=profile.runner.at_a_time)
+        yield TrialPool(search, runner, ledger, workers=profile.runner.parallel_items)
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
@@ -132,7 +132,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             seed=profile.merge.seed,
             base=reference_parent(parents) if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
-            threads=max(1, usable_cores() // profile.runner.at_a_time),
+            threads=max(1, usable_cores() // profile.runner.parallel_items),
             measured={source: digest for recipe in prepared for source, digest in recipe.calibration_results().items()},
         ),
     )

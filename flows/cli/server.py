@@ -44,7 +44,7 @@ def run_server(host: str, port: int | None, console: Console) -> None:
 
     Raises:
         InvalidInput: The port is in use, or the database does not answer.
-        DiskRefused: The secret cannot be stored.
+        DiskUnavailable: The secret cannot be stored.
     """
     schedules = load_optional_schedules()
     configured = schedules.server.address if schedules else None

@@ -14,7 +14,7 @@ from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.styles import short_path
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.watching import shadow_settings
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
 from mergegate.tasks.shadow import (
     FollowedRouting,
     Routing,
@@ -128,7 +128,7 @@ def _released(profile: Profile) -> str | None:
     """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
     try:
         current = profile.publish.current(profile.root) if profile.publish else None
-    except Refused:
+    except (Refused, CannotDecide):
         return None
     return current.name if current else None
 

@@ -108,7 +108,7 @@ def report_content(
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
         scoring=assessed.evidence.scoring if profile.evaluate else None,
-        asked=profile.evaluate.asked_alone if profile.evaluate else {},
+        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
         windows=assessed.evidence.windows,
         computed=assessed.evidence.computed,
         places=tuple(

@@ -142,7 +142,7 @@ def load_or_create_secret() -> str:
     ``PREFECT_API_AUTH_STRING`` takes precedence over the secret file.
 
     Raises:
-        DiskRefused: The secret cannot be stored.
+        DiskUnavailable: The secret cannot be stored.
     """
     if configured := os.environ.get("PREFECT_API_AUTH_STRING"):
         return configured
@@ -163,7 +163,7 @@ def write_settings(site: Site) -> bool:
         False if the file exists and was not written by mergegate. It is left unchanged.
 
     Raises:
-        DiskRefused: The file cannot be written.
+        DiskUnavailable: The file cannot be written.
     """
     file = site.root / SETTINGS
     if file.exists() and not _is_ours(file):

@@ -94,7 +94,7 @@ def open_ledger(
         place: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
-        DiskRefused: The state directory cannot be created.
+        DiskUnavailable: The state directory cannot be created.
     """
     directory = (place or home() / "sweeps") / scoring[:_NAME]
     with disk_errors_refused(directory):

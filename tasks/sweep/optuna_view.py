@@ -119,7 +119,7 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
-        DiskRefused: The file cannot be written.
+        DiskUnavailable: The file cannot be written.
     """
     optuna = installed("optuna")
     objectives = len(objective.terms) if objective.several else 1

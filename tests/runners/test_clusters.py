@@ -87,7 +87,7 @@ def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Pat
 def test_an_item_that_kills_every_worker_is_given_up(opened: Opened, tmp_path: Path) -> None:
     found = dict(opened.each(worker_functions.always_kills, [(tmp_path, number, 2) for number in range(6)]))
     assert isinstance(found[2], InvalidInput)
-    assert "its worker died each time" in found[2].found
+    assert "its worker died on every attempt" in found[2].found
     assert {at: result for at, result in found.items() if at != 2} == {at: at for at in range(6) if at != 2}
     tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
     assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
@@ -169,5 +169,5 @@ def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
-    with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no scheduler of Dask"):
+    with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no Dask scheduler"):
         list(runner.each(worker_functions.square, [0]))

@@ -38,7 +38,7 @@ def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
 
     assert list(local_runner().each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
     assert threads == {threading.current_thread()}
-    assert not local_runner().side_by_side
+    assert not local_runner().is_parallel
 
 
 def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def _settings(kind: str) -> RunnerSettings:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"address": "tcp://a:1"}, "local has no address"),
+        ({"address": "tcp://a:1"}, "does not accept an address"),
         ({"kind": "spark"}, "'local', 'dask' or 'ray'"),
         ({"workers": 0}, "greater than or equal to 1"),
         ({"wokers": 2}, "Extra inputs"),

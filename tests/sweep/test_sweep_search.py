@@ -16,7 +16,7 @@ import pytest
 from spaces import TIES
 from toy_search import COPY, REV, ToyModels, by_weights, run_toy, toy_settings, toy_space
 
-from mergegate.merge_core.errors import DiskRefused, InvalidInput, Refused
+from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
 from mergegate.tasks.sweep.search import hand_written_recipes
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress
@@ -205,9 +205,9 @@ def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: P
         run_toy(dead, tmp_path / "c")
 
     def full(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        yield 0, DiskRefused("disk", found="full")
+        yield 0, DiskUnavailable("disk", found="full")
 
-    with pytest.raises(DiskRefused):
+    with pytest.raises(DiskUnavailable):
         run_toy(full, tmp_path / "d")
 
 
