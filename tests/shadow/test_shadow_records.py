@@ -109,7 +109,7 @@ def recorder(
     database: Any, most: int = 10, max_body_bytes: int = 1 << 20, redaction: Redaction | None = None
 ) -> Recorder:
     redaction = redaction or Redaction([])
-    return Recorder(lambda: database, redaction, most=most, max_body_bytes=max_body_bytes, retention_days=1)
+    return Recorder(lambda: database, redaction, queue_size=most, max_body_bytes=max_body_bytes, retention_days=1)
 
 
 def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() -> None:

@@ -68,7 +68,7 @@ def watched(
         recorder = Recorder(
             connect or (lambda: open_records(records_at(place))),
             open_redaction(settings.redact, settings.redactor),
-            most=settings.record_queue,
+            queue_size=settings.record_queue,
             max_body_bytes=settings.max_body_bytes,
             retention_days=settings.retention_days,
         )
