@@ -23,12 +23,12 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
 
     **Errors**: the switch counts faults (no answer, 5xx, 408, 429, a fallback). It counts other refusals (4xx) only as
     far as they exceed the parent's rate, because users' own mistakes affect both arms. Before the candidate has
-    received ``window`` requests, the missing ones count as answered. A candidate that answers nothing is therefore stopped
-    at the first request above ``max_error_percent`` percent of ``window`` (by default the 11th), and a single early error does not
-    stop it.
+    received ``window`` requests, the missing ones count as answered. A candidate that answers nothing is therefore
+    stopped at the first request above ``max_error_percent`` percent of ``window`` (by default the 11th), and a single
+    early error does not stop it.
 
-    **First bytes**: the switch compares the 95th percentiles once each arm has answered ``window`` requests. With fewer, a
-    95th percentile would depend on a few requests.
+    **First bytes**: the switch compares the 95th percentiles once each arm has answered ``window`` requests. With
+    fewer, a 95th percentile would depend on a few requests.
 
     Args:
         candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``window`` count.
