@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergegate.flows.candidates import SCALE, Candidate, candidate_recipes, changed_candidate, searched_recipe
-from mergegate.flows.preflight import ClearedCandidate, Problems, clear_further, preflight_profile
+from mergegate.flows.preflight import (
+    ClearedCandidate,
+    Problems,
+    clear_further,
+    pin_profile_sweep,
+    preflight_profile,
+)
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
 from mergegate.merge_core.engine import usable_cores
@@ -88,7 +94,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
-    sweep_evidence = profile.pin_sweep(ready.evidence, store().hashes)
+    sweep_evidence = pin_profile_sweep(profile, ready.evidence, store().hashes)
     objective = objective_of(settings, sweep_evidence.names)
     if by_distance := next(
         (candidate.recipe for candidate in candidates.searched if candidate.recipe.needs_distances), None
