@@ -193,7 +193,7 @@ def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
             {"merge_method": "$how", "models": ["math"]},
             {"how": {"type": "category", "choices": ["ties", "dare_tie"], "start": "ties"}},
             {},
-            r"parameters\.how\.among.*did you mean 'dare_ties'",
+            r"parameters\.how\.choices.*did you mean 'dare_ties'",
         ),
         (LINEAR, {"w": WEIGHT}, {"sum_to_one": [["w"]]}, "two or more"),
         (LINEAR, {"w": WEIGHT}, {"sum_to_one": [["w", "v"]]}, "'v'"),
