@@ -24,7 +24,7 @@ import numpy as np
 
 from mergegate.merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
+from mergegate.merge_core.errors import CannotDecide, ChangedInput, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
 from mergegate.tasks.checkpoints import (
@@ -240,7 +240,7 @@ class _Workspace:
         """Return the candidate's scores, or its problem."""
         try:
             change = self._fill(request, watch)
-        except (DiskRefused, ChangedInput, OutOfModelMemory):
+        except (CannotDecide, OutOfModelMemory):
             self.network = None
             raise
         except MergegateError as problem:
