@@ -48,7 +48,7 @@ def input_statistics(
     return call_model_process(
         read_inputs,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
-        where=f"statistics of {model.name}",
+        location=f"statistics of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )
@@ -70,7 +70,7 @@ def importance_statistics(
     return call_model_process(
         read_gradients,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
-        where=f"importance of {model.name}",
+        location=f"importance of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )
@@ -99,7 +99,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         file = expand_user_path(text_path)
         candidates = [directory / file for directory in (recipe.directory, Path.cwd()) if directory is not None]
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
-        location, setting = f"{recipe.where}: text of {ref}: {text_path}", "statistics.field"
+        location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
         pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
         yield str(ref), pinned

@@ -1,0 +1,183 @@
+"""A GPU runs one job at a time per host, and is free again however the job ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import HANG_S
+
+from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess
+from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, list_host_gpus, select_gpus
+
+FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from mergegate.tasks.sandbox.gpu_lock import GpuLocks
+held = GpuLocks(Path(sys.argv[1])).acquire(os.environ)
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    """Write the files in which a driver with two GPUs describes them."""
+    for bus, uuid in (("0000:41:00.0", SECOND), ("0000:01:00.0", FIRST)):
+        place = tmp_path / "gpus" / bus
+        place.mkdir(parents=True)
+        (place / "information").write_text(
+            f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 100\nGPU UUID: \t {uuid}\n"
+            "Video BIOS: \t 96.00.74.00.01\nBus Type: \t PCIe\nDevice Minor: \t 0\n"
+        )
+    return tmp_path / "gpus"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    def seen(visible: str) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": visible, LOCKS: str(tmp_path)}
+
+    return seen
+
+
+def is_free(place: Path, uuid: str) -> bool:
+    descriptor = os.open(place / f"mergegate-{uuid}.lock", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def open_files(pid: int) -> set[str]:
+    """Return the files that a process has open; it may open and close files in the meantime."""
+    seen = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            seen.add(str(file.readlink()))
+    return seen
+
+
+def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
+    assert list_host_gpus(driver) == (FIRST, SECOND)
+    assert list_host_gpus(driver / "none") == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "held"),
+    [
+        ("0", [FIRST]),
+        ("1", [SECOND]),
+        ("1,0", [FIRST, SECOND]),
+        (SECOND, [SECOND]),
+        ("GPU-bbbb", [SECOND]),
+        ("MIG-1234", [FIRST, SECOND]),
+        ("7", [FIRST, SECOND]),
+        ("", []),
+    ],
+)
+def test_what_a_process_may_see_is_what_it_holds(visible: str, held: list[str]) -> None:
+    assert list(select_gpus((FIRST, SECOND), [name for name in visible.split(",") if name])) == held
+
+
+@given(
+    st.lists(st.sampled_from(["0", "1", "2", "9", "GPU-a", "GPU-b", "MIG-1", "x"])), st.permutations(["a", "b", "c"])
+)
+def test_everybody_takes_them_in_one_order(visible: list[str], host: list[str]) -> None:
+    held = select_gpus([f"GPU-{name}" for name in host], visible)
+    assert list(held) == sorted(set(held))
+
+
+def test_a_second_job_waits_until_the_first_is_done(
+    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = GpuLocks(driver), GpuLocks(driver)
+    held = one.acquire(environment("0,1"))
+    came = threading.Event()
+
+    def wait() -> None:
+        other.acquire(environment("1")).release()
+        came.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    elsewhere = GpuLocks(driver)
+    assert not came.is_set()
+    held.release()
+    held.release()  # A second release has no effect.
+    assert came.wait(HANG_S)
+    waiting.join(HANG_S)
+    elsewhere.acquire(environment("0")).release()
+    assert {path.name for path in tmp_path.glob("*.lock")} == {f"mergegate-{FIRST}.lock", f"mergegate-{SECOND}.lock"}
+
+
+def test_in_one_process_they_are_one_jobs(
+    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
+) -> None:
+    locks = GpuLocks(driver)
+    one, other = locks.acquire(environment("0")), locks.acquire(environment("0"))
+    one.release()
+    assert not is_free(tmp_path, FIRST)
+    other.release()
+    assert is_free(tmp_path, FIRST)
+
+
+def test_other_gpus_are_free_meanwhile(driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
+    held = GpuLocks(driver).acquire(environment("0"))
+    GpuLocks(driver).acquire(environment("1")).release()
+    held.release()
+
+
+def test_a_job_that_is_killed_holds_nothing(
+    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
+) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(driver)], stdout=subprocess.PIPE, env={**os.environ, **environment("0")}
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"held\n"
+    assert not is_free(tmp_path, FIRST)
+    job.send_signal(signal.SIGKILL)
+    job.wait(HANG_S)
+    job.stdout.close()
+    assert is_free(tmp_path, FIRST)
+
+
+def test_what_a_job_started_holds_on_until_it_is_gone_itself(
+    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
+) -> None:
+    held = GpuLocks(driver).acquire(environment("0"))
+    with (tmp_path / "log").open("wb") as output:
+        process = SupervisedProcess(
+            [sys.executable, "-c", "import time; time.sleep(1000)"],
+            dict(os.environ),
+            output,
+            ProcessOptions("test", inherited=held.descriptors),
+        )
+    held.release()
+    assert not is_free(tmp_path, FIRST)
+    assert not any(name.endswith(".lock") for name in open_files(process.pid))
+    process.end()
+    assert is_free(tmp_path, FIRST)
+
+
+def test_a_link_is_no_lock(tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f"mergegate-{FIRST}.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        GpuLocks(driver).acquire(environment("0"))
+    assert (tmp_path / "victim").read_text() == "precious"
