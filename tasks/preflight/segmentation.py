@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mergegate.merge_core import Finding, PlannedMerge
 from mergegate.merge_core.errors import MergegateError, worst_first
-from mergegate.tasks.checkpoints import TellProgress, call_model_process
+from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
 from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each pair builds two tokenizers, which takes seconds for the largest.
@@ -52,7 +52,9 @@ def _text(content: object) -> str:
 
 def _measure(pairs: Sequence[tuple[str, str]]) -> list[Shares | str]:
     try:
-        answer: object = call_model_process(measure_cuts, (tuple(pairs),), where="tokenizers", time_limit=_TIME_LIMIT)
+        answer: object = call_model_process(
+            measure_cuts, (tuple(pairs),), location="tokenizers", needs=CallNeeds(time_limit=_TIME_LIMIT)
+        )
     except MergegateError as error:
         return [error.found] * len(pairs)
     # Untrusted code in that process may have sent something else.
