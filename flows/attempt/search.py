@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergegate.flows.candidates import SCALE, Candidate, candidate_recipes, changed_candidate, searched_recipe
-from mergegate.flows.preflight import ClearedCandidate, Problems, clear_further, preflight_profile
+from mergegate.flows.preflight import (
+    ClearedCandidate,
+    Problems,
+    clear_further,
+    pin_profile_sweep,
+    preflight_profile,
+)
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
 from mergegate.merge_core.engine import usable_cores
@@ -88,7 +94,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
-    sweep_evidence = profile.pin_sweep(ready.evidence, store().hashes)
+    sweep_evidence = pin_profile_sweep(profile, ready.evidence, store().hashes)
     objective = objective_of(settings, sweep_evidence.names)
     if by_distance := next(
         (candidate.recipe for candidate in candidates.searched if candidate.recipe.needs_distances), None
@@ -160,7 +166,7 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
-    files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
+    files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [
         relocate_recipe(recipe_file.document, recipe_file.directory, recipe.directory) for recipe_file in files
     ]
@@ -179,7 +185,7 @@ def recipe_labels(profile: Profile) -> list[str]:
     A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
     """
     assert profile.sweep is not None
-    files = profile.sweep.hand_written
+    files = profile.sweep.baselines
     names = [profile.name, *(Path(file).stem for file in files)]
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 

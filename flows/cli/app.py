@@ -314,7 +314,7 @@ def _decide_by_hand(profile: Path, say: str, why: str, as_json: bool) -> None:
 def server_command(
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of nights.yaml, or 4200")
+        int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of schedules.yaml, or 4200")
     ] = None,
 ) -> None:
     """Serve Prefect's API and pages for this project. Set MERGEGATE_DATABASE=postgresql://… for a team."""
@@ -337,7 +337,7 @@ def worker_command(
 
 @app.command("deploy")
 def deploy_command(as_json: Json = False) -> None:
-    """Sync the server with nights.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
+    """Sync the server with schedules.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.deploy import deploy_schedules

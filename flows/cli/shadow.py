@@ -48,15 +48,15 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     loaded = load_profile(profile)
     settings = shadow_settings(loaded)
     url, file = records_url(loaded.name, settings), routing_file(loaded.name)
-    redaction = open_redaction(settings.redact, settings.redact_with)
+    redaction = open_redaction(settings.redact, settings.redactor)
     routing = _routing(loaded, settings, candidate, file, again)
     _require_free(*settings.address)
     recorder = Recorder(
         lambda: open_records(url),
         redaction,
-        queue_size=settings.queue,
-        body_limit=settings.body_limit,
-        keep_days=settings.keep_days,
+        queue_size=settings.record_queue,
+        max_body_bytes=settings.max_body_bytes,
+        retention_days=settings.retention_days,
     )
     proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder)
     host, port = settings.address

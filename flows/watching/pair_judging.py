@@ -28,7 +28,7 @@ def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float])
         InvalidInput: The judge is not available. Its earlier judgments are stored.
     """
     settings, candidate = watch.settings, watch.routing.candidate
-    oldest = now() - settings.keep_days * DAY
+    oldest = now() - settings.retention_days * DAY
     watch.records.purge(oldest)
     with report_stage("sample", "") as stage:
         sample = _sampled(watch, ledger, settings.rule.pairs_per_look)
@@ -55,7 +55,7 @@ def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float])
 def plan_judging(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
     """Count the pairs that would be judged and left out, without calling the judge."""
     sample = _sampled(watch, ledger, 1)
-    since = now() - watch.settings.keep_days * DAY
+    since = now() - watch.settings.retention_days * DAY
     lost = tuple(pair for pair in read_lost_pairs(watch.lost_file, watch.routing.candidate) if pair.at >= since)
     return Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost
 

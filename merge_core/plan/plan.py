@@ -299,7 +299,7 @@ def _job(
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     min_models, _ = method.models
-    is_copied = bool(headless) or (len(inputs) == 1 and method.alone == "copy" and min_models > 1)
+    is_copied = bool(headless) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
     tensor_values = values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
     mode: Literal["merge", "copy", "equal"] = "copy" if is_copied else "merge"
     return TensorJob(

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mergegate.merge_core import Finding, PlannedMerge
 from mergegate.merge_core.errors import MergegateError, worst_first
-from mergegate.tasks.checkpoints import TellProgress, call_model_process
+from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
 from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each pair builds two tokenizers, which takes seconds for the largest.
@@ -35,7 +35,9 @@ def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
         tuple(json.dumps(side, ensure_ascii=False) for side in (pair.original, pair.result)) for pair in pairs
     )
     try:
-        answer: object = call_model_process(measure_segmentation, (texts,), where="tokenizers", time_limit=_TIME_LIMIT)
+        answer: object = call_model_process(
+            measure_segmentation, (texts,), location="tokenizers", needs=CallNeeds(time_limit=_TIME_LIMIT)
+        )
     except MergegateError as error:
         answer = [error.found] * len(pairs)
     # Untrusted code in that process may have sent something else.

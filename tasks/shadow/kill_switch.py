@@ -1,7 +1,7 @@
 """Decide when the kill switch takes a candidate off the traffic, without waiting for a judge or for statistics.
 
 The switch reacts if too many of the candidate's requests fail, or if its first bytes arrive much later than the
-parent's. Both checks are pure functions of the last ``of`` requests, so older failures and older successes have no
+parent's. Both checks are pure functions of the last ``window`` requests, so older failures and older successes have no
 effect.
 """
 
@@ -23,42 +23,42 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
 
     **Errors**: the switch counts faults (no answer, 5xx, 408, 429, a fallback). It counts other refusals (4xx) only as
     far as they exceed the parent's rate, because users' own mistakes affect both arms. Before the candidate has
-    received ``of`` requests, the missing ones count as answered. A candidate that answers nothing is therefore stopped
-    at the first request above ``errors`` percent of ``of`` (by default the 11th), and a single early error does not
-    stop it.
+    received ``window`` requests, the missing ones count as answered. A candidate that answers nothing is therefore
+    stopped at the first request above ``max_error_percent`` percent of ``window`` (by default the 11th), and a single
+    early error does not stop it.
 
-    **First bytes**: the switch compares the 95th percentiles once each arm has answered ``of`` requests. With fewer, a
-    95th percentile would depend on a few requests.
+    **First bytes**: the switch compares the 95th percentiles once each arm has answered ``window`` requests. With
+    fewer, a 95th percentile would depend on a few requests.
 
     Args:
-        candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``of`` count.
-        parent: Rows of the parent, in the same order. Only the last ``of`` count.
+        candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``window`` count.
+        parent: Rows of the parent, in the same order. Only the last ``window`` count.
 
     Returns:
         A sentence with the numbers, or None.
     """
-    rows, parent_rows = own_rows(candidate[-rule.of :]), own_rows(parent)[-rule.of :]
+    rows, parent_rows = own_rows(candidate[-rule.window :]), own_rows(parent)[-rule.window :]
     faults = [row for row in rows if is_fault(row)]
     refusals = [row for row in rows if is_refusal(row)]
     usual_rate = sum(map(is_refusal, parent_rows)) / len(parent_rows) if parent_rows else 0.0
     excess = max(0.0, len(refusals) - usual_rate * len(rows))
-    if len(faults) + excess > rule.errors / 100 * rule.of:
+    if len(faults) + excess > rule.max_error_percent / 100 * rule.window:
         kinds = Counter(row.error or f"HTTP {row.status}" for row in [*faults, *(refusals if excess else ())])
         failures = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common(3))
         parent_note = f"; the parent refused {100 * usual_rate:.1f} % of its own" if excess and usual_rate else ""
         return (
             f"{sum(kinds.values())} of the candidate's last {len(rows)} requests failed ({failures}{parent_note}), "
-            f"more than {rule.errors:g} % of {rule.of}"
+            f"more than {rule.max_error_percent:g} % of {rule.window}"
         )
-    seconds, parent_seconds = _first_bytes(candidate, rule.of), _first_bytes(parent, rule.of)
-    if min(len(seconds), len(parent_seconds)) < rule.of:
+    seconds, parent_seconds = _first_bytes(candidate, rule.window), _first_bytes(parent, rule.window)
+    if min(len(seconds), len(parent_seconds)) < rule.window:
         return None
     slow, usual = float(np.quantile(seconds, _SLOW)), float(np.quantile(parent_seconds, _SLOW))
-    if slow <= rule.slower * usual:
+    if slow <= rule.max_slowdown * usual:
         return None
     return (
-        f"95 % of the candidate's last {rule.of} first bytes arrived within {slow:.3g} s, the parent's within "
-        f"{usual:.3g} s, so the candidate is more than {rule.slower:g} times slower"
+        f"95 % of the candidate's last {rule.window} first bytes arrived within {slow:.3g} s, the parent's within "
+        f"{usual:.3g} s, so the candidate is more than {rule.max_slowdown:g} times slower"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -78,20 +79,25 @@ class ShadowRule(BaseModel):
 
 
 class SwitchRule(BaseModel):
-    """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: switch``."""
+    """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: kill_switch``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "errors": "max_error_percent",
+        "of": "window",
+        "slower": "max_slowdown",
+    }
 
-    errors: float = Field(
+    max_error_percent: float = Field(
         default=5.0,
         gt=0,
         le=100,
         description="Largest failure rate of the candidate, in percent of its last requests. A higher rate kills it.",
     )
-    of: int = Field(
+    window: int = Field(
         default=200, ge=20, description="Number of recent requests of each arm that the kill switch checks."
     )
-    slower: float = Field(
+    max_slowdown: float = Field(
         default=2.0,
         gt=1,
         description="Largest 95th percentile of the time to first byte, relative to the parent. A slower candidate is "
@@ -103,6 +109,15 @@ class ShadowSettings(BaseModel):
     """Settings for watching a release on user traffic before it is promoted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "in_flight": "max_requests",
+        "copies": "max_copies",
+        "queue": "record_queue",
+        "body_limit": "max_body_bytes",
+        "redact_with": "redactor",
+        "keep_days": "retention_days",
+        "switch": "kill_switch",
+    }
 
     parent: ShadowServer = Field(description="Server of the model that users have today.")
     candidate: ShadowServer = Field(description="Server of the release that is compared.")
@@ -121,14 +136,14 @@ class ShadowSettings(BaseModel):
         default="x-session-id", min_length=1, description="Name of the header that identifies a session."
     )
     timeout: float = Field(default=600.0, gt=0, description="Longest wait for the next byte of a server, in seconds.")
-    in_flight: int = Field(
+    max_requests: int = Field(
         default=256, ge=1, description="Largest number of concurrent requests. The proxy answers further ones with 503."
     )
-    copies: int = Field(
+    max_copies: int = Field(
         default=64, ge=1, description="Largest number of concurrent copies. The proxy skips and counts further ones."
     )
-    queue: int = Field(default=10_000, ge=1, description="Largest number of records that wait for the database.")
-    body_limit: int = Field(
+    record_queue: int = Field(default=10_000, ge=1, description="Largest number of records that wait for the database.")
+    max_body_bytes: int = Field(
         default=1 << 20,
         ge=1024,
         description="Largest size of a recorded body, in bytes. Longer bodies are not recorded.",
@@ -141,12 +156,10 @@ class ShadowSettings(BaseModel):
     redact: tuple[str, ...] = Field(
         default=(), description="Regular expressions. Matches are removed before recording."
     )
-    redact_with: str | None = Field(
-        default=None, description="Function that redacts a text, as package.module:function."
-    )
-    keep_days: float = Field(default=30.0, gt=0, description="Number of days after which records are deleted.")
+    redactor: str | None = Field(default=None, description="Function that redacts a text, as package.module:function.")
+    retention_days: float = Field(default=30.0, gt=0, description="Number of days after which records are deleted.")
     rule: ShadowRule = ShadowRule()
-    switch: SwitchRule = SwitchRule()
+    kill_switch: SwitchRule = SwitchRule()
     judge: ShadowJudge = Field(description="Judge that compares the answers.")
     alias: str | None = Field(
         default="production",
@@ -179,7 +192,7 @@ class ShadowSettings(BaseModel):
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return redact
 
-    @field_validator("redact_with")
+    @field_validator("redactor")
     @classmethod
     def _check_redact_with(cls, function: str | None) -> str | None:
         if function is not None and not _FUNCTION.fullmatch(function):

@@ -79,7 +79,7 @@ def shadow_verdict(
     parent_rows = [row for row in rows if row.arm == "parent"]
     evidence = evidence_of(scores, settings.rule)
     outcome: ShadowOutcome = "kill"
-    reason = kill_reason(candidate_rows, parent_rows, settings.switch)
+    reason = kill_reason(candidate_rows, parent_rows, settings.kill_switch)
     if reason is None:
         outcome, reason = decide_shadow(evidence, hours, settings.rule)
         if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:

@@ -112,7 +112,7 @@ def open_ledger(
 
 def study_key(space: Space, settings: SweepSettings) -> str:
     """Return the key of a search: the recipe with its free parameters and the search settings, but not the budget."""
-    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
+    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 

@@ -78,7 +78,7 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
         write_routing(routing_file("watched"), routing)
         recorder = Recorder(
             lambda: open_records(records_url("watched", settings)), open_redaction((), None), queue_size=10_000,
-            body_limit=1 << 20, keep_days=1,
+            max_body_bytes=1 << 20, retention_days=1,
         )  # fmt: skip
         proxy = ShadowProxy(settings, FollowedRouting(routing_file("watched"), routing), recorder)
         traffic = read_traffic(PROFILES / "demo" / "traffic.jsonl", "demo")[:240]

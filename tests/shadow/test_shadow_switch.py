@@ -91,7 +91,7 @@ def test_an_equal_candidate_is_not_killed_for_its_luck() -> None:
 
 @given(st.lists(st.sampled_from([200, 400, 503]), max_size=60), st.lists(st.sampled_from([200, 400]), max_size=60))
 def test_one_more_fault_never_saves_it(ours: list[int], theirs: list[int]) -> None:
-    rule = SwitchRule(errors=20, of=50)
+    rule = SwitchRule(max_error_percent=20, window=50)
     candidate = tuple(row for status in ours for row in rows("candidate", 1, status=status))
     parent = tuple(row for status in theirs for row in rows("parent", 1, status=status))
     if kill_reason(candidate, parent, rule):

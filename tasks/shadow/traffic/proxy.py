@@ -76,7 +76,9 @@ class ShadowProxy:
         }
         self._in_flight = 0
         self._copies: set[asyncio.Task[None]] = set()
-        self._recent_rows: dict[Arm, deque[ArmRow]] = {arm: deque(maxlen=settings.switch.of) for arm in self._servers}
+        self._recent_rows: dict[Arm, deque[ArmRow]] = {
+            arm: deque(maxlen=settings.kill_switch.window) for arm in self._servers
+        }
         self._switch_checked = 0.0
         self._started = time.time()
 
@@ -106,7 +108,7 @@ class ShadowProxy:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        if self._in_flight >= self._settings.in_flight:
+        if self._in_flight >= self._settings.max_requests:
             self._count("answered 503: too many in flight")
             await _send_error(send, 503, "too many concurrent requests", ((b"retry-after", b"1"),))
             return
@@ -153,7 +155,7 @@ class ShadowProxy:
             return
         if not may_be_copied(request.method, request.path, request.document):
             self._count("not copied: may have effects")
-        elif len(self._copies) >= self._settings.copies:
+        elif len(self._copies) >= self._settings.max_copies:
             self._count("not copied: too many copies")
         else:
             task = asyncio.create_task(self._copy_to_candidate(request))
@@ -181,14 +183,14 @@ class ShadowProxy:
     ) -> None:
         """Stream a server's response to the client, and record it."""
         headers = end_to_end_headers(reply.headers.raw)
-        body_limit = self._settings.body_limit if request.is_generation else 0
+        max_body_bytes = self._settings.max_body_bytes if request.is_generation else 0
         if not any(name == ID_HEADER for name, _ in headers):
             headers.append((ID_HEADER, request.request_id.encode("latin-1")))
 
         async def stream_answer() -> None:
             await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
             async for piece in reply.aiter_raw():
-                answer.add(piece, body_limit)
+                answer.add(piece, max_body_bytes)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             answer.is_complete = True  # A client that disconnects after this point has the complete answer.
             await send({"type": "http.response.body", "body": b""})
@@ -229,7 +231,7 @@ class ShadowProxy:
                 if reply is not None:
                     try:
                         async for piece in reply.aiter_raw():
-                            answer.add(piece, self._settings.body_limit)
+                            answer.add(piece, self._settings.max_body_bytes)
                     finally:
                         await reply.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
@@ -268,7 +270,7 @@ class ShadowProxy:
         if failed or now - self._switch_checked >= _SWITCH_INTERVAL_S:
             self._switch_checked = now
             rows = tuple(self._recent_rows["candidate"]), tuple(self._recent_rows["parent"])
-            if (reason := kill_reason(*rows, self._settings.switch)) is not None:
+            if (reason := kill_reason(*rows, self._settings.kill_switch)) is not None:
                 self._count("switched off")
                 self._routing.decide("killed", reason)
 

@@ -37,8 +37,8 @@ class Recorder:
         connect: Function that opens the database. It is called again after a failure.
         redaction: Redaction of bodies, paths and request IDs.
         queue_size: Largest number of records in the queue.
-        body_limit: Largest size of a stored body, in bytes. Longer bodies are not stored.
-        keep_days: Days after which records are deleted.
+        max_body_bytes: Largest size of a stored body, in bytes. Longer bodies are not stored.
+        retention_days: Days after which records are deleted.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Recorder:
         redaction: Redaction,
         *,
         queue_size: int,
-        body_limit: int,
-        keep_days: float,
+        max_body_bytes: int,
+        retention_days: float,
     ) -> None:
         self._connect, self._redaction = connect, redaction
-        self._body_limit, self._keep_s = body_limit, keep_days * _DAY_S
+        self._body_limit, self._keep_s = max_body_bytes, retention_days * _DAY_S
         self._queue: queue.Queue[ShadowRecord | None] = queue.Queue(queue_size)  # None wakes up the thread
         self._bytes = 0
         self._records: Records | None = None

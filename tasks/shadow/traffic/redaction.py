@@ -100,10 +100,10 @@ def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redact
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InvalidInput(
-            "shadow.redact_with", found=f"{function_path!r}, which cannot be imported ({error})", expected=expected
+            "shadow.redactor", found=f"{function_path!r}, which cannot be imported ({error})", expected=expected
         ) from None
     if not callable(function):
-        raise InvalidInput("shadow.redact_with", found=f"{function_path!r}, which is not callable", expected=expected)
+        raise InvalidInput("shadow.redactor", found=f"{function_path!r}, which is not callable", expected=expected)
     return Redaction(patterns, function)
 
 
