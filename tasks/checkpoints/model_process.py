@@ -65,7 +65,8 @@ _PROGRESS_EVERY = 0.1  # Minimum seconds between progress messages. A tiny model
 _START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
 _IMPORTED = (
-    "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
+    "import datasets, lm_eval.tasks, torch, transformers; "
+    "import mergegate.tasks.evaluation.harness, mergegate.tasks.perplexity.measurement; "
     "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
 )
 # Maximum seconds without progress if the call has no time limit. The largest models load within this time.

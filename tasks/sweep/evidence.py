@@ -131,7 +131,7 @@ def pin_sweep(
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
+    for written, task in pin_sound_tasks(cluster_fields, root, hashes, data, location="sweep").items():
         require_examples(task, num_fewshot)
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(

@@ -133,7 +133,7 @@ def test_a_mapping_goes_by_name_before_pattern() -> None:
     [
         ("acc,none", "'acc,none', which the task does not have(.|\n)*acc_norm,none or exact_match,none"),
         ({"math_a": "acc,none"}, "'acc,none' for math_a, which does not have it(.|\n)*expected: exact_match,none"),
-        ({"mth_*": "acc,none"}, "'mth_\\*', which is none of its tasks"),
+        ({"mth_*": "acc,none"}, "'mth_\\*', which matches none of its tasks"),
     ],
 )
 def test_a_metric_that_a_leaf_does_not_have_is_refused(setting: str | dict[str, str], complaint: str) -> None:
