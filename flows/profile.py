@@ -336,7 +336,7 @@ class Profile(ProfileSection):
             return evidence
         swept = searching.pin_sweep(evidence, hashes)
         return evidence._replace(
-            tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
+            tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
         )
 
     def _written_dtypes(self) -> set[str]:
@@ -368,7 +368,7 @@ class Profile(ProfileSection):
     def asked_tasks(self) -> tuple[str, ...]:
         """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
-        return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
+        return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """Return the formats, as written, in which models are loaded for evaluation on this machine."""
