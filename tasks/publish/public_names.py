@@ -125,7 +125,7 @@ def recipe_paths(recipe: Recipe) -> Iterator[str]:
         for reference in document.own_references():
             yield reference.path
             if reference.adapter:
-                yield parse_reference(reference.adapter, recipe.where).path
+                yield parse_reference(reference.adapter, recipe.location).path
         yield from document.texts.values()
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks
 from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.study import SearchedSet
@@ -89,7 +89,6 @@ def pin_sweep(
     root: Path,
     hashes: HashMemo,
     data: Path | None = None,
-    num_fewshot: int | None = None,
 ) -> SweepEvidence:
     """Pin all tasks of the objective and the constraints by content.
 
@@ -98,7 +97,6 @@ def pin_sweep(
         guarded: Cluster field that the gate uses for each task, by the task's name in the profile.
         root: Directory that relative paths are relative to.
         data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
-        num_fewshot: Number of few-shot examples in the profile. None: the task's own setting.
 
     Raises:
         InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share one name; two
@@ -134,7 +132,6 @@ def pin_sweep(
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
     for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
-        require_examples(task, num_fewshot)
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {reference}",

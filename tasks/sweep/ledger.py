@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
+from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
 from mergegate.merge_core.files import (
     JournalPlace,
     RecordJournal,
@@ -116,7 +116,7 @@ def open_ledger(
         root: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
-        DiskRefused: The state directory cannot be created.
+        DiskUnavailable: The state directory cannot be created.
     """
     directory = (root or home() / "sweeps") / scoring[:_NAME_DIGITS]
     with disk_errors_refused(directory):
@@ -134,7 +134,7 @@ def open_ledger(
 
 def study_key(space: Space, settings: SweepSettings) -> str:
     """Return the key of a search: the recipe with its free parameters and the search settings, but not the budget."""
-    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
+    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 
@@ -175,7 +175,7 @@ def score_once(
         crashed = {}
         for number, result in score_all(list(pending.values())) if pending else ():
             key = list(pending)[number]
-            if isinstance(result, (DiskRefused, ChangedInput)):
+            if isinstance(result, CannotDecide):
                 raise result
             if isinstance(result, Exception):
                 crashed[key] = result

@@ -81,7 +81,7 @@ class Objective:
 
     terms: tuple[Term, ...]
     limits: tuple[Limit, ...] = ()
-    several: bool = False
+    multi_objective: bool = False
     change_penalty: float = 0.0
 
     @property
@@ -113,13 +113,13 @@ class Objective:
         """
         penalty = self.change_penalty * change if self.change_penalty else 0.0
         means = [float(np.mean(term.numbers(table))) if len(table[term.key]) else math.nan for term in self.terms]
-        if self.several:
+        if self.multi_objective:
             return tuple(mean - penalty for mean in means)
         return (sum(term.weight * mean for term, mean in zip(self.terms, means, strict=True)) - penalty,)
 
     def total(self, scores: Sequence[float]) -> float:
         """Return the weighted sum of the scores; a single objective returns its score."""
-        if not self.several:
+        if not self.multi_objective:
             return scores[0]
         return sum(term.weight * score for term, score in zip(self.terms, scores, strict=True))
 
@@ -148,7 +148,7 @@ def make_objective(settings: SweepSettings, names: Mapping[str, str]) -> Objecti
 
     Raises:
         InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is
-            missing or superfluous, or ``several`` is set with a single objective.
+            missing or superfluous, or ``multi_objective`` is set with a single objective.
     """
     total = sum(term.weight for term in settings.objective)
     terms: list[Term] = []
@@ -175,14 +175,16 @@ def make_objective(settings: SweepSettings, names: Mapping[str, str]) -> Objecti
                 remedy="use one term with the sum of their weights",
             )
         terms.append(Term(key, term.weight / total, term.clip, term.cluster_by))
-    if settings.several and len(terms) < 2:
-        raise InvalidInput("sweep.several", found="only one objective", expected="two or more terms under 'objective'")
+    if settings.multi_objective and len(terms) < 2:
+        raise InvalidInput(
+            "sweep.multi_objective", found="only one objective", expected="two or more terms under 'objective'"
+        )
     limits = []
     for index, constraint in enumerate(settings.constraints):
         location = f"sweep.constraints[{index}]"
         key = _metric_key(constraint.task, constraint.measure, constraint.metric, names, location)
         limits.append(Limit(key, constraint.guarded_by or HAND_WRITTEN, constraint.max_drop / 100))
-    return Objective(tuple(terms), tuple(limits), settings.several, settings.change_penalty)
+    return Objective(tuple(terms), tuple(limits), settings.multi_objective, settings.change_penalty)
 
 
 def _metric_key(

@@ -72,8 +72,8 @@ class StudyView:
             name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
             if free.type == "category":
                 # Take the choice itself, because a point that was read from a file may have an equal value.
-                values[name] = free.among[int(coordinate.encode(value) * coordinate.choices)]
-                distributions[name] = kinds.CategoricalDistribution(free.among)
+                values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
+                distributions[name] = kinds.CategoricalDistribution(free.choices)
             elif free.type == "integer":
                 values[name] = int(value)
                 distributions[name] = kinds.IntDistribution(int(coordinate.low), int(coordinate.high))
@@ -101,7 +101,7 @@ class StudyView:
 
     def importances(self, evaluator: Evaluator) -> Mapping[str, float]:
         """Return Optuna's importances. With several objectives they are those of the weighted sum."""
-        module, several = self._optuna.importance, self._objective.several
+        module, several = self._optuna.importance, self._objective.multi_objective
         class_name = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
         instance = getattr(module, class_name)(**({"seed": 0} if evaluator == "fanova" else {}))
         target = (lambda trial: self._objective.total(trial.values)) if several or evaluator == "fanova" else None
@@ -119,10 +119,10 @@ def open_view(address: str, name: str, coordinates: Sequence[Coordinate], object
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
-        DiskRefused: The file cannot be written.
+        DiskUnavailable: The file cannot be written.
     """
     optuna = import_optional("optuna")
-    objectives = len(objective.terms) if objective.several else 1
+    objectives = len(objective.terms) if objective.multi_objective else 1
     with quiet_optuna(optuna):
         storage = view_storage(address)
         study = _connect(

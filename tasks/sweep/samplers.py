@@ -80,12 +80,12 @@ def make_sampler(space: Space, objective: Objective, settings: SweepSettings) ->
     if settings.sampler == "random":
         return RandomSearch(space, settings.seed, size)
     if settings.sampler == "cma":
-        if objective.several:
+        if objective.multi_objective:
             raise InvalidInput(
                 "sweep.sampler",
                 found="cma, which supports only one objective",
                 expected="a sampler that finds a Pareto front",
-                remedy="set sampler: nsga2, or several: false to search for the weighted sum",
+                remedy="set sampler: nsga2, or multi_objective: false to search for the weighted sum",
             )
         return EvolutionStrategy(space, objective, settings.seed, settings.sigma, size)
     return OptunaSearch(space, objective, settings.sampler, settings.seed, size)
@@ -217,7 +217,7 @@ class OptunaSearch:
     def __init__(self, space: Space, objective: Objective, kind: str, seed: int, size: int) -> None:
         self._optuna = import_optional("optuna")
         self._space, self._size = space, size
-        self._worst = [0.0] * (len(objective.terms) if objective.several else 1)
+        self._worst = [0.0] * (len(objective.terms) if objective.multi_objective else 1)
         self._has_score = False
         self._pending: list[Any] = []
         samplers, distributions = self._optuna.samplers, self._optuna.distributions

@@ -160,7 +160,7 @@ class _Search:
             coordinates=self.space.coordinates,
             trials=tuple(self.trials),
             best=best_of(self._searched_trials(), self.objective),
-            front=front(self.trials) if self.objective.several else (),
+            front=front(self.trials) if self.objective.multi_objective else (),
             sizes=self.sizes,
             tables=self.tables,
             recipes=self.recipes,
@@ -185,7 +185,7 @@ class _Search:
 
     def _baseline_due(self, proposed: int) -> int:
         """Return how many random search trials are due after ``proposed`` trials of the sampler."""
-        requested = self.settings.baseline
+        requested = self.settings.random_trials
         if requested is None:
             limit = self.settings.budget.trials // (_BASELINE_RATIO + 1)
             return 0 if self.settings.sampler == "random" else min(limit, proposed // _BASELINE_RATIO)
@@ -204,7 +204,7 @@ class _Search:
         No race applies under another rule, with several objectives, or while the best trial violates a constraint.
         """
         best = best_of(self.trials, self.objective)
-        if self.settings.racing.rule != "paired" or self.objective.several or best is None or best.violation:
+        if self.settings.racing.rule != "paired" or self.objective.multi_objective or best is None or best.violation:
             return None
         rule, penalty = self.settings.racing, self.objective.change_penalty
         lead = penalty * best.change if penalty else 0.0
@@ -255,7 +255,7 @@ class _Search:
         # Keep only the tables of trials that may still be needed, so that memory does not grow with the trials.
         best, candidate = best_of(self.trials, self.objective), best_of(self._searched_trials(), self.objective)
         needed = {trial.number for trial in (*self._hand_written_trials(), best, candidate) if trial is not None}
-        if self.objective.several:
+        if self.objective.multi_objective:
             needed |= {trial.number for trial in front(self.trials)}
         self.tables = {number: table for number, table in self.tables.items() if number in needed}
         self.recipes = {number: recipe for number, recipe in self.recipes.items() if number in needed}
@@ -292,7 +292,7 @@ class _Search:
         """Rank dropped trials below all others of their generation, by the difference to the best of them."""
         generation = [trial for trial in self.trials[begin:] if not trial.problem]
         best = best_of(generation, self.objective)
-        if best is None or self.objective.several:
+        if best is None or self.objective.multi_objective:
             return
         lowest = min(trial.scores[0] for trial in generation if not trial.dropped)
         race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
@@ -331,12 +331,12 @@ class _Search:
     def _rate(self, scores: TrialScores) -> tuple[tuple[float, ...], float]:
         """Return one score per objective, NaN if there is a problem, and the constraint violation."""
         if scores.problem:
-            return (math.nan,) * (len(self.objective.terms) if self.objective.several else 1), 0.0
+            return (math.nan,) * (len(self.objective.terms) if self.objective.multi_objective else 1), 0.0
         violation = self.objective.violation(scores.table, self.references)
         return self.objective.scores(scores.table, scores.change), violation
 
     def _spent(self) -> float | None:
-        rate = self.settings.budget.per_hour
+        rate = self.settings.budget.cost_per_hour
         return None if rate is None else self.ledger.used / 3600 * self.workers * rate
 
     def _report_progress(self, generation: int) -> None:

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,10 +33,12 @@ class _Settings(BaseModel):
 class FreeParameter(_Settings):
     """A free parameter, used in the recipe as ``$name``, and its possible values."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"among": "choices"}
+
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float | None = None
     high: float | None = None
-    among: tuple[Value, ...] = Field(default=(), description="Choices of a category: models, methods or numbers.")
+    choices: tuple[Value, ...] = Field(default=(), description="Choices of a category: models, methods or numbers.")
     start: Value = Field(description="Hand-written value. The search begins at it, and the winner must beat it.")
     layers: int | None = Field(
         default=None,
@@ -96,15 +98,17 @@ class SetSizes(_Settings):
 class Budget(_Settings):
     """Limits of a search. The search ends at the first limit that it reaches."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"per_hour": "cost_per_hour"}
+
     trials: int = Field(default=60, ge=1)
     hours: float | None = Field(default=None, gt=0, description="Wall time in hours, over all runs of the search.")
-    cost: float | None = Field(default=None, gt=0, description="Money to spend: worker hours times per_hour.")
-    per_hour: float | None = Field(default=None, gt=0, description="Cost of one worker per hour.")
+    cost: float | None = Field(default=None, gt=0, description="Money to spend: worker hours times cost_per_hour.")
+    cost_per_hour: float | None = Field(default=None, gt=0, description="Cost of one worker per hour.")
 
     @model_validator(mode="after")
     def _require_rate(self) -> Self:
-        if self.cost is not None and self.per_hour is None:
-            raise ValueError("'cost' requires 'per_hour'")
+        if self.cost is not None and self.cost_per_hour is None:
+            raise ValueError("'cost' requires 'cost_per_hour'")
         return self
 
 
@@ -124,13 +128,22 @@ class Racing(_Settings):
 class SweepSettings(_Settings):
     """A search over the free parameters of a recipe."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "hand_written": "baselines",
+        "several": "multi_objective",
+        "baseline": "random_trials",
+        "view": "optuna_storage",
+    }
+
     parameters: dict[str, FreeParameter] = Field(min_length=1)
     sum_to_one: tuple[tuple[str, ...], ...] = Field(
         default=(), description="Groups of parameters whose values sum to one."
     )
-    hand_written: tuple[str, ...] = Field(default=(), description="Files of further recipes that the winner must beat.")
+    baselines: tuple[str, ...] = Field(default=(), description="Files of further recipes that the winner must beat.")
     objective: tuple[ObjectiveTerm, ...] = Field(min_length=1)
-    several: bool = Field(default=False, description="Search each term as an objective of its own, for a Pareto front.")
+    multi_objective: bool = Field(
+        default=False, description="Search each term as an objective of its own, for a Pareto front."
+    )
     change_penalty: float = Field(
         default=0.0, ge=0, description="Penalty, times the relative size of the change from the base."
     )
@@ -141,14 +154,14 @@ class SweepSettings(_Settings):
         default=None, ge=2, description="Candidates per generation. Default: depends on the dimension."
     )
     sigma: float = Field(default=0.2, gt=0, le=1, description="First step of cma, as a share of each range.")
-    baseline: int | None = Field(default=None, ge=0, description="Trials of random search. Default: a quarter.")
+    random_trials: int | None = Field(default=None, ge=0, description="Trials of random search. Default: a quarter.")
     documents: SetSizes = SetSizes()
     confidence: float = Field(
         default=0.975, gt=0.5, lt=1, description="One-sided confidence of the confirmation: 0.975 is 0.95 two-sided."
     )
     budget: Budget = Budget()
     racing: Racing = Racing()
-    view: str | None = Field(
+    optuna_storage: str | None = Field(
         default=None,
         description="File or database address to which the study is written for Optuna's dashboard. Default: none, "
         "unless the dashboard is started.",

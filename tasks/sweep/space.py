@@ -61,7 +61,7 @@ class Coordinate:
     def choices(self) -> int:
         """Number of values, or 0 for a continuous coordinate."""
         if self.free.type == "category":
-            return len(self.free.among)
+            return len(self.free.choices)
         return int(self.high - self.low) + 1 if self.free.type == "integer" else 0
 
     @property
@@ -75,7 +75,7 @@ class Coordinate:
     def encode(self, value: Value) -> float:
         """Return the position of ``value`` in [0, 1]. A choice is at the middle of its share."""
         if self.free.type == "category":
-            texts = [_value_text(choice) for choice in self.free.among]
+            texts = [_value_text(choice) for choice in self.free.choices]
             return (texts.index(_value_text(value)) + 0.5) / self.choices
         if self.free.type == "integer":
             return (float(value) - self.low + 0.5) / self.choices
@@ -89,7 +89,7 @@ class Coordinate:
         unit = min(max(float(unit), 0.0), 1.0)
         if self.choices:
             index = min(int(unit * self.choices), self.choices - 1)
-            return self.free.among[index] if self.free.type == "category" else int(self.low) + index
+            return self.free.choices[index] if self.free.type == "category" else int(self.low) + index
         if self.free.type == "log":
             value = math.exp(math.log(self.low) + unit * (math.log(self.high) - math.log(self.low)))
             rounded = float(f"{value:.{DIGITS - 1}e}")
@@ -179,7 +179,7 @@ def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Ite
     layers = max(free.layers or 1 for free in settings.parameters.values())
     space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
-        for choice in coordinate.free.among:
+        for choice in coordinate.free.choices:
             if choice != space.start[coordinate.name]:
                 yield space.fill_recipe({**space.start, coordinate.name: choice})
 
@@ -257,8 +257,8 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
     for placeholder in placeholders:
         # Check all methods now, not when the sampler first draws one of them.
         if placeholder.location == f"{recipe_name}: merge_method":
-            for method in settings.parameters[placeholder.name].among:
-                fit_to_method({"merge_method": method}, f"sweep.parameters.{placeholder.name}.among")
+            for method in settings.parameters[placeholder.name].choices:
+                fit_to_method({"merge_method": method}, f"sweep.parameters.{placeholder.name}.choices")
     sums = tuple(group for names in settings.sum_to_one for group in _sums(names, settings, coordinates))
     return Space(recipe, tuple(coordinates), sums, layers or 0, recipe_name)
 
@@ -324,26 +324,26 @@ def _check_parameter(free: FreeParameter, location: str) -> None:
 
 def _check_category(free: FreeParameter, location: str) -> None:
     if free.low is not None or free.high is not None:
-        raise InvalidInput(location, found="low or high for a category", expected="choices under 'among'")
-    if not free.among:
-        raise InvalidInput(f"{location}.among", found="no choices", expected="the choices of the category")
+        raise InvalidInput(location, found="low or high for a category", expected="choices under 'choices'")
+    if not free.choices:
+        raise InvalidInput(f"{location}.choices", found="no choices", expected="the choices of the category")
     # Compare texts, because 1 and True are equal in Python.
-    texts = {_value_text(choice) for choice in free.among}
-    if len(texts) < len(free.among):
-        raise InvalidInput(f"{location}.among", found=f"{list(free.among)}", expected="each choice only once")
+    texts = {_value_text(choice) for choice in free.choices}
+    if len(texts) < len(free.choices):
+        raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice only once")
     if _value_text(free.start) not in texts:
         raise InvalidInput(
             f"{location}.start",
             found=repr(free.start),
             expected="one of the choices",
-            remedy=suggest(str(free.start), [str(choice) for choice in free.among]),
+            remedy=suggest(str(free.start), [str(choice) for choice in free.choices]),
         )
 
 
 def _check_range(free: FreeParameter, location: str) -> None:
-    if free.among:
+    if free.choices:
         raise InvalidInput(
-            f"{location}.among", found=f"choices for the type {free.type}", expected="low and high, or type: category"
+            f"{location}.choices", found=f"choices for the type {free.type}", expected="low and high, or type: category"
         )
     low, high, start = free.low, free.high, free.start
     if low is None or high is None:

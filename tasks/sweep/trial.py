@@ -24,7 +24,7 @@ import numpy as np
 
 from mergegate.merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
+from mergegate.merge_core.errors import CannotDecide, ChangedInput, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
 from mergegate.tasks.checkpoints import (
@@ -244,7 +244,7 @@ class _Workspace:
         """Return the candidate's scores, or its problem."""
         try:
             network = self._fill_network(request, watch)
-        except (DiskRefused, ChangedInput, OutOfModelMemory):
+        except (CannotDecide, OutOfModelMemory):
             self.network = None
             raise
         except MergegateError as problem:
@@ -292,15 +292,15 @@ class _Workspace:
 
     def _plan(self, request: TrialRequest) -> MergePlan:
         location = f"{request.directory / 'sweep' if request.directory else 'sweep'}: recipe"
-        recipe = load_recipe(request.recipe, where=location)
+        recipe = load_recipe(request.recipe, location=location)
         if recipe.output is not None:
-            raise InvalidInput(recipe.where, found="a recipe for an adapter", expected="a recipe for a model")
+            raise InvalidInput(recipe.location, found="a recipe for an adapter", expected="a recipe for a model")
         if recipe.texts:
             measured = {}
             for calibration in recipe.calibration_requests:
                 if calibration not in self.setting.measured:
                     raise InvalidInput(
-                        f"{recipe.where}: {calibration.model}",
+                        f"{recipe.location}: {calibration.model}",
                         found=f"{calibration.text}, which was not read in the way that {recipe.merge_method} requires",
                         expected="texts that were read before the search",
                         remedy="search over methods, or over how texts are read, but not over both",
@@ -312,7 +312,7 @@ class _Workspace:
             if reference not in self._checkpoints:
                 if reference not in by_ref:
                     raise InvalidInput(
-                        recipe.where,
+                        recipe.location,
                         found=f"{reference}, which is not among the parents of the sweep",
                         expected="models that were resolved when the sweep began",
                     )

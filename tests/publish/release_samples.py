@@ -11,7 +11,7 @@ from typing import Any
 
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.merge import Merged, Numerics

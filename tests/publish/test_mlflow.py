@@ -29,7 +29,8 @@ from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, find_release
 from mergegate.tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
-from mergegate.tasks.report import RunRecord, RunScore, export_to_trackers
+from mergegate.tasks.report import RunRecord, RunScore
+from mergegate.tasks.telemetry import export_to_trackers
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,7 @@ def files(weights: str) -> tuple[ReleaseFile, ...]:
 
 def target(tracking: str, blobs: SmallRegistry, model: str, **settings: Any) -> PublishTarget:
     place = {"to": "oci", "repository": f"{blobs.url.removeprefix('http://')}/acme/demo"}
-    publish = {"to": "mlflow", "model": model, "place": place, "tracking_uri": tracking, **settings}
+    publish = {"to": "mlflow", "model": model, "storage": place, "tracking_uri": tracking, **settings}
     made = parse_profile({**PROFILE, "publish": publish}, "p").publish
     assert made is not None
     return made
@@ -165,9 +166,9 @@ def test_an_mlflow_that_does_not_answer_or_has_no_address_is_said_and_the_run_go
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     export_to_trackers(REFUSED, tmp_path, {"MERGEGATE_MLFLOW": "releases"})
-    assert "MLFLOW_TRACKING_URI is no address" in caplog.text
+    assert "MLFLOW_TRACKING_URI is not an http(s) address" in caplog.text
     export_to_trackers(REFUSED, tmp_path, tracking("http://127.0.0.1:9"))
-    assert "not sent to MLflow" in caplog.text
+    assert "could not send this run to MLflow" in caplog.text
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistr
         to = target(mlflow.url, blobs, "demo")
         assert to.current(tmp_path) is None
         publish(to, files("old"), "v1")
-        publish(to.place, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
+        publish(to.storage, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
         behind = to.current(tmp_path)
         assert behind is not None
         assert not behind.complete

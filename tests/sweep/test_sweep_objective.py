@@ -42,7 +42,7 @@ def test_held_out_text_can_be_a_term() -> None:
 
 
 def test_several_objectives_stay_separate_and_have_a_weighted_sum() -> None:
-    objective = read({"task": "rev.yaml", "weight": 3}, {"task": "copy", "measure": "exact"}, several=True)
+    objective = read({"task": "rev.yaml", "weight": 3}, {"task": "copy", "measure": "exact"}, multi_objective=True)
     scores = objective.scores({REV: np.array([-1.0]), COPY: np.array([1.0])})
     assert scores == (-1.0, 1.0)
     assert objective.total(scores) == pytest.approx(-0.5)
@@ -94,7 +94,7 @@ def test_the_front_has_all_trials_that_are_not_dominated() -> None:
         (({"task": "copy", "measure": "metric"},), {}, "no metric"),
         (({"task": "copy", "metric": "acc"},), {}, "only there"),
         (({"task": None, "measure": "exact"},), {}, "held-out text"),
-        (({"task": "copy"},), {"several": True}, "two or more"),
+        (({"task": "copy"},), {"multi_objective": True}, "two or more"),
     ],
 )
 def test_invalid_objectives_are_rejected(terms: Any, more: Any, message: str) -> None:

@@ -21,11 +21,11 @@ from mergegate.tasks.sweep.space import Space, make_space
 
 REV = MetricKey("rev", "exact")
 ONE = Objective((Term(REV, 1.0),))
-TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), several=True)
+TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), multi_objective=True)
 LIMITED = Objective((Term(REV, 1.0),), (Limit(REV, "", 0.0),))
 MIXED = {
     **TIES_PARAMETERS,
-    "how": {"type": "category", "among": ["ties", "dare_ties", "breadcrumbs"], "start": "ties"},
+    "how": {"type": "category", "choices": ["ties", "dare_ties", "breadcrumbs"], "start": "ties"},
     "rank": {"type": "integer", "low": 1, "high": 9, "start": 5},
     "pair": {"type": "integer", "low": 0, "high": 1, "start": 0},
 }
@@ -85,7 +85,7 @@ def test_the_same_results_in_the_same_order_give_the_same_points(kind: str, name
 def test_several_objectives_are_reproducible_with_optuna() -> None:
     space = SPACES["floats"]
     runs = [
-        asked_in(sampler_of("nsga2", space, TWO, several=True, population=6), space, 4, objectives=2) for _ in range(2)
+        asked_in(sampler_of("nsga2", space, TWO, multi_objective=True, population=6), space, 4, objectives=2) for _ in range(2)
     ]
     assert runs[0] == runs[1]
     with pytest.raises(InvalidInput, match="nsga2"):

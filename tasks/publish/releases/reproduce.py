@@ -90,7 +90,7 @@ def rebuild_release(
     """
     build = _build(release, verified)
     text = release.read(RECIPE)
-    recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
+    recipe = load_recipe(text.decode(), location=f"{release.where}: {RECIPE}")
     digests = {parent.name: parent for parent in build.resolved_dependencies}
     directories = [directory] if directory else [*_directories_with_recipe(text), Path.cwd()]
     parents = _parents(recipe.references(), digests, directories, hashes)

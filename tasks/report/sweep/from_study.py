@@ -95,7 +95,7 @@ def sweep_content(
                 type=coordinate.free.type,
                 low=coordinate.low,
                 high=coordinate.high,
-                among=coordinate.free.among,
+                among=coordinate.free.choices,
                 start=coordinate.free.start,
                 importance=importance_by_name.get(coordinate.name),
             )
@@ -134,7 +134,7 @@ def sweep_content(
 def _objectives(study: Study) -> tuple[ReportedObjective, ...]:
     """Return one objective for all terms, in their common unit, or one objective per term."""
     terms = study.objective.terms
-    if study.objective.several:
+    if study.objective.multi_objective:
         return tuple(_objective((term,)) for term in terms)
     return (_objective(terms),)
 
@@ -200,7 +200,7 @@ def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
     scores would not be comparable.
     """
     scores = {trial.number: trial.scores for trial in study.trials if trial.number in (test.winner, test.reference)}
-    if study.objective.several:
+    if study.objective.multi_objective:
         winner = tuple(term.winner for term in test.terms)
         reference = tuple(term.reference for term in test.terms)
     else:
@@ -224,7 +224,7 @@ def _sets(sizes: Mapping[str, Mapping[str, int]]) -> tuple[ReportedSet, ...]:
 
 def _racing(study: Study) -> ReportedRacing:
     rule = study.settings.racing
-    if rule.rule == "none" or study.objective.several:
+    if rule.rule == "none" or study.objective.multi_objective:
         return ReportedRacing(rule="none")
     if rule.rule == "halving":
         return ReportedRacing(rule="halving")

@@ -1,0 +1,182 @@
+"""``evaluate.data`` replaces every dataset that is not next to its task, for tasks from any source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mergegate.flows.preflight import pin_profile_sweep
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.evaluation.harness import inspect_data, open_tasks
+from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation.task_datasets import declared_dataset
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.preflight import Evidence
+
+LETTERS: dict[str, Any] = {
+    "dataset_path": "acme/letters",
+    "test_split": "test",
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+PROFILE = """\
+name: nightly
+recipe: {merge_method: linear, models: [{model: a}, {model: b}], dtype: float32}
+evaluate: {tasks: [{task: letters.yaml, guarded_by: a}], data: mirror, num_fewshot: 0}
+sweep:
+  parameters: {x: {low: 0, high: 1, start: 0.5}}
+  objective: [{task: letters.yaml}, {task: more.yaml}]
+  constraints: [{task: arc_easy}]
+"""
+
+
+def rows(path: Path, *prompts: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts))
+    return path
+
+
+def written(root: Path, name: str, **said: Any) -> str:
+    (root / f"{name}.yaml").write_text(yaml.safe_dump({**LETTERS, "task": name, **said}))
+    return f"{name}.yaml"
+
+
+def pinned(task: str, root: Path, mirror: Path | None) -> EvalTask:
+    return pin_task(task, root, HashMemo(root / "hashes.db"), mirror)
+
+
+@pytest.mark.parametrize(
+    ("path", "files", "found"),
+    [
+        ("acme/x", None, ("acme/x", "", "", ())),
+        ("json", {"test": "hf://datasets/acme/x/d/t.jsonl"}, ("acme/x", "json", "", (("test", "d/t.jsonl"),))),
+        ("csv", "hf://datasets/acme/x@v1/t.csv", ("acme/x", "csv", "v1", (("train", "t.csv"),))),
+        (
+            "json",
+            ["https://huggingface.co/datasets/acme/x/resolve/main/t.jsonl?download=true"],
+            ("acme/x", "json", "", (("train", "t.jsonl"),)),
+        ),
+        ("acme/x", {"test": "en/*.parquet"}, ("acme/x", "", "", (("test", "en/*.parquet"),))),
+        ("json", {"test": "https://example.org/t.jsonl"}, ("", "json", "", ())),
+        ("json", {"test": "/nowhere/t.jsonl"}, ("", "json", "", ())),
+        ("json", ["hf://datasets/acme/x/t.jsonl", "hf://datasets/acme/y/t.jsonl"], ("", "json", "", ())),
+    ],
+)
+def test_a_dataset_is_told_by_its_name_or_by_the_address_of_its_files(
+    path: str, files: object, found: tuple[object, ...]
+) -> None:
+    asked = declared_dataset("t", {"dataset_path": path, "dataset_kwargs": {"data_files": files}, "test_split": "test"})
+    assert asked
+    assert (asked.path, asked.reader, asked.revision, asked.files) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "split"),
+    [
+        ({"training_split": "train", "validation_split": "validation"}, "train"),
+        ({"fewshot_split": "dev", "training_split": "train"}, "dev"),
+        ({"fewshot_config": {"split": "dev"}}, "dev"),
+        ({"fewshot_config": {"samples": [{"prompt": "?"}]}, "training_split": "train"}, None),
+        ({}, None),
+    ],
+)
+def test_examples_are_drawn_from_the_split_that_lm_eval_draws_from(said: dict[str, Any], split: str | None) -> None:
+    asked = declared_dataset("t", {**LETTERS, **said})
+    assert asked
+    assert asked.examples == split
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ({}, "acme/letters/test.jsonl"),
+        ({}, "letters_test.jsonl"),
+        ({}, "own.jsonl"),
+        (
+            {
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": "hf://datasets/acme/letters/d/e.jsonl"}},
+            },
+            "acme/letters/d/e.jsonl",
+        ),
+        (
+            {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "https://example.org/e.jsonl"}}},
+            "own_test.jsonl",
+        ),
+    ],
+)
+def test_a_yaml_file_is_asked_from_the_mirror_and_is_another_task_with_other_data(
+    said: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    task = written(tmp_path, "own", **said)
+    file = rows(tmp_path / "mirror" / place, "a", "b")
+    before = pinned(task, tmp_path, tmp_path / "mirror")
+    assert before.is_local  # no network access
+    assert inspect_data(before).documents == 2
+    rows(file, "a", "b", "c")
+    after = pinned(task, tmp_path, tmp_path / "mirror")
+    assert after.digest != before.digest
+    assert inspect_data(after).documents == 3
+
+
+def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third_its_data_beside_it(
+    tmp_path: Path,
+) -> None:
+    for name in ("first", "second"):
+        written(tmp_path, name)
+        rows(tmp_path / "mirror" / f"{name}_test.jsonl", name)
+    rows(tmp_path / "beside.jsonl", "third")
+    written(tmp_path, "third", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [first, second, third]\n")
+    with open_tasks(pinned("all.yaml", tmp_path, tmp_path / "mirror")) as leaves:
+        asked = {name: [document["prompt"] for document in leaf.eval_docs] for name, leaf in leaves.items()}
+    assert asked == {"first": ["first"], "second": ["second"], "third": ["third"]}
+
+
+def test_a_task_with_its_data_beside_it_is_the_same_task_with_and_without_a_mirror(tmp_path: Path) -> None:
+    rows(tmp_path / "beside.jsonl", "a")
+    task = written(tmp_path, "own", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
+    assert pinned(task, tmp_path, tmp_path / "nowhere") == pinned(task, tmp_path, None)
+
+
+def test_examples_of_a_yaml_file_that_are_not_there_are_missed(tmp_path: Path) -> None:
+    task = written(tmp_path, "own", fewshot_split="train", num_fewshot=2)
+    rows(tmp_path / "mirror" / "own_test.jsonl", "a")
+
+    def pin(num_fewshot: int | None) -> None:
+        pinned = pin_sound_tasks([task], tmp_path, HashMemo(tmp_path / "h.db"), Path("mirror"))
+        require_examples(pinned[task], num_fewshot)
+
+    pin(0)
+    with pytest.raises(InvalidInput, match="split 'train'") as refused:
+        pin(None)
+    assert "own_train.jsonl" in refused.value.expected
+
+
+def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_task(tmp_path: Path) -> None:
+    written(tmp_path, "letters")
+    written(tmp_path, "more", dataset_path="acme/more")
+    (tmp_path / "nightly.yaml").write_text(PROFILE)
+    profile = load_profile(tmp_path / "nightly.yaml")
+    assert profile.evaluate
+    hashes = HashMemo(tmp_path / "h.db")
+    mirror = tmp_path / "mirror"
+    rows(mirror / "letters_test.jsonl", "a")
+    # The error names the missing file: first the one of a YAML task, then the one of a task by name.
+    for lacking in ("more_test.jsonl", "arc_easy_test.jsonl"):
+        with pytest.raises(InvalidInput, match=r"evaluate\.data") as refused:
+            pin_profile_sweep(profile, Evidence(), hashes)
+        assert lacking in refused.value.expected
+        rows(mirror / lacking, "a")
+    swept = pin_profile_sweep(profile, Evidence(), hashes)
+    assert {task.name: task.mirror for task in swept.tasks} == dict.fromkeys(("letters", "more", "arc_easy"), mirror)
+    guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data)["letters.yaml"]
+    assert [task.only for task in swept.gate_tasks([guarded])] != [None]
