@@ -50,7 +50,7 @@ def bowl(space: Space, point: Point) -> float:
     return -float(np.square(space.encode(point) - np.array(best)).sum())
 
 
-def asked_in(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
+def proposed_points(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
     sampler.begin(TrialResult(space.start, (bowl(space, space.start),) * objectives))
     generated = []
     for _ in range(generations):
@@ -71,7 +71,7 @@ def test_the_same_results_in_the_same_order_give_the_same_points(kind: str, name
     # Run more than ten trials: the first ten of Optuna's samplers are random.
     shape = {"population": 4, "generations": 4} if kind == "gp" else {"population": 6, "generations": 3}
     first, again, other = (
-        asked_in(sampler_of(kind, space, seed=seed, population=shape["population"]), space, shape["generations"])
+        proposed_points(sampler_of(kind, space, seed=seed, population=shape["population"]), space, shape["generations"])
         for seed in (3, 3, 4)
     )
     assert first == again
@@ -84,9 +84,8 @@ def test_the_same_results_in_the_same_order_give_the_same_points(kind: str, name
 
 def test_several_objectives_are_reproducible_with_optuna() -> None:
     space = SPACES["floats"]
-    runs = [
-        asked_in(sampler_of("nsga2", space, TWO, multi_objective=True, population=6), space, 4, objectives=2) for _ in range(2)
-    ]
+    samplers = [sampler_of("nsga2", space, TWO, multi_objective=True, population=6) for _ in range(2)]
+    runs = [proposed_points(sampler, space, 4, objectives=2) for sampler in samplers]
     assert runs[0] == runs[1]
     with pytest.raises(InvalidInput, match="nsga2"):
         sampler_of("cma", space, TWO)
@@ -99,7 +98,7 @@ def test_evolution_finds_the_bottom_of_a_bowl_where_random_search_does_not(name:
         kind: [
             max(
                 bowl(space, point)
-                for points in asked_in(sampler_of(kind, space, seed=seed), space, 25)
+                for points in proposed_points(sampler_of(kind, space, seed=seed), space, 25)
                 for point in points
             )
             for seed in range(3)
@@ -123,7 +122,7 @@ def test_a_start_at_the_border_of_its_range_is_valid() -> None:
     free = {"low": 0.0, "high": 1.0, "start": 1.0}
     recipe = {**TIES, "models": ["$a", "$b", "$how"]}
     space = space_of(recipe, {"a": free, "b": {**free, "start": 0.0}, "how": MIXED["how"]})
-    for generation in asked_in(sampler_of("cma", space), space, 8):
+    for generation in proposed_points(sampler_of("cma", space), space, 8):
         assert len({point["a"] for point in generation}) > 1
 
 
