@@ -38,7 +38,7 @@ from mergegate.tasks.gate import (
     student_quantile,
 )
 from mergegate.tasks.stage import Section, Verdict
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoreTable, Term
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.study import Study
 
 MIN_P_VALUE = 1e-6  # smallest p-value that is reported; no bound is known to hold farther out in the tail
@@ -186,8 +186,8 @@ def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
 
 def confirm(
     study: Study,
-    winner: ScoreTable,
-    reference: ScoreTable,
+    winner: ScoresByMetric,
+    reference: ScoresByMetric,
     clusters: Mapping[MetricKey, Sequence[str]] | None = None,
 ) -> Confirmation:
     """Test the winner of a search against its reference on the confirmation documents.
@@ -244,7 +244,7 @@ def confirm(
     )
 
 
-def weighted_mean(objective: Objective, table: ScoreTable) -> float:
+def weighted_mean(objective: Objective, table: ScoresByMetric) -> float:
     """Return the weighted mean over the documents, without the penalty for the size of the change."""
     return sum(term.weight * float(term.numbers(table).mean()) for term in objective.terms)
 
@@ -284,7 +284,7 @@ def p_value(parts: Sequence[_Part]) -> float:
     return math.exp(most)
 
 
-def _make_part(term: Term, winner: ScoreTable, reference: ScoreTable, clusters: Sequence[str] | None) -> _Part:
+def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, clusters: Sequence[str] | None) -> _Part:
     ours, theirs = term.numbers(winner), term.numbers(reference)
     if len(ours) != len(theirs) or len(ours) < 2 or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise InvalidInput(

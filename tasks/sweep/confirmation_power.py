@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.gate import POWER, normal_quantile
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoreTable
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
 
 CORRELATION = 0.6  # between two recipes of one family, over the same documents
 _SHARE_GAINS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains in the forecast if scores are shares
@@ -64,7 +64,7 @@ class ConfirmationPower(BaseModel):
 
 def confirmation_power(
     objective: Objective,
-    tables: Sequence[ScoreTable],
+    tables: Sequence[ScoresByMetric],
     documents: Mapping[MetricKey, int],
     confidence: float,
     correlation: float = CORRELATION,

@@ -37,7 +37,7 @@ class MetricKey(NamedTuple):
     metric: str = ""  # lm-eval's label, for measure 'metric'
 
 
-ScoreTable = Mapping[MetricKey, NDArray[np.float64]]  # [evaluated documents of the task], in the order of the set
+ScoresByMetric = Mapping[MetricKey, NDArray[np.float64]]  # [evaluated documents of the task], in the order of the set
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Term:
     clip: float | None = None
     cluster_by: str | None = None
 
-    def numbers(self, table: ScoreTable) -> NDArray[np.float64]:
+    def numbers(self, table: ScoresByMetric) -> NDArray[np.float64]:
         """Return the contribution of each document, ``[documents]``."""
         scores = table[self.key]
         return scores if self.clip is None else np.maximum(scores, -self.clip)
@@ -104,7 +104,7 @@ class Objective:
         """Names of the parents that constraints compare with."""
         return tuple(dict.fromkeys(limit.reference for limit in self.limits if limit.reference != HAND_WRITTEN))
 
-    def scores(self, table: ScoreTable, change: float = math.nan) -> tuple[float, ...]:
+    def scores(self, table: ScoresByMetric, change: float = math.nan) -> tuple[float, ...]:
         """Return one score per objective, with NaN for an objective without documents.
 
         Args:
@@ -123,7 +123,7 @@ class Objective:
             return scores[0]
         return sum(term.weight * score for term, score in zip(self.terms, scores, strict=True))
 
-    def violation(self, table: ScoreTable, references: Mapping[str, ScoreTable]) -> float:
+    def violation(self, table: ScoresByMetric, references: Mapping[str, ScoresByMetric]) -> float:
         """Return the sum of all constraint violations, 0 if every limit holds.
 
         Args:

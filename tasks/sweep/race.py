@@ -29,7 +29,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.sweep.objective import MetricKey, ScoreTable
+from mergegate.tasks.sweep.objective import MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.settings import Racing
 
 _HALVING_FACTOR = 3  # halving: one in three candidates continues, with three times the documents
@@ -50,14 +50,14 @@ class Race:
         lead: Largest advantage that a candidate can have before any document: the incumbent's change penalty.
     """
 
-    incumbent: ScoreTable
+    incumbent: ScoresByMetric
     weights: Mapping[MetricKey, float]
     looks: tuple[float, ...]
     error: float = 0.05
     clips: Mapping[MetricKey, float] = field(default_factory=dict)
     lead: float = 0.0
 
-    def should_drop(self, table: ScoreTable, look: int) -> bool:
+    def should_drop(self, table: ScoresByMetric, look: int) -> bool:
         """Return whether to drop the candidate at this look.
 
         Args:
@@ -84,7 +84,7 @@ class Race:
         level = spent_error(look, len(self.looks) - 1, self.error)
         return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
 
-    def difference(self, table: ScoreTable) -> float:
+    def difference(self, table: ScoresByMetric) -> float:
         """Return the weighted mean of the candidate's scores minus the incumbent's.
 
         Only documents that both were evaluated on count.
@@ -100,7 +100,7 @@ class Race:
             sha256_hash.update(repr(key).encode() + np.ascontiguousarray(self.incumbent[key], dtype="<f8").tobytes())
         return sha256_hash.hexdigest()
 
-    def _differences(self, table: ScoreTable, key: MetricKey) -> NDArray[np.float64]:
+    def _differences(self, table: ScoresByMetric, key: MetricKey) -> NDArray[np.float64]:
         scores = table[key]
         return self._cut(scores, key) - self._cut(self.incumbent[key][: len(scores)], key)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.sweep.ledger import Ledger, ScoreAll, request_key, score_once
-from mergegate.tasks.sweep.objective import HAND_WRITTEN, MetricKey, Objective, ScoreTable
+from mergegate.tasks.sweep.objective import HAND_WRITTEN, MetricKey, Objective, ScoresByMetric
 from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds
 from mergegate.tasks.sweep.samplers import RandomSearch, TrialResult, generation_size, make_sampler
 from mergegate.tasks.sweep.settings import Point, SweepSettings
@@ -51,7 +51,7 @@ class SearchProblem:
     settings: SweepSettings
     objective: Objective
     hand_written: tuple[HandWritten, ...]
-    references: Mapping[str, ScoreTable] = field(default_factory=dict)
+    references: Mapping[str, ScoresByMetric] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path | None:
@@ -110,9 +110,9 @@ class _Search:
     workers: int
     on_progress: Callable[[SearchProgress], None]
     on_generation: Callable[[Sequence[Trial]], object]
-    references: dict[str, ScoreTable] = field(default_factory=dict)
+    references: dict[str, ScoresByMetric] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
-    tables: dict[int, ScoreTable] = field(default_factory=dict)
+    tables: dict[int, ScoresByMetric] = field(default_factory=dict)
     recipes: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     first_of: dict[str, Trial] = field(default_factory=dict)  # scored trial of each recipe, by recipe key
     sizes: dict[MetricKey, int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ import numpy as np
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import AnsweredChoice, TokenizedDocument, TokenizedTask
 from mergegate.tasks.perplexity import TokenizedText
-from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoreTable
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class SearchDocuments:
                     lengths.append(len(continuation))
         return _Look(parts, tuple(_make_batch(group, rows) for group in _group_by_length(rows)), tuple(lengths))
 
-    def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoreTable]:
+    def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
         """Evaluate a model, and yield the scores of all documents so far after each look.
 
         The caller may stop after any look.

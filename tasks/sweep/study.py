@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoreTable
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
 from mergegate.tasks.sweep.race import Race
 from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Coordinate
@@ -52,7 +52,7 @@ class TrialScores:
         problem: Why there is no score (the merge was refused or computed NaN). Empty if there is one.
     """
 
-    table: ScoreTable
+    table: ScoresByMetric
     dropped: bool = False
     change: float = float("nan")
     seconds: Mapping[str, float] | None = None
@@ -164,7 +164,7 @@ class Study:
     best: Trial | None
     front: tuple[Trial, ...]
     sizes: Mapping[MetricKey, int]
-    tables: Mapping[int, ScoreTable]
+    tables: Mapping[int, ScoresByMetric]
     recipes: Mapping[int, Mapping[str, Any]]
     population: int
     scored_count: int

@@ -50,7 +50,7 @@ from mergegate.tasks.sweep.network import (
     load_network,
     structure_digest,
 )
-from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoreTable
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.search_documents import SearchDocuments
 from mergegate.tasks.sweep.study import SearchedSet, TrialRequest, TrialScores
 
@@ -254,7 +254,7 @@ class _Workspace:
         looks = request.race.looks if request.race else self.setting.looks
         with watch.measure("questions"):
             documents = self._tokenized_documents(network, request.document_set, looks)
-        table: ScoreTable = {}
+        table: ScoresByMetric = {}
         dropped = False
         with watch.measure("score"), torch_threads(network.loaded, self.setting.threads):
             for look, table in enumerate(documents.evaluate(network.loaded, watch.alive)):

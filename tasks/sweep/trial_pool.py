@@ -15,7 +15,7 @@ from mergegate.tasks.stage import require_pinned, store
 from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
 from mergegate.tasks.sweep.ledger import Ledger, score_once
-from mergegate.tasks.sweep.objective import TEXT, ScoreTable
+from mergegate.tasks.sweep.objective import TEXT, ScoresByMetric
 from mergegate.tasks.sweep.search import SearchProblem, score_hand_written, search
 from mergegate.tasks.sweep.study import SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting, score_trial
@@ -123,7 +123,7 @@ class TrialPool:
         }
         return confirm(study, winner, reference, clusters)
 
-    def _score_tables(self, requests: Sequence[TrialRequest], location: str) -> list[ScoreTable]:
+    def _score_tables(self, requests: Sequence[TrialRequest], location: str) -> list[ScoresByMetric]:
         results = score_once(requests, self._score_all, self._ledger, directory=self._search.directory)
         for scores in results:
             if scores.problem:

@@ -17,7 +17,7 @@ from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.sweep.confirmation import MIN_P_VALUE, Confirmation, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import both_right, confirmation_power
 from mergegate.tasks.sweep.ledger import Ledger
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoreTable, Term
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.study import Study, Trial
 
 LOG = MetricKey("rev", "log_likelihood")
@@ -49,11 +49,11 @@ def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, 
     )
 
 
-def compared(winner: ScoreTable, reference: ScoreTable, *terms: Term, clusters: Any = None) -> Confirmation:
+def compared(winner: ScoresByMetric, reference: ScoresByMetric, *terms: Term, clusters: Any = None) -> Confirmation:
     return confirm(study_of(Objective(terms)), winner, reference, clusters)
 
 
-def binary(rng: np.random.Generator, n: int, gain: float) -> tuple[ScoreTable, ScoreTable]:
+def binary(rng: np.random.Generator, n: int, gain: float) -> tuple[ScoresByMetric, ScoresByMetric]:
     reference = (rng.random(n) < 0.7) * 1.0
     winner = np.where(rng.random(n) < gain, 1.0, reference)
     return {REV: winner}, {REV: reference}

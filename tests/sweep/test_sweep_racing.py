@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from mergegate.tasks.sweep.objective import MetricKey, ScoreTable
+from mergegate.tasks.sweep.objective import MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds, spent_error
 from mergegate.tasks.sweep.settings import Racing
 
@@ -16,11 +16,11 @@ REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
 LOOKS = cumulative_shares(Racing(first=0.125))
 
 
-def first(table: ScoreTable, share: float) -> ScoreTable:
+def first(table: ScoresByMetric, share: float) -> ScoresByMetric:
     return {key: numbers[: int(np.ceil(share * len(numbers)))] for key, numbers in table.items()}
 
 
-def dropped_at(race: Race, table: ScoreTable) -> int | None:
+def dropped_at(race: Race, table: ScoresByMetric) -> int | None:
     return next((i for i, share in enumerate(race.looks) if race.should_drop(first(table, share), i)), None)
 
 

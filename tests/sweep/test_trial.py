@@ -32,7 +32,7 @@ from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
 from mergegate.tasks.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
-from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoreTable
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.study import TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
 
@@ -379,6 +379,6 @@ def test_the_score_does_not_depend_on_the_process(
 
 
 def test_a_trial_answer_is_plain_data() -> None:
-    table: ScoreTable = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
+    table: ScoresByMetric = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
     answer = TrialAnswer(tuple((key, numbers.tobytes()) for key, numbers in table.items()), change=0.5)
     assert messages._Answers(io.BytesIO(pickle.dumps(answer))).load() == answer

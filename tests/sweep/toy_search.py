@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spaces import TIES, TIES_PARAMETERS, settings_of
 
 from mergegate.tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoreTable, make_objective
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, make_objective
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
@@ -50,7 +50,7 @@ class ToyModels:
         self.scored: Counter[str] = Counter()
         self.documents_scored = 0
 
-    def score_table(self, request: TrialRequest) -> ScoreTable:
+    def score_table(self, request: TrialRequest) -> ScoresByMetric:
         return {key: self._numbers(request, key) for key in (REV, COPY)}
 
     def score(self, request: TrialRequest) -> TrialScores:
