@@ -100,7 +100,7 @@ server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
 worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
 	@$(BIN)/mergegate worker
 
-deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with its schedule
+deploy: $(VENV)/ready ## what schedules.yaml lists, each profile a deployment with its schedule
 	@$(BIN)/mergegate deploy
 
 docs: .venv-docs/ready ## the pages of docs/ as a site, in site/

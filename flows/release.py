@@ -53,7 +53,7 @@ from mergegate.flows.outcome import (
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, Refused
+from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
 from mergegate.tasks.gate import needs_champion
@@ -217,8 +217,6 @@ def make_attempt(
     pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
-    except (ChangedInput, DiskRefused):
-        raise  # The error says nothing about the recipe, so no remedy would help.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged, pinned)

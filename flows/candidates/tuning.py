@@ -53,7 +53,7 @@ def scale_search(
             "objective": [{"task": task, "measure": "entropy"} for task in dict.fromkeys(tasks)],
             "documents": {"search": size.search, "confirmation": size.confirmation},
             "budget": {"trials": size.trials},
-            "baseline": 0,
+            "random_trials": 0,
         }
     )
     return {**recipe.document, "parameters": parameters}, settings

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mergegate.merge_core.architecture.families import (
-    Clause,
     LayerCondition,
     LayerKind,
     TextPart,
@@ -59,31 +58,24 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
     A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), or if its value is
     a list with ``depth`` entries. A value that is unset, false, or a period of one affects all layers equally.
     """
-    known = {*(part.family.keys if part.family else ()), *_leftovers(part)}
-    for key, value in part.config.items():
-        if key in known or key.startswith("_") or value is None or value is False or value in (0, 1) or value == []:
+    config, defaults = part.config, family_defaults(part.model_type)
+    harmless_keys = set(part.family.keys) if part.family else set()
+    # Derived configuration classes write keys that have no effect in their family, although they have one in others.
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+        harmless_keys.add("max_window_layers")
+    if defaults is not None and not config.get("auto_map"):
+        all_keys = {key for family in described_families() for key in family.keys}
+        harmless_keys |= {key for key in all_keys - defaults.values.keys() if isinstance(config.get(key), int)}
+    for key, value in config.items():
+        if key in harmless_keys or key.startswith("_") or _HARMLESS.search(key):
             continue
-        if _HARMLESS.search(key):
+        if value is None or value is False or value in (0, 1) or value == []:
             continue
         is_per_layer = isinstance(value, list) and len(value) == depth > 2 and key != "architectures"
         is_numbered = isinstance(value, Mapping) and bool(value) and all(str(number).isdecimal() for number in value)
         if is_per_layer or is_numbered or _TELLING.search(key):
             return key
     return None
-
-
-def _leftovers(part: TextPart) -> set[str]:
-    """Return keys that have no effect on single layers in this family, although they have one in others.
-
-    Derived configuration classes write such keys. Examples are ``max_window_layers`` without a sliding window, and a
-    number that transformers reads only for another family.
-    """
-    config, defaults = part.config, family_defaults(part.model_type)
-    inert = set() if config.get("use_sliding_window") and config.get("sliding_window") else {"max_window_layers"}
-    if defaults is not None and not config.get("auto_map"):
-        elsewhere = {key for family in described_families() for key in family.keys}
-        inert |= {key for key in elsewhere - defaults.values.keys() if isinstance(config.get(key), int)}
-    return inert
 
 
 def _kind(
@@ -95,23 +87,21 @@ def _kind(
         return _entry(config, kind.spelt_in, str, index, depth, location)
     if kind.required:
         raise InvalidInput(
-            f"{location}: {kind.listed_in}", found="nothing", expected=f"a list with {depth} entries, one a layer"
+            f"{location}: {kind.listed_in}",
+            found="no value",
+            expected=f"a list with {depth} entries, one per layer",
         )
     for clause in kind.rule:
         if all(_holds(condition, config, index, kinds, location) != condition.negated for condition in clause.when):
-            return _value(clause, index)
+            return (clause.value, index) if clause.by_number else clause.value
     return None
-
-
-def _value(clause: Clause, index: int) -> Any:
-    return (clause.value, index) if clause.by_number else clause.value
 
 
 def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, location: str) -> Any:
     value = config[key]
     if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # ``shape`` is list or str.
         found = f"{len(value)} entries" if isinstance(value, shape) else type(value).__name__  # type: ignore[arg-type]
-        raise InvalidInput(f"{location}: {key}", found=found, expected=f"one for each of {depth} layers")
+        raise InvalidInput(f"{location}: {key}", found=found, expected=f"an entry for each of the {depth} layers")
     return value[index]  # type: ignore[index]
 
 
@@ -131,7 +121,7 @@ def _holds(
         numbers = config.get(rule.numbered_in)
         if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
             raise InvalidInput(
-                f"{location}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of numbers of layers"
+                f"{location}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of layer numbers"
             )
         return index in (numbers or ())
     if rule.enabled is not None:
@@ -146,5 +136,5 @@ def _number(config: Mapping[str, Any], key: str, default: Any, location: str, le
     if value is None:
         value = default
     if type(value) is not int or value < least:
-        raise InvalidInput(f"{location}: {key}", found=f"{value!r:.80}", expected=f"a whole number from {least}")
+        raise InvalidInput(f"{location}: {key}", found=f"{value!r:.80}", expected=f"a whole number of at least {least}")
     return value

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mergegate.merge_core.errors import DiskRefused
+from mergegate.merge_core.errors import DiskUnavailable
 
 _FULL = ("the disk is full", "room for what is to be written", "free some space, or choose a place on another disk")
 _RIGHTS = ("the right to read and write here", "have the permissions changed, or choose another place")
@@ -51,7 +51,7 @@ def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
         raise disk_refusal(error, location) from None
 
 
-def disk_refusal(error: OSError, location: str | Path = "") -> DiskRefused:
+def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
     """Return a refusal that explains a disk error and names the path, the problem and the remedy.
 
     Args:
@@ -62,7 +62,7 @@ def disk_refusal(error: OSError, location: str | Path = "") -> DiskRefused:
     named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
     problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "see what stands there, then run again"))
-    return DiskRefused(
+    return DiskUnavailable(
         named_file or "the operating system",
         found=problem or f"cannot be read or written: {reason}",
         expected=expected,

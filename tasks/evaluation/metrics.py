@@ -214,7 +214,7 @@ def checked_score(location: str, metric: str, document: object, value: float) ->
             location,
             found=f"{metric} of document {document} is {value}",
             expected="a number",
-            remedy="a model that computes NaN is broken (check its perplexity and its weights); if other models get the "
+            remedy="a model that computes NaN is broken (check its perplexity and weights); if other models get the "
             "same, the metric divides by zero: correct the task",
         )
     return value

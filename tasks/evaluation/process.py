@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from mergegate.tasks.checkpoints import TellProgress, call_model_process
+from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
@@ -32,12 +32,14 @@ def score_in_child(job: ScoringJob, on_progress: TellProgress) -> tuple[Document
     return call_model_process(
         score_documents,
         (job,),
-        where=f"task {job.task.name} on {job.model.name}: {job.part}",
+        location=f"task {job.task.name} on {job.model.name}: {job.part}",
         models=[job.model],
-        own_process=not backend.frees_memory,
-        network=backend.network,
-        passing=backend.environment,
-        time_limit=job.scoring.time_limit,
+        needs=CallNeeds(
+            own_process=not backend.frees_memory,
+            network=backend.network,
+            variables=tuple(backend.environment),
+            time_limit=job.scoring.time_limit,
+        ),
         on_progress=on_progress,
     )
 
@@ -73,7 +75,9 @@ def call_with_task_data(
     return call_model_process(
         function,
         arguments,
-        where=f"task {task.name}: {subject}",
-        network=not task.is_local,  # data that is loaded now needs no network later
-        time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+        location=f"task {task.name}: {subject}",
+        needs=CallNeeds(
+            network=not task.is_local,  # data that is loaded now needs no network later
+            time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+        ),
     )

@@ -19,7 +19,15 @@ from types import TracebackType
 from typing import Self
 
 from mergegate.tasks.http import Unreachable
-from mergegate.tasks.sandbox import Confinement, GpuLease, NotStarted, ProcessEnd, SupervisedProcess, acquire_gpus
+from mergegate.tasks.sandbox import (
+    Confinement,
+    GpuLease,
+    NotStarted,
+    ProcessEnd,
+    ProcessOptions,
+    SupervisedProcess,
+    acquire_gpus,
+)
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
@@ -47,7 +55,7 @@ class ServerProcess:
         self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
         self._port = 0
         self._began = 0.0  # when the process started
-        self._deadline = time.monotonic() + settings.total_within
+        self._deadline = time.monotonic() + settings.timeout
         self._process: SupervisedProcess | None = None
         self._gpus = GpuLease((), lambda: None)
         self._not_started = ""
@@ -107,10 +115,10 @@ class ServerProcess:
                 self.seconds_to_ready = time.monotonic() - self._began
                 self._answered = True
                 return
-            if time.monotonic() - began > self._settings.ready_within:
+            if time.monotonic() - began > self._settings.startup_timeout:
                 cause = root_cause(self._text())  # read before stopping the server, which adds lines of its own
                 self.stop()
-                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {cause}", "machine", None)
+                raise ServerEnded(f"not ready in {self._settings.startup_timeout:g} s; last: {cause}", "machine", None)
             time.sleep(_PAUSE)
 
     @property
@@ -130,8 +138,8 @@ class ServerProcess:
         """Stop the server and return the reason why it ended."""
         self.stop()
         returncode = self._end.returncode
-        if self._end.why == "limit":
-            limit = self._settings.total_within
+        if self._end.reason == "limit":
+            limit = self._settings.timeout
             return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
         if self._not_started:
             return ServerEnded(self._not_started, "machine", None)
@@ -157,24 +165,26 @@ class ServerProcess:
                     self._launch.at(self._port, self.name),
                     self._launch.environment,
                     output,
-                    name="serve",
-                    confinement=Confinement(
-                        hide=(str(home() / "prefect"),),
-                        network=True,  # our requests must reach the server
-                        memory=memory_of_child(None),
+                    ProcessOptions(
+                        "serve",
+                        grace=self._grace,
+                        limit=max(1.0, self._deadline - time.monotonic()),
+                        confinement=Confinement(
+                            hide=(str(home() / "prefect"),),
+                            network=True,  # our requests must reach the server
+                            memory=memory_of_child(None),
+                        ),
+                        short_paths=True,
+                        measured=True,
+                        inherited=self._gpus.descriptors,
                     ),
-                    grace=self._grace,
-                    limit=max(1.0, self._deadline - time.monotonic()),
-                    short_paths=True,
-                    measured=True,
-                    inherited=self._gpus.descriptors,
                 )
             except NotStarted as error:
                 self._gpus.release()
                 self._not_started = str(error)
 
     def _is_ready(self) -> bool:
-        client = Client(self.url, timeout=min(5.0, self._settings.answer_within))
+        client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
         try:
             if client.health() not in (200, 404):  # 404: the server has no such page
                 return False

@@ -184,7 +184,7 @@ class TestBeforeAnythingIsScored:
         assert choose_known_metrics(known, {"arc": "acc_norm"}, "arc").label == "acc_norm,none"
 
     def test_a_name_that_can_mean_several_labels_is_refused_with_all_of_them(self) -> None:
-        with pytest.raises(InvalidInput, match="can mean several") as refused:
+        with pytest.raises(InvalidInput, match="which is ambiguous") as refused:
             choose_known_metrics({"gsm8k": LABELS["gsm8k"]}, "exact_match", "gsm8k")
         assert "exact_match,strict-match or exact_match,flexible-extract" in refused.value.expected
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -174,10 +175,10 @@ def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_ta
     # The error names the missing file: first the one of a YAML task, then the one of a task by name.
     for lacking in ("more_test.jsonl", "arc_easy_test.jsonl"):
         with pytest.raises(InvalidInput, match=r"evaluate\.data") as refused:
-            profile.pin_sweep(Evidence(), hashes)
+            pin_profile_sweep(profile, Evidence(), hashes)
         assert lacking in refused.value.expected
         rows(mirror / lacking, "a")
-    swept = profile.pin_sweep(Evidence(), hashes)
+    swept = pin_profile_sweep(profile, Evidence(), hashes)
     assert {task.name: task.mirror for task in swept.tasks} == dict.fromkeys(("letters", "more", "arc_easy"), mirror)
     guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data)["letters.yaml"]
-    assert [task.only for task in swept.left_for_the_gate([guarded])] != [None]
+    assert [task.only for task in swept.gate_tasks([guarded])] != [None]

@@ -199,7 +199,7 @@ def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(roo
     task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
     swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
     _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
-    assert [each.only for each in swept.left_for_the_gate(tasks)] == [division.of("gate")] * 2
+    assert [each.only for each in swept.gate_tasks(tasks)] == [division.of("gate")] * 2
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_would_change_nothing_is_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="without generated answers"):
         require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
     (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
-    with pytest.raises(InvalidInput, match="a task that says 0 itself"):
+    with pytest.raises(InvalidInput, match="although the task sets 0"):
         require_effect("none.yaml", PromptSettings(num_fewshot=2), root)
     require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
 

@@ -73,7 +73,7 @@ def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
     assert "= search" in printed["again"].output
-    assert "all known" in printed["again"].output
+    assert "all cached" in printed["again"].output
     assert "nothing new" in printed["again"].output
     keys = Counter(record["scored"] for record in small_sweeps.scored_trials(project.home, "reverse"))
     assert set(keys.values()) == {1}
@@ -162,8 +162,8 @@ def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: 
     for guard in profile["evaluate"]["tasks"]:
         guard["guarded_by"] = "best parent"  # The best parent differs from candidate to candidate.
     profile["sweep"]["parameters"] = {
-        "method": {"type": "category", "among": ["ties", "dare_ties"], "start": "ties"},
-        "who": {"type": "category", "among": models, "start": models[0]},
+        "method": {"type": "category", "choices": ["ties", "dare_ties"], "start": "ties"},
+        "who": {"type": "category", "choices": models, "start": models[0]},
     }
     result = project.mergegate("sweep", small_sweeps.write_profile(project, profile))
     assert result.exit_code == 3, result.output
@@ -228,7 +228,7 @@ def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
     searched = {**recipe, "parameters": {"weight": "$weight"}}
     sweep = {
         "parameters": {"weight": {"low": 0.1, "high": 1.0, "start": 0.5}},
-        "hand_written": ["a/mean.yaml", "b/mean.yaml"],
+        "baselines": ["a/mean.yaml", "b/mean.yaml"],
         "objective": [{"task": "t.yaml"}],
     }
     profile = parse_profile({"root": tmp_path, "name": "two", "recipe": searched, "sweep": sweep}, "two.yaml")

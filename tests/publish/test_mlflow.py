@@ -101,7 +101,7 @@ def files(weights: str) -> tuple[ReleaseFile, ...]:
 
 def target(tracking: str, blobs: SmallRegistry, model: str, **settings: Any) -> PublishTarget:
     place = {"to": "oci", "repository": f"{blobs.url.removeprefix('http://')}/acme/demo"}
-    publish = {"to": "mlflow", "model": model, "place": place, "tracking_uri": tracking, **settings}
+    publish = {"to": "mlflow", "model": model, "storage": place, "tracking_uri": tracking, **settings}
     made = parse_profile({**PROFILE, "publish": publish}, "p").publish
     assert made is not None
     return made
@@ -301,7 +301,7 @@ def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistr
         to = target(mlflow.url, blobs, "demo")
         assert to.current(tmp_path) is None
         publish(to, files("old"), "v1")
-        publish(to.place, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
+        publish(to.storage, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
         behind = to.current(tmp_path)
         assert behind is not None
         assert not behind.complete

@@ -167,7 +167,7 @@ def test_bytes_that_are_not_those_that_were_gated_are_not_published(
     gated = written_file("model.safetensors", data.decode())
     altered = ReleaseFile(gated.name, gated.size, gated.sha256, tmp_path / "w")
     with pytest.raises(Refused, match="the bytes that were evaluated and gated"):
-        publish((altered,), parts_above=5 << 20)
+        publish((altered,), multipart_threshold=5 << 20)
     assert [key for key in bucket.objects() if "model" in key or "latest" in key] == []
     assert bucket.uploads() == []
 
@@ -184,11 +184,11 @@ def test_a_large_file_travels_in_parts_and_is_read_once(
     monkeypatch.setattr(publication, "_read", lambda file, part: (read.append(part), reading(file, part))[1])
     file = ReleaseFile("model.safetensors", len(data), _sha256(tmp_path / "w"), tmp_path / "w")
     assert gated.name == file.name
-    publish((file,), parts_above=5 << 20)
+    publish((file,), multipart_threshold=5 << 20)
     assert read == [5 << 20]
     assert len([path for method, path in bucket.proxy.log if "partNumber" in path]) == 3
     assert bucket.read(f"acme/demo/{content_version((file,))}/model.safetensors") == data
-    assert not publish((file,), parts_above=5 << 20).new
+    assert not publish((file,), multipart_threshold=5 << 20).new
     assert find_release(URL).files() == {"model.safetensors": (len(data), file.sha256)}
 
 
@@ -286,7 +286,7 @@ def test_what_is_missing_is_found_before_anything_is_merged(
         ({"url": "https://models/demo"}, r"p: publish\.url"),
         ({"bucket": "models"}, "unknown key 'bucket'"),
         ({"endpoint": "http://user:secret@here"}, r"p: publish\.endpoint"),
-        ({"parts_above": 1}, r"p: publish\.parts_above"),
+        ({"multipart_threshold": 1}, r"p: publish\.multipart_threshold"),
     ],
 )
 def test_what_cannot_be_meant_is_said_with_its_place(settings: dict[str, Any], message: str) -> None:

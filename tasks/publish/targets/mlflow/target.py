@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -32,17 +32,18 @@ _PLACES = (HubTarget, S3Target, OciTarget)
 
 
 class MlflowTarget(PublishTarget):
-    """A registered model in MLflow whose versions point to releases at ``place``. An alias marks the current version.
+    """A registered model in MLflow whose versions point to releases at ``storage``. An alias marks the current version.
 
     The token comes from ``MLFLOW_TRACKING_TOKEN``. An alias has no guard against concurrent writers: the last one wins.
-    ``place`` has a guard and is published to first.
+    ``storage`` has a guard and is published to first.
     """
 
     known_as: ClassVar[str] = "models:/name@champion of MLflow"
+    renamed_keys: ClassVar[Mapping[str, str]] = {"place": "storage"}
 
     to: Literal["mlflow"]
     model: str = Field(pattern=r"^[A-Za-z0-9][\w. -]*$", description="Name of the registered model.")
-    place: Annotated[HubTarget | S3Target | OciTarget, Field(discriminator="to", description="Where it stands.")]
+    storage: Annotated[HubTarget | S3Target | OciTarget, Field(discriminator="to", description="Where it stands.")]
     tracking_uri: str | None = Field(
         default=None, pattern=r"^https?://[^\s@]+$", description="MLflow's server; absent: MLFLOW_TRACKING_URI."
     )
@@ -50,29 +51,29 @@ class MlflowTarget(PublishTarget):
 
     @property
     def is_public(self) -> bool:
-        return self.place.is_public
+        return self.storage.is_public
 
     @property
     def address(self) -> str:
-        return self.place.address
+        return self.storage.address
 
     def check(self, root: Path) -> None:
-        """Check ``place``, and that MLflow's server answers."""
+        """Check ``storage``, and that MLflow's server answers."""
         registry = self._registry()
-        self.place.check(root)
+        self.storage.check(root)
         registry.check()
 
     def current(self, root: Path) -> CurrentRelease | None:
-        """Return the current release at ``place``, which has the guard. It is complete once the alias points to it."""
-        release = self.place.current(root)
+        """Return the current release at ``storage``. It is complete once the alias points to it."""
+        release = self.storage.current(root)
         if release is None:
             return None
         source = self._registry().source_of(self.model, alias=self.alias)
         return replace(release, complete=release.complete and self._is_at(source, release))
 
     def earlier(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return an earlier release at ``place``."""
-        return self.place.earlier(root, version)
+        """Return an earlier release at ``storage``."""
+        return self.storage.earlier(root, version)
 
     def publish(
         self,
@@ -85,12 +86,12 @@ class MlflowTarget(PublishTarget):
         hashes: HashMemo,
         on_progress: OnProgress,
     ) -> Release:
-        """Publish to ``place``, then register the version and point the alias to it."""
+        """Publish to ``storage``, then register the version and point the alias to it."""
         registry = self._registry()
-        released = self.place.publish(
+        released = self.storage.publish(
             files, name, version, root, expected_head=expected_head, hashes=hashes, on_progress=on_progress
         )
-        source = f"{self.place.address}@{version}" if isinstance(self.place, HubTarget) else str(released.location)
+        source = f"{self.storage.address}@{version}" if isinstance(self.storage, HubTarget) else str(released.location)
         registration = registration_of(files, self.model, version, self.alias, source)
         number, changed = registry.register(registration)
         location = f"models:/{self.model}/{number}"
@@ -129,8 +130,8 @@ class MlflowTarget(PublishTarget):
         )
 
     def _is_at(self, source: str, current: CurrentRelease) -> bool:
-        """Return whether ``source``, the location of a registered version, is the current release at ``place``."""
-        if not isinstance(self.place, HubTarget):
+        """Return whether ``source``, the location of a registered version, is the current release at ``storage``."""
+        if not isinstance(self.storage, HubTarget):
             return source == str(current.location)
         try:  # on the Hub a version is a tag, so compare the commits
             release = HubTarget.open(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -32,6 +32,7 @@ class S3Target(PublishTarget):
     """
 
     known_as: ClassVar[str] = "s3://bucket/prefix@version"
+    renamed_keys: ClassVar[Mapping[str, str]] = {"parts_above": "multipart_threshold"}
 
     to: Literal["s3"]
     url: str = Field(
@@ -42,7 +43,7 @@ class S3Target(PublishTarget):
         pattern=r"^https?://[^/\s@]+/?$",
         description="Where it is not Amazon's: http(s)://host[:port]; absent: AWS_ENDPOINT_URL_S3, or Amazon.",
     )
-    parts_above: int = Field(
+    multipart_threshold: int = Field(
         default=WHOLE_UP_TO,
         ge=5 << 20,
         le=WHOLE_UP_TO,
@@ -91,7 +92,12 @@ class S3Target(PublishTarget):
         require_boto3("publish.to: s3")
         location = self._place()
         new = publish_s3(
-            files, location, version, expected_head=expected_head, on_progress=on_progress, whole_up_to=self.parts_above
+            files,
+            location,
+            version,
+            expected_head=expected_head,
+            on_progress=on_progress,
+            whole_up_to=self.multipart_threshold,
         )
         return Release(name, version, f"{location.url}@{version}", location.url, new)
 

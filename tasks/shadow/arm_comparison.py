@@ -24,10 +24,9 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.shadow.arms import ArmRow, is_fault, is_refusal, own_rows
+from mergegate.tasks.shadow.recorded_traffic import ArmRow, is_fault, is_refusal, own_rows
 
 _HALVINGS = 60
-_LEVELS = (0.5, 0.95, 0.99)
 
 
 class ErrorRate(BaseModel):
@@ -126,24 +125,21 @@ def error_rate(failed: int, requests: int, confidence: float) -> ErrorRate:
     mixture = _log_beta(failed + 0.5, answered + 0.5) - _log_beta(0.5, 0.5)
     floor, rate = mixture + math.log1p(-confidence), failed / requests
 
-    def inside(p: float) -> bool:
-        likelihood = (failed * math.log(p) if failed else 0.0) + (answered * math.log1p(-p) if answered else 0.0)
-        return likelihood > floor
-
-    def end(refuted: float) -> float:
-        """Find the end of the interval by bisection, between a refuted rate and the observed rate."""
+    def interval_end(refuted: float) -> float:
+        """Find an end of the interval by bisection, between a refuted rate and the observed rate."""
         outer, inner = refuted, rate
         for _ in range(_HALVINGS):
-            middle = (outer + inner) / 2
-            outer, inner = (outer, middle) if inside(middle) else (middle, inner)
+            p = (outer + inner) / 2
+            likelihood = (failed * math.log(p) if failed else 0.0) + (answered * math.log1p(-p) if answered else 0.0)
+            outer, inner = (outer, p) if likelihood > floor else (p, inner)
         return outer
 
-    low, high = (end(0.0) if failed else 0.0), (end(1.0) if answered else 1.0)
+    low, high = (interval_end(0.0) if failed else 0.0), (interval_end(1.0) if answered else 1.0)
     return ErrorRate(requests=requests, failed=failed, rate=rate, low=low, high=high)
 
 
 def _summary(rows: Sequence[ArmRow], confidence: float) -> ArmSummary:
-    arm_rows = own_rows(tuple(rows))
+    arm_rows = own_rows(rows)
     answered = [row for row in arm_rows if not is_fault(row) and not is_refusal(row)]
     return ArmSummary(
         # Each arm uses half of the error probability, so the difference has the requested confidence.
@@ -157,7 +153,7 @@ def _summary(rows: Sequence[ArmRow], confidence: float) -> ArmSummary:
 def _quantiles(seconds: Sequence[float]) -> LatencyQuantiles | None:
     if not seconds:
         return None
-    median, p95, p99 = (float(value) for value in np.quantile(seconds, _LEVELS))
+    median, p95, p99 = (float(value) for value in np.quantile(seconds, (0.5, 0.95, 0.99)))
     return LatencyQuantiles(answers=len(seconds), median=median, p95=p95, p99=p99)
 
 
