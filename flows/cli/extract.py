@@ -58,7 +58,7 @@ def _print_extracted(out: Path, extracted: Extracted, console: Console) -> dict[
         console.print(f"  and {len(worst) - _SHOWN} modules with smaller errors")
     size = sum(file.stat().st_size for file in out.iterdir())
     console.print(
-        f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.whole)} saved whole,"
+        f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.full_tensors)} saved whole,"
         f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
         f"{extracted.error:.2%} of the change is left out"
     )
@@ -66,7 +66,7 @@ def _print_extracted(out: Path, extracted: Extracted, console: Console) -> dict[
         "out": str(out),
         "error": extracted.error,
         "unchanged": extracted.unchanged,
-        "saved_whole": sorted(extracted.adapter.whole),
+        "saved_whole": sorted(extracted.adapter.full_tensors),
         "modules": {
             module_error.module: {"rank": module_error.rank, "error": module_error.error}
             for module_error in extracted.errors
