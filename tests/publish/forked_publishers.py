@@ -32,12 +32,12 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets import publish_targets
 if "s3" in sys.argv:
-    from mergegate.tasks.publish.targets.s3 import access
+    from mergegate.tasks.publish.targets import s3_access as access
     access.READ_S = 0.4
     access._client(None, access.CONNECT_S, access.READ_S)
 if "oci" in sys.argv:
     import httpx
-    from mergegate.tasks.publish.targets.oci import registry
+    from mergegate.tasks.publish.targets import oci_registry as registry
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 

@@ -23,7 +23,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOpera
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.targets.hub.publication import publish_hub
+from mergegate.tasks.publish.targets.hub_publication import publish_hub
 from mergegate.tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None

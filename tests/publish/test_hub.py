@@ -22,7 +22,7 @@ from publishers import Publishers, publishers
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints.hub.access import hub_access
 from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.publish.targets.hub.aliases import version_on
+from mergegate.tasks.publish.targets.hub import version_on
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"

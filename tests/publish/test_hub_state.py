@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mergegate.tasks.checkpoints.hub.file import RemoteFile
-from mergegate.tasks.publish.targets.hub.state import (
+from mergegate.tasks.publish.targets.hub_state import (
     ChangeSettings,
     CreateBranch,
     CreateRepository,

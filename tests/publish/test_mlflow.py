@@ -28,7 +28,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, find_release
-from mergegate.tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
+from mergegate.tasks.publish.targets.mlflow_registration import ObservedRegistry, next_registry_write, registration_of
 from mergegate.tasks.report import RunRecord, RunScore, export_to_trackers
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}

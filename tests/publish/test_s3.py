@@ -27,7 +27,9 @@ from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
 from mergegate.tasks.publish.releases import check_release, find_champion
 from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release, publish_targets
-from mergegate.tasks.publish.targets.s3 import access, aliases, publication
+from mergegate.tasks.publish.targets import s3_access as access
+from mergegate.tasks.publish.targets import s3_publication as publication
+from mergegate.tasks.publish.targets import s3_release as aliases
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
