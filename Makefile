@@ -63,10 +63,10 @@ test-serve-long: $(VENV)/ready .venv-vllm/ready ## every way in which a broken m
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and long" tests/serve
 
 test-ray: .venv-ray/ready ## the same work done by a Ray cluster, and a worker that dies
-	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/outside
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/runners
 
 test-ray-long: .venv-ray/ready ## a sweep on Ray, of which a worker dies
-	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and long" tests/outside
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and long" tests/runners
 
 newest: $(VENV)/ready ## which newer dependency breaks what (NEWEST="--only prefect" for one)
 	$(BIN)/python .ci/newest.py $(NEWEST)
@@ -100,7 +100,7 @@ server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
 worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
 	@$(BIN)/mergegate worker
 
-deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with its schedule
+deploy: $(VENV)/ready ## what schedules.yaml lists, each profile a deployment with its schedule
 	@$(BIN)/mergegate deploy
 
 docs: .venv-docs/ready ## the pages of docs/ as a site, in site/

@@ -63,7 +63,7 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
     places = search.setting.digest(), study_key(search.space, search.settings)
     began = time.perf_counter()
     with open_runner(profile.runner) as runner, open_ledger(*places) as ledger:
-        workshop = TrialPool(search, runner, ledger, profile.runner.at_a_time)
+        workshop = TrialPool(search, runner, ledger, profile.runner.parallel_items)
         study = workshop.search_all(lambda progress: None)
         took = time.perf_counter() - began
         verdict = workshop.confirm(study)

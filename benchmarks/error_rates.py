@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from mergegate.tasks.evaluation.scoring import interim_looks
+from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
 from mergegate.tasks.gate.graded_scores import refuted
 from mergegate.tasks.gate.sequential import plan_looks

@@ -128,8 +128,8 @@ def score(told: str) -> None:
     from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.evaluation import Scoring, pin_task
+    from mergegate.tasks.evaluation.document_order import DocumentRange
     from mergegate.tasks.evaluation.harness import count_documents, score_documents
-    from mergegate.tasks.evaluation.scoring import DocumentRange
 
     task, model, mirror, folder, out, dtype = json.loads(told)
     if task == "wikitext":

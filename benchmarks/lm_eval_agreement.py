@@ -230,8 +230,8 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """Score the task as a profile with ``evaluate.data`` does."""
+    from mergegate.tasks.evaluation.document_order import DocumentRange
     from mergegate.tasks.evaluation.harness import count_documents, score_documents
-    from mergegate.tasks.evaluation.scoring import DocumentRange
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)

@@ -114,7 +114,7 @@ def demo_setting(
         only = {"only": division.of(name), "data_digest": None}
         return TrialSet(tuple(pin_data(task.model_copy(update=only)) for task in tasks))
 
-    parents = pin_checkpoints(resolve_parents(load_recipe(dict(recipe), where="methods")), hashes)
+    parents = pin_checkpoints(resolve_parents(load_recipe(dict(recipe), location="methods")), hashes)
     by_ref = {parent.ref: parent for parent in parents}
     os.environ["MERGEGATE_HOME"] = str(place / "home")
     read = [prepare_recipe(load_recipe(dict(one)), by_ref.__getitem__) for one in reading]

@@ -77,7 +77,7 @@ class NightSite:
         for profile in (PROJECT / "profiles").glob("*.yaml"):
             shutil.copy(profile, self.root / "profiles")
         (self.root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
-        (self.root / "nights.yaml").write_text(self.nights)
+        (self.root / "schedules.yaml").write_text(self.nights)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]

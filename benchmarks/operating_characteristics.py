@@ -9,7 +9,7 @@
 Merges are drawn, not run. On each document, the merge loses a right answer of the reference with probability
 ``(discordance + drop) / 2``, corrects a wrong one with ``(discordance - drop) / 2``, and agrees in all other cases. The
 script implements the rule a second time, as hypothesis tests on arrays instead of intervals of one sample.
-``tests/evidence/test_gate_operating_characteristics.py`` verifies that both decide the same way.
+``tests/gate/test_gate_operating_characteristics.py`` verifies that both decide the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.scoring import interim_looks
+from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 

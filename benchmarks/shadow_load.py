@@ -82,7 +82,7 @@ shadow:
   mode: {mode}
   share: {SHARE}
   in_flight: 1000
-  switch: {{slower: 1000}}   # at saturation it would end the candidate, and move its users
+  kill_switch: {{max_slowdown: 1000}}   # at saturation it would end the candidate, and move its users
   judge: {{model: judge, url: "http://127.0.0.1:9/v1"}}
 """
     )

@@ -152,7 +152,7 @@ def killed_by_luck(spread: float, rule: SwitchRule, runs: int, requests: int, ev
             [ArmRow(0, "parent", "answer", 200, "", False, first, first) for first in np.exp(times).tolist()]
             for times in rng.normal(0, spread, (2, requests))
         ]
-        looks = (tuple(arm[n - rule.of : n] for arm in arms) for n in range(rule.of, requests + 1, every))
+        looks = (tuple(arm[n - rule.window : n] for arm in arms) for n in range(rule.window, requests + 1, every))
         ended += any(kill_reason(*look, rule) for look in looks)
     return ended / runs
 

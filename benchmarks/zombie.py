@@ -34,7 +34,7 @@ from served_site import (  # noqa: E402  # from this checkout
     webhook,
 )
 
-NIGHTS = "profiles: [{profile: profiles/demo.yaml}]\ntell: [{to: webhook, address: $HOOK, of: [failed]}]\n"
+NIGHTS = "profiles: [{profile: profiles/demo.yaml}]\nnotify: [{to: webhook, address: $HOOK, events: [failed]}]\n"
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, webhook() as received:
         root, port = Path(place), free_port()
         make_project(root)
-        (root / "nights.yaml").write_text(NIGHTS)
+        (root / "schedules.yaml").write_text(NIGHTS)
         environment = bare_environment(root, HOOK=received.url)
         with in_a_terminal_of_its_own([*MERGEGATE, "server", "--port", str(port)], root, environment) as log:
             until(lambda: answers(port), "the server", log)

@@ -126,7 +126,7 @@ def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], ass
         models=(_reported(reference, "parent", assessment), _reported(candidate, "merge", assessment)),
         verdict=assessment.verdict.value,
         scoring=assessment.evidence.scoring if profile.evaluate else None,
-        asked=profile.evaluate.asked_alone if profile.evaluate else {},
+        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
         windows=assessment.evidence.windows,
         computed=assessment.evidence.computed,
         files=(),

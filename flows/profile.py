@@ -144,7 +144,7 @@ class Profile(ProfileSection):
     def asks(self, flow: str) -> ApprovalSettings | None:
         """Return the approval settings for the last step of a flow, or None if it needs no approval."""
         if flow != "shadow":
-            return self.publish.asks if self.publish else None
+            return self.publish.approval_settings if self.publish else None
         settings = self.shadow.approval if self.shadow else False
         return (ApprovalSettings() if settings else None) if isinstance(settings, bool) else settings
 
@@ -265,7 +265,7 @@ class Profile(ProfileSection):
         recipe: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
-            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.where))
+            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
         written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
         if (round_and_directory := self._client_round) is not None:
             candidate = recipe_of_documents(
@@ -282,7 +282,7 @@ class Profile(ProfileSection):
         if (document_and_directory := clients_document(self.recipe, self.root)) is None:
             return None
         document, directory = document_and_directory
-        released = self.publish.current(self.root) if self.publish else None
+        released = self.publish.current_release(self.root) if self.publish else None
         new_round = client_round(
             document,
             directory,
@@ -346,7 +346,7 @@ class Profile(ProfileSection):
 
     def sweep_view(self) -> str | None:
         """Return the file or URL where the sweep's study is written for dashboards, or None."""
-        view = self.sweep.view if self.sweep else None
+        view = self.sweep.optuna_storage if self.sweep else None
         return view if view is None or "://" in view else str(self.root / view)
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
@@ -543,7 +543,11 @@ def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:
     """Return the problem and its fix. Replace pydantic's wording where it addresses programmers."""
     *parents, last = fault["loc"] or ("",)
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {last!r}", suggest(str(last), _keys_at(model, parents))
+        section = _section_at(model, parents)
+        if new_name := getattr(section, "renamed_keys", {}).get(last):
+            return f"the key {last!r} was renamed", f"write {new_name!r}"
+        keys = [name for name in section.model_fields if name not in ("root", "overrides")]
+        return f"unknown key {last!r}", suggest(str(last), keys)
     if fault["type"] == "missing":
         return "is missing", "add it"
     message = expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
@@ -565,8 +569,8 @@ def _format_location(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
-    """Return the keys that the settings at ``location`` accept, by walking the types."""
+def _section_at(model: type[BaseModel], location: list[int | str]) -> type[BaseModel]:
+    """Return the settings class at ``location``, by walking the types."""
     for previous, part in zip((None, *location), location, strict=False):
         if isinstance(part, int):
             continue
@@ -578,7 +582,7 @@ def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
         if inner is None:
             break
         model = inner
-    return [name for name in model.model_fields if name not in ("root", "overrides")]
+    return model
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

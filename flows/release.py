@@ -53,7 +53,7 @@ from mergegate.flows.outcome import (
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, Refused
+from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
 from mergegate.tasks.gate import needs_champion
@@ -217,8 +217,6 @@ def make_attempt(
     pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
-    except (ChangedInput, DiskRefused):
-        raise  # The error says nothing about the recipe, so no remedy would help.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged, pinned)
@@ -274,16 +272,16 @@ def publish_attempt(
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
         return reported_outcome(content, report, result)
 
-    if target.asks is None:
+    if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
     # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
-    decision = require_decision(target.asks, content, unpublished.report, find_pending)
+    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
     if decision is None:
         return publish_now()
     if not decision.publish:

@@ -3,7 +3,7 @@
 ::
 
     mergegate shadow look profiles/support.yaml                            # one look on this machine
-    - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in nights.yaml: a worker runs the looks
+    - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in schedules.yaml: a worker runs the looks
 
 The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
 traffic does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).

@@ -119,22 +119,25 @@ class Refused(MergegateError):
     status = "refused"
 
 
-class ChangedInput(Refused):
-    """A file differs from its pinned version, or changed while it was read.
+class CannotDecide(MergegateError):
+    """The run ended before a check could decide. This says nothing about the recipe, so no other recipe is tried."""
 
-    Unlike other refusals, it does not concern only this merge. Changing the recipe does not help, so the run ends.
+    status = "refused"
+
+
+class ChangedInput(CannotDecide):
+    """A file differs from its pinned version, or changed while it was read."""
+
+
+class DiskUnavailable(CannotDecide):
+    """The disk is full or read-only, a permission is missing, or a limit of the machine is reached.
+
+    The same run resumes when there is space.
     """
 
 
-class DiskRefused(Refused):
-    """The machine, not a check, refused: the disk is full or read-only, a permission is missing, or a limit is reached.
-
-    This says nothing about the input. Therefore no other recipe is tried, and the same run resumes when there is space.
-    """
-
-
-class OutOfTime(DiskRefused):
-    """A time limit has expired. Like a full disk, this says nothing about the input."""
+class OutOfTime(CannotDecide):
+    """A time limit has expired."""
 
 
 Severity = Literal["block", "warn", "info"]

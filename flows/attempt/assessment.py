@@ -177,7 +177,7 @@ def run_look(
         references = [scoring(model, task) for model in models[:-1] for task, _ in order]
         _all(runner, _score, [item for item in references if _is_scored(item.model, item.task, evidence)])
     scores, unchecked = before, list[str]()
-    for together in _side_by_side(order, evidence) if runner.side_by_side else ([item] for item in order):
+    for together in _side_by_side(order, evidence) if runner.is_parallel else ([item] for item in order):
         missing = any(count for _, count in together)
         if missing and any(is_lost(name, scores) for name in unchecked):
             left_out = {skipped.name for skipped, _ in order[order.index(together[0]) :]}

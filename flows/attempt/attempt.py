@@ -13,7 +13,7 @@ from mergegate.flows.attempt.assessment import Assessment
 from mergegate.flows.candidates import changed_candidate
 from mergegate.flows.preflight import ClearedCandidate, clear_further
 from mergegate.flows.profile import Profile
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, Refused
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateError, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
@@ -139,8 +139,8 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
             candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
             try:
                 return clear_further(candidate, profile)
-            except (ChangedInput, DiskRefused):
-                raise  # The error says nothing about the recipe.
+            except CannotDecide:
+                raise
             except MergegateError as error:
                 announce(f"not tried: {remedy.text()}: {error.found}")
     return None

@@ -63,7 +63,7 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
     """
     scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
     with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
-        yield TrialPool(search, runner, ledger, workers=profile.runner.at_a_time)
+        yield TrialPool(search, runner, ledger, workers=profile.runner.parallel_items)
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
@@ -94,7 +94,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         (candidate.recipe for candidate in candidates.searched if candidate.recipe.needs_distances), None
     ):
         raise InvalidInput(
-            by_distance.where,
+            by_distance.location,
             found="models that are chosen, or weighed, by how far they are from each other",
             expected="models that are the same in every trial",
             remedy="search without leave_out_beyond, or geometric_median",
@@ -106,7 +106,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         prepare_recipe(candidate.recipe, by_ref.__getitem__, in_flow=True)
         for candidate in (*candidates.searched, *candidates.by_hand)
     ]
-    space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.where)
+    space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.location)
     by_hand = [
         HandWritten(label, candidate.document or {}, recipe.directory)
         for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
@@ -132,7 +132,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             seed=profile.merge.seed,
             base=reference_parent(parents) if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
-            threads=max(1, usable_cores() // profile.runner.at_a_time),
+            threads=max(1, usable_cores() // profile.runner.parallel_items),
             measured={source: digest for recipe in prepared for source, digest in recipe.calibration_results().items()},
         ),
     )
@@ -160,12 +160,12 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
-    files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
+    files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [
         relocate_recipe(recipe_file.document, recipe_file.directory, recipe.directory) for recipe_file in files
     ]
     recipes = candidate_recipes(
-        replace(recipe, document=start_recipe(recipe.document, profile.sweep, recipe.where)),
+        replace(recipe, document=start_recipe(recipe.document, profile.sweep, recipe.location)),
         [replace(recipe, document=document) for document in (*choices, *hand_written)],
         profile.root,
         f"profile {profile.name}",
@@ -179,7 +179,7 @@ def recipe_labels(profile: Profile) -> list[str]:
     A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
     """
     assert profile.sweep is not None
-    files = profile.sweep.hand_written
+    files = profile.sweep.baselines
     names = [profile.name, *(Path(file).stem for file in files)]
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 

@@ -44,7 +44,7 @@ class Candidate:
     @property
     def document(self) -> Mapping[str, Any] | None:
         """The recipe as plain data. None for a recipe of several documents."""
-        documents = parse_yaml(self.text, self.recipe.where)
+        documents = parse_yaml(self.text, self.recipe.location)
         return documents[0] if len(documents) == 1 else None
 
 
@@ -55,12 +55,12 @@ class SearchedRecipe:
     Args:
         document: Content of its YAML, with ``$name`` as placeholder for each free value.
         directory: Directory that its paths are relative to.
-        where: Name of the recipe in messages.
+        location: Name of the recipe in messages.
     """
 
     document: Mapping[str, Any]
     directory: Path
-    where: str
+    location: str
 
 
 def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
@@ -108,7 +108,7 @@ def candidate_recipes(
     if isinstance(own, Candidate):
         first = own
     elif isinstance(own, SearchedRecipe):
-        first = _inline([own.document], "", own.directory, own.where)
+        first = _inline([own.document], "", own.directory, own.location)
     else:
         first = _candidate(own, "", root, f"{where}: recipe")
     first = replace(first, change={})
@@ -116,7 +116,7 @@ def candidate_recipes(
     for position, remedy in enumerate(remedies):
         location = f"{where}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
-            candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.where))
+            candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.location))
         elif isinstance(remedy, Path):
             candidates.append(_candidate(remedy, str(remedy), root, location))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
@@ -163,5 +163,5 @@ def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candida
 def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, where: str) -> Candidate:
     plain = [dict(document) for document in documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
-    recipe = load_recipe(plain[0] if len(plain) == 1 else text, where=where)
+    recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=where)
     return Candidate(remedy, replace(recipe, directory=directory), text)

@@ -45,7 +45,7 @@ def scale_search(
     Raises:
         InvalidInput: The recipe does not have exactly one scale.
     """
-    start = _scale_in(recipe.document, recipe.where)
+    start = _scale_in(recipe.document, recipe.location)
     parameters = {**(recipe.document.get("parameters") or {}), SCALE: f"${SCALE}"}
     settings = SweepSettings.model_validate(
         {
@@ -53,7 +53,7 @@ def scale_search(
             "objective": [{"task": task, "measure": "entropy"} for task in dict.fromkeys(tasks)],
             "documents": {"search": size.search, "confirmation": size.confirmation},
             "budget": {"trials": size.trials},
-            "baseline": 0,
+            "random_trials": 0,
         }
     )
     return {**recipe.document, "parameters": parameters}, settings

@@ -25,7 +25,7 @@ from mergegate.flows.cli.streams import close_streams, prepare_streams, require_
 from mergegate.merge_core.errors import (
     EXIT_CODES,
     INTERRUPTED,
-    DiskRefused,
+    DiskUnavailable,
     Finding,
     MergegateError,
     Status,
@@ -314,7 +314,7 @@ def _decide_by_hand(profile: Path, say: str, why: str, as_json: bool) -> None:
 def server_command(
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of nights.yaml, or 4200")
+        int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of schedules.yaml, or 4200")
     ] = None,
 ) -> None:
     """Serve Prefect's API and pages for this project. Set MERGEGATE_DATABASE=postgresql://… for a team."""
@@ -337,7 +337,7 @@ def worker_command(
 
 @app.command("deploy")
 def deploy_command(as_json: Json = False) -> None:
-    """Sync the server with nights.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
+    """Sync the server with schedules.yaml: deployments, schedules, notifications. Running it twice changes nothing."""
     with _refusals(as_json):
         _prepare_environment()
         from mergegate.flows.cli.deploy import deploy_schedules
@@ -960,7 +960,7 @@ def _refusals(as_json: bool) -> Iterator[None]:
     except UnicodeEncodeError as error:
         # Python represents bytes that are not UTF-8 as lone surrogates, which cannot be encoded.
         text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
-        refusal = DiskRefused(text, found="a name that is not text", expected="UTF-8", remedy="rename it")
+        refusal = DiskUnavailable(text, found="a name that is not text", expected="UTF-8", remedy="rename it")
         _print_refusal(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except (KeyboardInterrupt, typer.Abort):  # typer.Abort comes from a prompt
@@ -972,7 +972,7 @@ def _refusal_of(error: OSError) -> MergegateError:
     from mergegate.merge_core.files import disk_refusal
 
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
-        return DiskRefused(
+        return DiskUnavailable(
             "the working directory",
             found="it has been deleted",
             expected="a directory that is there",

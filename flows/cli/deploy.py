@@ -1,4 +1,4 @@
-"""``mergegate deploy``: keep the server in step with ``nights.yaml``. A second call changes nothing."""
+"""``mergegate deploy``: keep the server in step with ``schedules.yaml``. A second call changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.prefect_api import (
-    NIGHTS,
+    SCHEDULES_FILE,
     desired_deployments,
     desired_rules,
     find_site,
@@ -30,14 +30,14 @@ def deploy_schedules(console: Console, as_json: bool) -> None:
     Raises:
         InvalidInput: The file or a profile is invalid, or the server does not answer or denies access.
     """
-    schedules = load_schedules(Path(NIGHTS))
+    schedules = load_schedules(Path(SCHEDULES_FILE))
     site = find_site(schedules)
     deployments = desired_deployments(schedules, site.root)
     with site_client(site) as client:
         make_pool(client)
         changes = sync_deployments(client, deployments, site)
         ids = {change.name: change.id for change in changes}
-        rules = sync_rules(client, desired_rules(schedules, deployments), schedules.tell, ids, site)
+        rules = sync_rules(client, desired_rules(schedules, deployments), schedules.notify, ids, site)
     if as_json:
         more = {"server": site.address, "deployments": [change._asdict() for change in changes], "rules": dict(rules)}
         print_answer("deployed", f"{len(changes)} deployments", more)

@@ -56,7 +56,7 @@ def fitting_recipe(
     base, *models = written
     problems: list[MergegateError] = []
     for draft in recipe_drafts(base, models, method):
-        recipe = replace(load_recipe(dict(draft.recipe), where=f"the recipe of {name}"), directory=out)
+        recipe = replace(load_recipe(dict(draft.recipe), location=f"the recipe of {name}"), directory=out)
         try:
             cleared = clear_recipe(recipe)
         except MergegateError as error:

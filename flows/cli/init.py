@@ -98,7 +98,7 @@ def _init_in(
     name = _answer(request, "name of the release", request.name, _default_name(request.models), free_name)
     files = _files(out, name)
     draft, dtype, parents = fitting_recipe(request.method, [written_in(model, out) for model in models], out, name)
-    console.print(Text(f"recipe   {load_recipe(draft.recipe, where='draft').summary()}", style="bold"))
+    console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
     console.print(f"         {draft.why}".replace("\n# ", "\n         "))
 
     license = _license(request, parents, name, out)

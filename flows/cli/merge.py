@@ -15,7 +15,7 @@ from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
-from mergegate.merge_core.errors import DiskRefused
+from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import (
@@ -63,7 +63,7 @@ def merge_to(
     if not share:
         try:
             remember(out, merge_digest, result)
-        except (OSError, DiskRefused) as error:  # The output is complete whether or not the next run recognizes it.
+        except (OSError, DiskUnavailable) as error:  # The output is complete whether or not the next run recognizes it.
             console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
     return {**result, "new": True}
 

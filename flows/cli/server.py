@@ -15,9 +15,9 @@ from rich.console import Console
 
 from mergegate.flows.cli.styles import short_path
 from mergegate.flows.prefect_api import (
-    NIGHTS,
     POOL,
     PORT,
+    SCHEDULES_FILE,
     Schedules,
     database_url,
     find_site,
@@ -40,11 +40,11 @@ def run_server(host: str, port: int | None, console: Console) -> None:
 
     Args:
         host: Address to listen on.
-        port: Port to listen on. None: that of ``server.address`` in ``nights.yaml``, or else 4200.
+        port: Port to listen on. None: that of ``server.address`` in ``schedules.yaml``, or else 4200.
 
     Raises:
         InvalidInput: The port is in use, or the database does not answer.
-        DiskRefused: The secret cannot be stored.
+        DiskUnavailable: The secret cannot be stored.
     """
     schedules = load_optional_schedules()
     configured = schedules.server.address if schedules else None
@@ -91,12 +91,12 @@ def become_worker(once: bool, console: Console) -> NoReturn:
 
 
 def load_optional_schedules() -> Schedules | None:
-    """Load ``nights.yaml`` of this directory, or return None if it does not exist.
+    """Load ``schedules.yaml`` of this directory, or return None if it does not exist.
 
     Raises:
         InvalidInput: The file is invalid.
     """
-    return load_schedules(Path(NIGHTS)) if Path(NIGHTS).exists() else None
+    return load_schedules(Path(SCHEDULES_FILE)) if Path(SCHEDULES_FILE).exists() else None
 
 
 def _require_free(host: str, port: int) -> None:

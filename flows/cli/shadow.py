@@ -14,7 +14,7 @@ from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.styles import short_path
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.watching import shadow_settings
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
 from mergegate.tasks.shadow import (
     FollowedRouting,
     Routing,
@@ -25,7 +25,7 @@ from mergegate.tasks.shadow import (
     write_routing,
 )
 from mergegate.tasks.shadow.records import open_records
-from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
 
 _STOP_S = 5
 # longer than clients keep a connection: the server must not close one before its reuse
@@ -48,15 +48,15 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     loaded = load_profile(profile)
     settings = shadow_settings(loaded)
     url, file = records_url(loaded.name, settings), routing_file(loaded.name)
-    redaction = open_redaction(settings.redact, settings.redact_with)
+    redaction = open_redaction(settings.redact, settings.redactor)
     routing = _routing(loaded, settings, candidate, file, again)
     _require_free(*settings.address)
     recorder = Recorder(
         lambda: open_records(url),
         redaction,
-        most=settings.queue,
-        body_limit=settings.body_limit,
-        keep_days=settings.keep_days,
+        queue_size=settings.record_queue,
+        max_body_bytes=settings.max_body_bytes,
+        retention_days=settings.retention_days,
     )
     proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder)
     host, port = settings.address
@@ -100,11 +100,13 @@ def replay_file(
     if not file.is_file():
         raise InvalidInput(str(file), found="no such file", expected="jsonl of requests or prompts")
     traffic = read_traffic(file, model)
-    done = replay(traffic, to.rstrip("/"), header=header, rate=rate, at_once=at_once, rounds=rounds, stream=stream)
+    done = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, at_once, rounds, stream))
     counts = ", ".join(f"{count} with {response}" for response, count in sorted(done.statuses.items()))
-    message = f"{done.sent} requests in {done.seconds:.1f} s: {counts}"
+    message = f"{done.request_count} requests in {done.seconds:.1f} s: {counts}"
     if as_json:
-        print_answer("replayed", message, {"sent": done.sent, "statuses": dict(done.statuses), "seconds": done.seconds})
+        print_answer(
+            "replayed", message, {"sent": done.request_count, "statuses": dict(done.statuses), "seconds": done.seconds}
+        )
     else:
         console.print(message)
 
@@ -125,8 +127,8 @@ def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, 
 def _released(profile: Profile) -> str | None:
     """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
     try:
-        current = profile.publish.current(profile.root) if profile.publish else None
-    except Refused:
+        current = profile.publish.current_release(profile.root) if profile.publish else None
+    except (Refused, CannotDecide):
         return None
     return current.name if current else None
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.styles import OUTCOME_STYLES, short_path
-from mergegate.flows.prefect_api import NIGHTS, load_schedules
+from mergegate.flows.prefect_api import SCHEDULES_FILE, load_schedules
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.wording import format_bytes, format_duration
 from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history
@@ -30,12 +30,12 @@ def print_status(console: Console, as_json: bool) -> None:
     """Print active runs, schedules and last results.
 
     Raises:
-        InvalidInput: ``nights.yaml`` is invalid.
+        InvalidInput: ``schedules.yaml`` is invalid.
     """
     now = time.time()
     running = [run for run in read_runs(runs_directory()) if run.live]
     last = {record.profile: record for record in read_history(home() / "reports").records}
-    schedule_file = Path(NIGHTS)
+    schedule_file = Path(SCHEDULES_FILE)
     due = (
         [
             (str(scheduled.profile), scheduled.schedule or "when triggered")
@@ -65,7 +65,7 @@ def print_status(console: Console, as_json: bool) -> None:
     for profile, schedule in due:
         console.print(f"due      {profile}  {schedule}")
     if not due:
-        console.print(f"due      nothing: no {NIGHTS} here")
+        console.print(f"due      nothing: no {SCHEDULES_FILE} here")
     for record in last.values():
         style = OUTCOME_STYLES[outcome_of_status(record.status)]
         reason = record.why

@@ -83,7 +83,7 @@ def _find_target(named: str, schedules: Schedules | None, deployed: tuple[str, .
     raise InvalidInput(
         named,
         found="neither a deployed profile nor a file",
-        expected="a profile of nights.yaml, by its name or its file",
+        expected="a profile of schedules.yaml, by its name or its file",
         remedy=suggest(named, [full_name.partition("/")[2] for full_name in deployed])
         if deployed
         else "mergegate deploy",

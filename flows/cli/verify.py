@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mergegate.flows.cli.output import print_answer
-from mergegate.tasks.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
 _SIGNED = {
@@ -31,7 +31,7 @@ def verify_release(release: str, key: Path | None, console: Console, as_json: bo
     if as_json:
         print_answer("verified", f"{release} is as it was published", _plain(verified))
         return
-    console.print(f"{verified.where}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
+    console.print(f"{verified.reference}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
     if verified.version:
         console.print(f"  its version {verified.version} is its content")
     else:
@@ -47,7 +47,6 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
         Refused: Any part does not match, or the rebuilt weights differ.
     """
     from mergegate.tasks.publish.releases import rebuild_release
-    from mergegate.tasks.stage import store
 
     published = find_release(release)
     verified = check_release(published)
@@ -58,19 +57,19 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
             published,
             verified,
             Path(directory) / "merged",
-            store().hashes,
             directory=parents,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
     if as_json:
-        print_answer("reproduced", f"{release} was made again to the byte", asdict(rebuilt))
+        print_answer("reproduced", f"{release} was made again to the byte", _plain(rebuilt))
         return
     how = f"made again in {rebuilt.seconds:.1f} s on {rebuilt.device}"
-    console.print(f"{rebuilt.where}: {how}; {len(rebuilt.files)} files, all equal to the byte")
+    console.print(f"{rebuilt.reference}: {how}; {len(rebuilt.files)} files, all equal to the byte")
     for name in rebuilt.files:
         console.print(f"  = {name}")
 
 
-def _plain(verified: VerifiedRelease) -> dict[str, object]:
-    return {name: value for name, value in asdict(verified).items() if name != "statement"}
+def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
+    fields = asdict(result)
+    return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

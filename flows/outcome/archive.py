@@ -25,8 +25,6 @@ from mergegate.tasks.report import (
     RunRecord,
     RunScore,
     RunStage,
-    export_metrics,
-    export_to_trackers,
     file_name,
     keep_run,
     render_ending,
@@ -34,6 +32,7 @@ from mergegate.tasks.report import (
     render_sweep,
 )
 from mergegate.tasks.stage import StageEnd, bytes_made, home, joint_status
+from mergegate.tasks.telemetry import export_metrics, export_to_trackers
 
 _log = logging.getLogger(__name__)
 _LARGEST = 64 << 20  # upper limit for a release page, in bytes

@@ -58,7 +58,7 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
         for path in parent.directories
     ]
     paths += [*_paths_in(profile), *cleared.license.value.all_names]
-    return PublicNames.of(cleared.candidate.recipe, cleared.parents, profile.root, paths)
+    return PublicNames.from_recipe(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
 def report_content(
@@ -101,14 +101,14 @@ def report_content(
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=names.yaml(attempt.cleared.candidate.text),
+        recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
         scoring=assessed.evidence.scoring if profile.evaluate else None,
-        asked=profile.evaluate.asked_alone if profile.evaluate else {},
+        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
         windows=assessed.evidence.windows,
         computed=assessed.evidence.computed,
         places=tuple(
@@ -156,7 +156,7 @@ def _exists(path: str) -> bool:
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     """Return the warnings about a recipe without the path of its file: a release must not reveal local paths."""
     return tuple(
-        f"{finding.where.removeprefix(document.where).removeprefix(': ')}: {finding.found}; {finding.remedy}"
+        f"{finding.where.removeprefix(document.location).removeprefix(': ')}: {finding.found}; {finding.remedy}"
         for document in (*recipe.steps, recipe)
         for finding in document.findings
     )

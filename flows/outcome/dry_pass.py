@@ -16,11 +16,11 @@ from mergegate.tasks.stage import (
     DeferredProgress,
     WorkRequired,
     dry_pass,
-    logged_for_machines,
     progress_watcher,
     relay_progress,
     store_quota,
 )
+from mergegate.tasks.telemetry import json_log
 
 
 def run_dry_pass(
@@ -42,7 +42,7 @@ def run_dry_pass(
     except (Exception, WorkRequired) as reason:
         detail("a look does not suffice: %s", " ".join(str(reason).split()))
         return None
-    with logged_for_machines({"flow": flow, "profile": name}, DeferredProgress) as say:
+    with json_log({"flow": flow, "profile": name}, DeferredProgress) as say:
         relay_progress(held.stages)
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, held.stages, flow)

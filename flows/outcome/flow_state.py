@@ -38,11 +38,11 @@ from mergegate.tasks.stage import (
     keep_quota,
     limited,
     log_shared_store_savings,
-    logged_for_machines,
     record_run,
     recorded_stages,
     store_quota,
 )
+from mergegate.tasks.telemetry import json_log
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -83,7 +83,7 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     context = {"run": run, "flow": flow, "profile": name}
-    with logged_for_machines(context, watcher) as say, recorded_stages(watcher) as recorder:
+    with json_log(context, watcher) as say, recorded_stages(watcher) as recorder:
         try:
             with disk_errors_refused(home()):
                 outcome = _run_recorded(make, name)

@@ -93,7 +93,7 @@ def shadow_report(
             )
             for pair in lost[:_EXAMPLES]
         ),
-        keep_days=settings.keep_days,
+        retention_days=settings.retention_days,
         alias=settings.alias or "",
     )
 

@@ -2,7 +2,7 @@
 
 * ``embedded`` serves the API for a run without a server, and ``server`` runs a project's server.
 * ``site`` locates a project's server and provides the environment of server, workers and clients.
-* ``schedules`` reads ``nights.yaml``. ``deployments`` and ``automations`` keep the server in step with it.
+* ``schedules`` reads ``schedules.yaml``. ``deployments`` and ``automations`` keep the server in step with it.
 * ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
   answers it.
 * ``missed_schedules`` and ``rule_timers`` recover from outages.
@@ -31,7 +31,7 @@ from mergegate.flows.prefect_api.embedded import configure, has_server, local_ap
 from mergegate.flows.prefect_api.missed_schedules import find_replacement_run
 from mergegate.flows.prefect_api.rule_timers import rearm_rules_when_ready
 from mergegate.flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
-from mergegate.flows.prefect_api.schedules import NIGHTS, Schedules, load_schedules
+from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Schedules, load_schedules
 from mergegate.flows.prefect_api.server import serve_prefect
 from mergegate.flows.prefect_api.site import (
     PORT,
@@ -47,9 +47,9 @@ from mergegate.flows.prefect_api.site import (
 from mergegate.flows.prefect_api.waiting_runs import WaitingRun, answer_run, select_waiting_run, waiting_runs
 
 __all__ = [
-    "NIGHTS",
     "POOL",
     "PORT",
+    "SCHEDULES_FILE",
     "SILENCE_S",
     "ApprovalRequest",
     "Decision",

@@ -1,4 +1,4 @@
-"""Keep the rules on the server in step with ``nights.yaml``: notifications, and reactions to silent runs.
+"""Keep the rules on the server in step with ``schedules.yaml``: notifications, and reactions to silent runs.
 
 A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient has one rule per occasion.
 Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its slot. The same happens
@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from mergegate.flows.prefect_api.deployments import DeployChange, DesiredDeployment
-from mergegate.flows.prefect_api.schedules import NIGHTS, RESERVED, Occasion, Recipient, Schedules
+from mergegate.flows.prefect_api.schedules import RESERVED, SCHEDULES_FILE, Occasion, Recipient, Schedules
 from mergegate.flows.prefect_api.site import HEARTBEAT_S, Site
 from mergegate.merge_core.errors import InvalidInput
 
@@ -141,8 +141,8 @@ def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]
                     max(10.0, approval.timeout_s),
                 )
             )
-    for number, recipient in enumerate(schedules.tell):
-        for occasion in dict.fromkeys(recipient.of):
+    for number, recipient in enumerate(schedules.notify):
+        for occasion in dict.fromkeys(recipient.events):
             states, body, subject = _NOTIFICATIONS[occasion]
             rules.append(
                 DesiredRule(
@@ -167,7 +167,7 @@ def sync_rules(
     Args:
         client: Client of the server.
         rules: Desired rules.
-        recipients: Recipients in the order of ``nights.yaml``.
+        recipients: Recipients in the order of ``schedules.yaml``.
         ids: Id of each deployment, by its full name.
         site: Site of the project.
 
@@ -205,7 +205,7 @@ def sync_rules(
 
 def _label(schedules: Schedules, number: int) -> str:
     """Return ``slack``, or ``slack 2`` if there are several."""
-    kinds = [recipient.to for recipient in schedules.tell]
+    kinds = [recipient.to for recipient in schedules.notify]
     same = kinds[: number + 1].count(kinds[number])
     return kinds[number] + (f" {same}" if kinds.count(kinds[number]) > 1 else "")
 
@@ -294,7 +294,7 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
             block_on_server: Any = Block.load(recipient.address)
         except ValueError:
             raise InvalidInput(
-                f"{NIGHTS}: tell[{number}].address",
+                f"{SCHEDULES_FILE}: tell[{number}].address",
                 found=f"Prefect has no block {recipient.address}",
                 expected="TYPE/NAME of a notification block",
                 remedy="make it on Prefect's pages (Blocks), or use to: webhook",
@@ -304,7 +304,7 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
         ids = [document.id for document in client.read_block_documents(limit=200) if document.name == name]
         if not ids:
             raise InvalidInput(
-                f"{NIGHTS}: tell[{number}].address",
+                f"{SCHEDULES_FILE}: tell[{number}].address",
                 found=f"the environment variable {recipient.variable} is not set",
                 expected="what it is to be sent to",
                 remedy=f"export {recipient.variable}=… and call mergegate deploy again; Prefect keeps it from then on",
@@ -334,7 +334,7 @@ def _address(recipient: Recipient, number: int) -> str:
     kinds = ("mailto://", "mailtos://") if recipient.to == "mail" else ("http://", "https://")
     if not address.startswith(kinds):
         raise InvalidInput(
-            f"{NIGHTS}: tell[{number}].address",
+            f"{SCHEDULES_FILE}: tell[{number}].address",
             found=f"{recipient.variable} holds no such address",
             expected=" or ".join(kinds) + "…",
         )

@@ -1,4 +1,4 @@
-"""Keep the deployments of a project in step with ``nights.yaml``: create, change and remove them.
+"""Keep the deployments of a project in step with ``schedules.yaml``: create, change and remove them.
 
 ``release/release``, ``sweep/sweep`` and ``shadow/shadow`` accept any profile, as in ``prefect.yaml``. Each listed
 profile has its own deployment (``release/support-assistant``) with its own form, schedule and limit. The desired
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mergegate.flows.prefect_api.schedules import NIGHTS, RESERVED, ScheduledProfile, Schedules
+from mergegate.flows.prefect_api.schedules import RESERVED, SCHEDULES_FILE, ScheduledProfile, Schedules
 from mergegate.flows.prefect_api.site import Site
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -97,7 +97,7 @@ def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeploy
         _of_any("shadow", "profiles/demo.yaml"),
     ]
     for number, entry in enumerate(schedules.profiles):
-        where = f"{NIGHTS}: profiles[{number}]"
+        where = f"{SCHEDULES_FILE}: profiles[{number}]"
         profile = load_profile(root / entry.profile)
         if entry.flow == "sweep" and profile.sweep is None:
             raise InvalidInput(
@@ -294,7 +294,7 @@ def _schedule(deployment: DesiredDeployment) -> Any:
         return IntervalSchedule(interval=schedule["interval"], anchor_date="2026-01-01T00:00:00Z")
     except ValidationError as error:
         raise InvalidInput(
-            f"{NIGHTS}: schedule of {deployment.name}",
+            f"{SCHEDULES_FILE}: schedule of {deployment.name}",
             found=f"{schedule.get('cron')!r}: {error.errors()[0]['msg'].lower()}",
             expected="cron in five fields: minute, hour, day of the month, month, day of the week",
         ) from None

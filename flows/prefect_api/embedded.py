@@ -57,7 +57,7 @@ def configure(home: Path) -> None:
 
     Raises:
         InvalidInput: The state directory cannot be created at this location.
-        DiskRefused: The disk refused to create it.
+        DiskUnavailable: The disk refused to create it.
     """
     quiet = {
         "PREFECT_HOME": str(home / "prefect"),
@@ -118,7 +118,7 @@ def local_api() -> Iterator[None]:
 
     Raises:
         InvalidInput: The configured server does not answer.
-        DiskRefused: The database cannot be written.
+        DiskUnavailable: The database cannot be written.
     """
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
@@ -224,7 +224,7 @@ def require_writable(path: Path) -> None:
     """Raise a clear error if no file can be written below ``path``. Databases report the cause less clearly.
 
     Raises:
-        DiskRefused: No file can be written, or only a few bytes.
+        DiskUnavailable: No file can be written, or only a few bytes.
     """
     with disk_errors_refused(path), NamedTemporaryFile(dir=path, prefix="probe-", suffix=".partial") as file:
         file.write(bytes(_PROBE_BYTES))

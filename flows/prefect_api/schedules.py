@@ -1,4 +1,4 @@
-"""Read ``nights.yaml``: the profiles that a project's server runs, their schedules and the notifications.
+"""Read ``schedules.yaml``: the profiles that a project's server runs, their schedules and the notifications.
 
 ::
 
@@ -7,8 +7,8 @@
       - {profile: profiles/coder.yaml}                       # deployed, started manually
       - {profile: profiles/search.yaml, flow: sweep, schedule: every 7 d}
       - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}     # evaluates a watched release
-    tell:
-      - {to: slack, address: $SLACK_WEBHOOK, of: [refused, failed, late]}
+    notify:
+      - {to: slack, address: $SLACK_WEBHOOK, events: [refused, failed, late]}
     server: {address: "http://10.0.0.1:4200", database: "postgresql://mergegate@10.0.0.2/prefect"}
 
 The file is validated strictly and read once. It contains no secrets: recipients are environment variables, and the
@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 from zoneinfo import available_timezones
 
@@ -31,7 +31,8 @@ from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import LocalPath, read_yaml_mapping
 from mergegate.merge_core.wording import parse_duration
 
-NIGHTS = "nights.yaml"
+SCHEDULES_FILE = "schedules.yaml"
+_FORMER_FILE = "nights.yaml"
 # Names of the deployments that accept any profile, in addition to those of the profiles.
 RESERVED = ("release", "sweep", "shadow")
 
@@ -87,6 +88,8 @@ class ScheduledProfile(SchedulesSection):
 class Recipient(SchedulesSection):
     """A recipient of notifications, and their occasions."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"of": "events"}
+
     to: Literal["webhook", "slack", "mail", "block"] = Field(
         description="webhook: JSON by POST; slack: an incoming webhook (Mattermost's, too); mail: SMTP; "
         "block: a notification block that is in Prefect already."
@@ -95,7 +98,7 @@ class Recipient(SchedulesSection):
         description="$NAME: the environment variable that holds it when it is deployed (a URL; for mail "
         "mailtos://user:password@smtp.host?to=…). Of a block: TYPE/NAME."
     )
-    of: tuple[Occasion, ...] = Field(default=OCCASIONS, description="Of what; absent: all.", min_length=1)
+    events: tuple[Occasion, ...] = Field(default=OCCASIONS, description="Of what; absent: all.", min_length=1)
 
     @property
     def variable(self) -> str | None:
@@ -132,20 +135,24 @@ class SiteSettings(SchedulesSection):
 
 
 class Schedules(SchedulesSection):
-    """Content of ``nights.yaml``, which ``mergegate deploy`` applies to the server."""
+    """Content of ``schedules.yaml``, which ``mergegate deploy`` applies to the server."""
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {"tell": "notify"}
 
     profiles: tuple[ScheduledProfile, ...] = Field(description="What is deployed.")
-    tell: tuple[Recipient, ...] = Field(default=(), description="Who is told; absent: nobody.")
+    notify: tuple[Recipient, ...] = Field(default=(), description="Who is told; absent: nobody.")
     server: SiteSettings = SiteSettings()
 
 
 def load_schedules(file: Path) -> Schedules:
-    """Load ``nights.yaml``.
+    """Load ``schedules.yaml``.
 
     Raises:
         InvalidInput: The file does not exist, is not YAML or is invalid. The error lists all faults.
     """
     if not file.exists():
+        if (former := file.with_name(_FORMER_FILE)).exists():
+            raise InvalidInput(str(former), found="a file name that was renamed", remedy=f"mv {former} {file}")
         raise InvalidInput(
             str(file),
             found="no such file",
@@ -157,7 +164,7 @@ def load_schedules(file: Path) -> Schedules:
 
 
 def parse_schedules(data: Mapping[str, object], where: str) -> Schedules:
-    """Parse the content of ``nights.yaml`` from plain data.
+    """Parse the content of ``schedules.yaml`` from plain data.
 
     Args:
         data: Content of the file.

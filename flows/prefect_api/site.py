@@ -116,8 +116,8 @@ class Site:
 def find_site(schedules: Schedules | None = None, *, address: str | None = None) -> Site:
     """Find the site of the project in the working directory.
 
-    The address is the first of: the argument, ``PREFECT_API_URL``, ``nights.yaml``, and the last start of ``mergegate
-    server`` in this directory. The secret is ``PREFECT_API_AUTH_STRING``, or else the project's own.
+    The address is the first of: the argument, ``PREFECT_API_URL``, ``schedules.yaml``, and the last start of
+    ``mergegate server`` in this directory. The secret is ``PREFECT_API_AUTH_STRING``, or else the project's own.
 
     Raises:
         InvalidInput: The address is invalid.
@@ -125,7 +125,7 @@ def find_site(schedules: Schedules | None = None, *, address: str | None = None)
     addresses = {
         "--address": address,
         "PREFECT_API_URL": os.environ.get("PREFECT_API_URL"),
-        "nights.yaml: server.address": schedules.server.address if schedules else None,
+        "schedules.yaml: server.address": schedules.server.address if schedules else None,
         SETTINGS: own_settings().get("url"),
     }
     where, url = next(((where, value) for where, value in addresses.items() if value), ("", f"http://127.0.0.1:{PORT}"))
@@ -142,7 +142,7 @@ def load_or_create_secret() -> str:
     ``PREFECT_API_AUTH_STRING`` takes precedence over the secret file.
 
     Raises:
-        DiskRefused: The secret cannot be stored.
+        DiskUnavailable: The secret cannot be stored.
     """
     if configured := os.environ.get("PREFECT_API_AUTH_STRING"):
         return configured
@@ -163,7 +163,7 @@ def write_settings(site: Site) -> bool:
         False if the file exists and was not written by mergegate. It is left unchanged.
 
     Raises:
-        DiskRefused: The file cannot be written.
+        DiskUnavailable: The file cannot be written.
     """
     file = site.root / SETTINGS
     if file.exists() and not _is_ours(file):
@@ -201,14 +201,14 @@ def own_settings() -> Mapping[str, str]:
 def database_url(schedules: Schedules | None) -> str | None:
     """Return the URL of the server's database, or None if it uses a file.
 
-    ``MERGEGATE_DATABASE`` takes precedence over ``nights.yaml``.
+    ``MERGEGATE_DATABASE`` takes precedence over ``schedules.yaml``.
 
     Raises:
         InvalidInput: The database is not PostgreSQL.
     """
     url, source = os.environ.get(DATABASE, ""), DATABASE
     if not url and schedules is not None and schedules.server.database:
-        url, source = schedules.server.database, "nights.yaml: server.database"
+        url, source = schedules.server.database, "schedules.yaml: server.database"
     if not url:
         return None
     scheme, _, rest = url.partition("://")
@@ -266,7 +266,7 @@ def require_site(site: Site) -> None:
             site.address,
             found=f"no server answers ({error})",
             expected="this project's Prefect server",
-            remedy="start it (mergegate server), or say where it is: PREFECT_API_URL, or server.address in nights.yaml",
+            remedy="start it (mergegate server), or set PREFECT_API_URL or server.address in schedules.yaml",
         ) from None
     if answer.status_code in (401, 403):
         raise InvalidInput(

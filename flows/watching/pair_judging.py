@@ -13,10 +13,10 @@ from mergegate.tasks.shadow import (
     LostPair,
     Sample,
     SampledPair,
-    keep_lost,
     lost_pair,
-    read_lost,
+    read_lost_pairs,
     sample_pairs,
+    store_lost_pairs,
 )
 from mergegate.tasks.stage import advance, report_stage
 
@@ -28,7 +28,7 @@ def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float])
         InvalidInput: The judge is not available. Its earlier judgments are stored.
     """
     settings, candidate = watch.settings, watch.routing.candidate
-    oldest = now() - settings.keep_days * DAY
+    oldest = now() - settings.retention_days * DAY
     watch.records.purge(oldest)
     with report_stage("sample", "") as stage:
         sample = _sampled(watch, ledger, settings.rule.pairs_per_look)
@@ -48,18 +48,18 @@ def judge_new_pairs(watch: Watch, ledger: JudgedPairs, now: Callable[[], float])
             ledger.judge(sample.pairs, settings.judge, settings.judge, now=now, on_judged=note)
             stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
     finally:
-        lost_pairs = keep_lost(watch.lost_file, candidate, lost, since=oldest)
+        lost_pairs = store_lost_pairs(watch.lost_file, candidate, lost, since=oldest)
     return sample, lost_pairs
 
 
 def plan_judging(watch: Watch, ledger: JudgedPairs, now: Callable[[], float]) -> tuple[Sample, tuple[LostPair, ...]]:
     """Count the pairs that would be judged and left out, without calling the judge."""
     sample = _sampled(watch, ledger, 1)
-    since = now() - watch.settings.keep_days * DAY
-    lost = tuple(pair for pair in read_lost(watch.lost_file, watch.routing.candidate) if pair.at >= since)
+    since = now() - watch.settings.retention_days * DAY
+    lost = tuple(pair for pair in read_lost_pairs(watch.lost_file, watch.routing.candidate) if pair.at >= since)
     return Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost
 
 
-def _sampled(watch: Watch, ledger: JudgedPairs, most: int) -> Sample:
+def _sampled(watch: Watch, ledger: JudgedPairs, limit: int) -> Sample:
     recorded = partial(watch.records.pairs, watch.routing.candidate, None)
-    return sample_pairs(recorded, judged=ledger.by_session, begun=ledger.begun, most=most)
+    return sample_pairs(recorded, judged=ledger.by_session, half_judged=ledger.half_judged, limit=limit)

@@ -91,10 +91,10 @@ def name_release(profile: Profile, version: str) -> str:
     if not isinstance(target, AliasTarget):
         raise InvalidInput(
             "shadow.alias",
-            found=f"{name!r}, and a target ({target.to_name}) that keeps no aliases",
+            found=f"{name!r}, and a target ({target.target_name}) that keeps no aliases",
             remedy="say 'alias: null'",
         )
-    before = target.aliased(profile.root, name) or ""
+    before = target.resolve_alias(profile.root, name) or ""
     if before != version:
         target.set_alias(profile.root, version, name)
     return before if before != version else ""
@@ -105,7 +105,7 @@ class AliasTarget(Protocol):
     """A target on which a name can refer to a version."""
 
     def set_alias(self, root: Path, version: str, name: str) -> None: ...
-    def aliased(self, root: Path, name: str) -> str | None: ...
+    def resolve_alias(self, root: Path, name: str) -> str | None: ...
 
 
 def conclude_shadow(

@@ -89,9 +89,8 @@ class Watch:
         rows = self.records.arms(self.routing.candidate, self._counted_from())
         began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
         hours = max(0.0, max((row.at for row in rows), default=began) - began) / _HOUR
-        rule, switch = self.settings.rule, self.settings.switch
         return shadow_verdict(
-            self.routing.candidate, ledger.scores, ledger.consistency, _in_order(rows), hours, rule, switch
+            self.routing.candidate, ledger.scores, ledger.consistency, _in_order(rows), hours, self.settings
         )
 
     def content(

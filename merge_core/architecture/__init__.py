@@ -18,7 +18,6 @@ from mergegate.merge_core.architecture.architecture import (
 )
 from mergegate.merge_core.architecture.families import described_families, find_family, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
-from mergegate.merge_core.architecture.layers import is_before_layers, parse_layer_place, stacks
 from mergegate.merge_core.architecture.layouts import rename_to_layout
 from mergegate.merge_core.architecture.meaning import differing_settings
 from mergegate.merge_core.architecture.parts import (
@@ -33,9 +32,12 @@ from mergegate.merge_core.architecture.tensor_kinds import (
     KINDS,
     TensorKind,
     input_width,
+    is_before_layers,
     is_inputs_first,
     is_projection,
     is_routed_expert,
+    parse_layer_place,
+    stacks,
     tensor_kind,
 )
 from mergegate.merge_core.checkpoint import is_embedding, is_head, ties_embeddings

@@ -13,7 +13,7 @@ layer number. :mod:`~merge_core.architecture.layer_kinds` reads kinds from a con
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -127,9 +127,9 @@ class LayerKind:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the configuration that are related to the property, the most informative ones first."""
-        read = [key for clause in self.rule for condition in clause.when for key in condition.keys]
-        written = [key for form in self.write for key in form.keys]
-        return tuple(dict.fromkeys(key for key in (self.listed_in, self.spelt_in, *read, *written) if key))
+        rule_keys = [key for clause in self.rule for condition in clause.when for key in condition.keys]
+        form_keys = [key for form in self.write for key in form.keys]
+        return tuple(dict.fromkeys(key for key in (self.listed_in, self.spelt_in, *rule_keys, *form_keys) if key))
 
 
 @dataclass(frozen=True)
@@ -259,32 +259,26 @@ def _read(path: Path) -> Family:
     # This file is part of mergegate, so no validation is needed. A misspelled key raises TypeError in the tests.
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     text, refused = content.pop("text", None), content.pop("refused", None)
+    kinds = []
+    for kind in content.pop("kinds"):
+        rule = [
+            Clause(**{**clause, "when": tuple(LayerCondition(**condition) for condition in clause.get("when", ()))})
+            for clause in kind.pop("rule", ())
+        ]
+        forms = [Form(**{**form, "also": tuple(form.get("also", {}).items())}) for form in kind.pop("write", ())]
+        kinds.append(LayerKind(rule=tuple(rule), write=tuple(forms), **kind))
     words: dict[str, Any] = {
         "source": content.pop("source"),
-        "model_types": tuple(content.pop("model_types")),
-        "kinds": tuple(_kind(**kind) for kind in content.pop("kinds")),
         "layouts": tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ())),
         **{key: tuple(value) for key, value in content.items()},
     }
     return Family(
+        kinds=tuple(kinds),
         text=(text["part"], text["model_type"]) if text else None,
         text_optional=bool(text and text.get("optional")),
         refused=(refused["key"], refused["reason"]) if refused else None,
         **words,
     )
-
-
-def _kind(rule: Sequence[Mapping[str, Any]] = (), write: Sequence[Mapping[str, Any]] = (), **rest: Any) -> LayerKind:
-    clauses, forms = (_clause(**clause) for clause in rule), (_form(**form) for form in write)
-    return LayerKind(rule=tuple(clauses), write=tuple(forms), **rest)
-
-
-def _form(also: Mapping[str, Any] | None = None, **rest: Any) -> Form:
-    return Form(also=tuple((also or {}).items()), **rest)
-
-
-def _clause(when: Sequence[Mapping[str, Any]] = (), **rest: Any) -> Clause:
-    return Clause(when=tuple(LayerCondition(**condition) for condition in when), **rest)
 
 
 @cache

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mergegate.merge_core.architecture.families import (
-    Clause,
     LayerCondition,
     LayerKind,
     TextPart,
@@ -32,14 +31,14 @@ _HARMLESS = re.compile(
 )
 
 
-def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str, Any]:
+def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[str, Any]:
     """Return the kind of layer ``index`` for each property in which the layers of the family differ.
 
     Args:
         part: Configuration and family.
         index: Layer number.
         depth: Number of layers.
-        where: Name of the configuration in error messages.
+        location: Name of the configuration in error messages.
 
     Returns:
         The kind by the name of the property. Empty for a family without a description.
@@ -49,7 +48,7 @@ def layer_kinds(part: TextPart, index: int, depth: int, where: str) -> dict[str,
     """
     kinds: dict[str, Any] = {}
     for kind in part.family.kinds if part.family else ():
-        kinds[kind.name] = _kind(kind, part.config, index, depth, kinds, where)
+        kinds[kind.name] = _kind(kind, part.config, index, depth, kinds, location)
     return kinds
 
 
@@ -59,11 +58,18 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
     A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), or if its value is
     a list with ``depth`` entries. A value that is unset, false, or a period of one affects all layers equally.
     """
-    known = {*(part.family.keys if part.family else ()), *_leftovers(part)}
-    for key, value in part.config.items():
-        if key in known or key.startswith("_") or value is None or value is False or value in (0, 1) or value == []:
+    config, defaults = part.config, family_defaults(part.model_type)
+    harmless_keys = set(part.family.keys) if part.family else set()
+    # Derived configuration classes write keys that have no effect in their family, although they have one in others.
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+        harmless_keys.add("max_window_layers")
+    if defaults is not None and not config.get("auto_map"):
+        all_keys = {key for family in described_families() for key in family.keys}
+        harmless_keys |= {key for key in all_keys - defaults.values.keys() if isinstance(config.get(key), int)}
+    for key, value in config.items():
+        if key in harmless_keys or key.startswith("_") or _HARMLESS.search(key):
             continue
-        if _HARMLESS.search(key):
+        if value is None or value is False or value in (0, 1) or value == []:
             continue
         is_per_layer = isinstance(value, list) and len(value) == depth > 2 and key != "architectures"
         is_numbered = isinstance(value, Mapping) and bool(value) and all(str(number).isdecimal() for number in value)
@@ -72,64 +78,50 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
     return None
 
 
-def _leftovers(part: TextPart) -> set[str]:
-    """Return keys that have no effect on single layers in this family, although they have one in others.
-
-    Derived configuration classes write such keys. Examples are ``max_window_layers`` without a sliding window, and a
-    number that transformers reads only for another family.
-    """
-    config, defaults = part.config, family_defaults(part.model_type)
-    inert = set() if config.get("use_sliding_window") and config.get("sliding_window") else {"max_window_layers"}
-    if defaults is not None and not config.get("auto_map"):
-        elsewhere = {key for family in described_families() for key in family.keys}
-        inert |= {key for key in elsewhere - defaults.values.keys() if isinstance(config.get(key), int)}
-    return inert
-
-
 def _kind(
-    kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, kinds: Mapping[str, Any], where: str
+    kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, kinds: Mapping[str, Any], location: str
 ) -> Any:
     if kind.listed_in is not None and config.get(kind.listed_in):
-        return _entry(config, kind.listed_in, list, index, depth, where)
+        return _entry(config, kind.listed_in, list, index, depth, location)
     if kind.spelt_in is not None and config.get(kind.spelt_in):
-        return _entry(config, kind.spelt_in, str, index, depth, where)
+        return _entry(config, kind.spelt_in, str, index, depth, location)
     if kind.required:
         raise InvalidInput(
-            f"{where}: {kind.listed_in}", found="nothing", expected=f"a list with {depth} entries, one a layer"
+            f"{location}: {kind.listed_in}",
+            found="no value",
+            expected=f"a list with {depth} entries, one per layer",
         )
     for clause in kind.rule:
-        if all(_holds(condition, config, index, kinds, where) != condition.negated for condition in clause.when):
-            return _value(clause, index)
+        if all(_holds(condition, config, index, kinds, location) != condition.negated for condition in clause.when):
+            return (clause.value, index) if clause.by_number else clause.value
     return None
 
 
-def _value(clause: Clause, index: int) -> Any:
-    return (clause.value, index) if clause.by_number else clause.value
-
-
-def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, where: str) -> Any:
+def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, location: str) -> Any:
     value = config[key]
     if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # ``shape`` is list or str.
         found = f"{len(value)} entries" if isinstance(value, shape) else type(value).__name__  # type: ignore[arg-type]
-        raise InvalidInput(f"{where}: {key}", found=found, expected=f"one for each of {depth} layers")
+        raise InvalidInput(f"{location}: {key}", found=found, expected=f"an entry for each of the {depth} layers")
     return value[index]  # type: ignore[index]
 
 
-def _holds(rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], where: str) -> bool:
+def _holds(
+    rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], location: str
+) -> bool:
     """Return whether a condition is true for layer ``index``, without regard to ``negated``."""
     if rule.every is not None:
         period = (
-            rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, where, least=1)
+            rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, location, least=1)
         )
-        remainder = rule.at if isinstance(rule.at, int) else _number(config, rule.at, rule.at_default, where)
+        remainder = rule.at if isinstance(rule.at, int) else _number(config, rule.at, rule.at_default, location)
         return (index + rule.shift) % period == remainder
     if rule.below is not None:
-        return index < _number(config, rule.below, rule.default, where)
+        return index < _number(config, rule.below, rule.default, location)
     if rule.numbered_in is not None:
         numbers = config.get(rule.numbered_in)
         if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
             raise InvalidInput(
-                f"{where}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of numbers of layers"
+                f"{location}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of layer numbers"
             )
         return index in (numbers or ())
     if rule.enabled is not None:
@@ -139,10 +131,10 @@ def _holds(rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: M
     return bool(kinds[str(rule.kind)] == rule.equals)
 
 
-def _number(config: Mapping[str, Any], key: str, default: Any, where: str, least: int = 0) -> int:
+def _number(config: Mapping[str, Any], key: str, default: Any, location: str, least: int = 0) -> int:
     value = config.get(key)
     if value is None:
         value = default
     if type(value) is not int or value < least:
-        raise InvalidInput(f"{where}: {key}", found=f"{value!r:.80}", expected=f"a whole number from {least}")
+        raise InvalidInput(f"{location}: {key}", found=f"{value!r:.80}", expected=f"a whole number of at least {least}")
     return value

@@ -140,7 +140,11 @@ def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
 
 def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:
     config, family = part.config, defaults or FamilyDefaults()
-    skipped = _ROPE_KEYS | _layer_keys(part)
+    skipped = set(_ROPE_KEYS)
+    if part.family is not None and part.family.refused is None:
+        # merge_core.plan.stacking compares the keys that only determine the kinds of single layers, layer by layer.
+        conditions = [condition for kind in part.family.kinds for clause in kind.rule for condition in clause.when]
+        skipped |= set(part.family.keys) - {condition.enabled for condition in conditions}
     result: dict[str, ModelSetting] = {}
     for key, value in config.items():
         name = family.names.get(key, key)
@@ -157,8 +161,14 @@ def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str)
         if key not in skipped and has_effect(key):
             source = "derived" if key in family.derived else "default"
             result.setdefault(key, ModelSetting(prefix + key, _standard_spelling(value), source))
-    if defaults is None or "num_attention_heads" in family.values:
-        _derive_heads(result, prefix)
+    sizes = {name: setting.value for name, setting in result.items()}
+    heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
+    if (defaults is None or "num_attention_heads" in family.values) and type(heads) is int and heads >= 1:
+        # Add the attention sizes that follow from other settings.
+        if sizes.get("num_key_value_heads") is None:
+            result["num_key_value_heads"] = ModelSetting(f"{prefix}num_key_value_heads", heads, "default")
+        if sizes.get("head_dim") is None and type(width) is int:
+            result["head_dim"] = ModelSetting(f"{prefix}head_dim", width // heads, "default")
     _apply_window_flag(result, part, defaults)
     return result | _rope_settings(config, defaults, prefix)
 
@@ -169,43 +179,16 @@ def _standard_spelling(value: Any) -> Any:
     return None if value == [] else value
 
 
-def _layer_keys(part: TextPart) -> set[str]:
-    """Return the keys that only determine the kinds of single layers.
-
-    :func:`merge_core.plan.stacking.differing_kinds` compares these kinds layer by layer.
-    """
-    if part.family is None or part.family.refused is not None:
-        return set()
-    conditions = [condition for kind in part.family.kinds for clause in kind.rule for condition in clause.when]
-    value_keys = {condition.enabled for condition in conditions}
-    return set(part.family.keys) - value_keys
-
-
-def _derive_heads(result: dict[str, ModelSetting], prefix: str) -> None:
-    """Add the attention sizes that follow from other settings, if they are null or missing."""
-    sizes = {name: setting.value for name, setting in result.items()}
-    heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
-    if type(heads) is not int or heads < 1:
-        return
-    if sizes.get("num_key_value_heads") is None:
-        result["num_key_value_heads"] = ModelSetting(f"{prefix}num_key_value_heads", heads, "default")
-    if sizes.get("head_dim") is None and type(width) is int:
-        result["head_dim"] = ModelSetting(f"{prefix}head_dim", width // heads, "default")
-
-
 def _apply_window_flag(result: dict[str, ModelSetting], part: TextPart, defaults: FamilyDefaults | None) -> None:
     """Set the attention window to null if no layer uses it."""
     flag, window = result.pop("use_sliding_window", None), result.get("sliding_window")
     if window is None or window.value is None:
         return
     is_off = flag is not None and flag.is_read and not flag.value
-    if is_off or (_reads_layer_types(part, defaults) and not _has_windows(part)):
+    list_keys = {kind.listed_in for kind in part.family.kinds} if part.family is not None else set()
+    reads_layer_types = "layer_types" in list_keys or (defaults is not None and "layer_types" in defaults.values)
+    if is_off or (reads_layer_types and not _has_windows(part)):
         result["sliding_window"] = replace(window, value=None)
-
-
-def _reads_layer_types(part: TextPart, defaults: FamilyDefaults | None) -> bool:
-    listed = {kind.listed_in for kind in part.family.kinds} if part.family is not None else set()
-    return "layer_types" in listed or (defaults is not None and "layer_types" in defaults.values)
 
 
 def _has_windows(part: TextPart) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mergegate.merge_core.architecture.architecture import layer_count
 from mergegate.merge_core.architecture.families import find_family, text_part
-from mergegate.merge_core.architecture.layers import parse_layer_place, stacks
+from mergegate.merge_core.architecture.tensor_kinds import parse_layer_place, stacks
 from mergegate.merge_core.checkpoint import Checkpoint, is_head
 from mergegate.merge_core.errors import InvalidInput
 
@@ -35,7 +35,7 @@ def is_of_head(name: str) -> bool:
     return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
-def main_stack(checkpoint: Checkpoint, where: str) -> str:
+def main_stack(checkpoint: Checkpoint, location: str) -> str:
     """Return the stack of layers that ``slices`` cuts.
 
     Raises:
@@ -49,13 +49,13 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
     if len(candidates) > 1:
         candidates = [stack for stack in candidates if not _is_beside(stack)]
     if len(candidates) != 1:
-        refused = text_part(checkpoint.config).family
-        keys = f": {refused.refused[0]}" if refused and refused.refused else ""
+        family = text_part(checkpoint.config).family
+        keys = f": {family.refused[0]}" if family and family.refused else ""
         raise InvalidInput(
-            f"{where}{keys}",
-            found=f"{checkpoint.directory.name} has layers in {', '.join(depths) or 'no stack'}",
+            f"{location}{keys}",
+            found=f"layers of {checkpoint.directory.name} are in {', '.join(depths) or 'no stack'}",
             expected="one stack of layers to cut",
-            remedy="use 'models'" if not depths or keys else "use 'modules' to say which part is meant",
+            remedy="use 'models'" if not depths or keys else "select a part of the network with 'modules'",
         )
     return candidates[0]
 
@@ -89,20 +89,27 @@ def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Check
     families = [family for family in (text.family, outer) if family is not None]
     before = _BEFORE.union(*(family.before for family in families))
     after = frozenset(word for family in families for word in family.after)
-    other_prefixes = tuple(_other_prefixes(stack, stacks(checkpoint.tensors)))
+    other_prefixes: tuple[str, ...] = ()  # Parts of the network with the other stacks, such as ``model.vision_tower.``.
+    own_words = stack.split(".")
+    for other_stack in stacks(checkpoint.tensors).keys() - {stack}:
+        words = other_stack.split(".")
+        shared = 0
+        while shared < min(len(own_words), len(words)) - 1 and own_words[shared] == words[shared]:
+            shared += 1
+        other_prefixes += (".".join(words[: shared + 1]) + ".",)
     # In a network with several parts, the tensors of the text network have its prefix or are the head.
     own_prefix = stack.rsplit(".", 1)[0] + "." if "." in stack and (other_prefixes or text.key is not None) else ""
     sides: dict[str, Side] = {}
     for name in names:
-        words = frozenset(name.split("."))
+        name_words = frozenset(name.split("."))
         if name.startswith(other_prefixes) or not (name.startswith(own_prefix) or is_head(name)):
             sides[name] = "beside"
-        elif words & after:
+        elif name_words & after:
             sides[name] = "after"
-        elif words & before:
+        elif name_words & before:
             sides[name] = "before"
         else:
-            sides[name] = "after" if is_head(name) or words & _AFTER else "unknown"
+            sides[name] = "after" if is_head(name) or name_words & _AFTER else "unknown"
     return sides
 
 
@@ -118,18 +125,3 @@ def _depth(checkpoint: Checkpoint, stack: str, depth: int) -> int:
 
 def _is_beside(stack: str) -> bool:
     return any(sense in stack for sense in _OTHER_SENSES)
-
-
-def _other_prefixes(stack: str, all_stacks: Iterable[str]) -> list[str]:
-    """Return the prefixes of the network parts that contain the other stacks, such as ``model.vision_tower.``."""
-    own_words = stack.split(".")
-    prefixes = []
-    for other_stack in all_stacks:
-        if other_stack == stack:
-            continue
-        words = other_stack.split(".")
-        shared = 0
-        while shared < min(len(own_words), len(words)) - 1 and own_words[shared] == words[shared]:
-            shared += 1
-        prefixes.append(".".join(words[: shared + 1]) + ".")
-    return prefixes

@@ -30,6 +30,8 @@ class LayerOrigin:
 
 
 Stack = Sequence[Sequence[LayerOrigin]]
+_RESULT = "the result: config.json"
+_KEEP_PATTERN = "slice so that the pattern of layer kinds stays the same, or merge whole models ('models')"
 
 
 def keeps_layer_positions(layers: Stack) -> bool:
@@ -60,9 +62,9 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
         typed_config = part.config if is_inner else config
         raise InvalidInput(
             f"{location}: {f'{part.key}.' if is_inner else ''}model_type",
-            found=f"{typed_config.get('model_type')!r}: what depends on a layer's number there is not described",
-            expected="a family that is described in merge_core/architecture/families",
-            remedy="merge whole models ('models'): they need no description",
+            found=f"{typed_config.get('model_type')!r}: mergegate does not know how this family uses layer numbers",
+            expected="a family with a description in merge_core/architecture/families",
+            remedy="merge whole models ('models'), which need no description",
         )
     family = part.family
     if family.refused is not None:
@@ -70,35 +72,27 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
         raise InvalidInput(
             f"{location}: {keys}",
             found=f"layers of {part.config.get('model_type')} cannot be cut: {reason}",
-            expected="layers that mean the same in another place",
+            expected="layers that work at any position",
             remedy="merge whole models ('models')",
         )
     if family.depth_of and not any(part.config.get(key) for key in family.depth_of):
         raise InvalidInput(
             f"{location}: {', '.join(family.depth_of)}",
-            found="nothing",
-            expected="the kinds of the layers: without them the library takes some of its own",
-            remedy="write down what the layers are",
+            found="no value",
+            expected="the kind of each layer: without it, the library uses its own default",
+            remedy="add the kinds of the layers to config.json",
         )
     if (key := undescribed_key(part, depth)) is not None:
         raise InvalidInput(
             f"{location}: {key}",
-            found=f"{part.config[key]!r:.80}: what it says of single layers is not described",
-            expected=f"keys that are known of {part.config.get('model_type')}",
+            found=f"{part.config[key]!r:.80}: mergegate does not know which layers this key affects",
+            expected=f"keys in the description of {part.config.get('model_type')}",
             remedy="remove the key if it has no effect, or merge whole models ('models')",
         )
     return family
 
 
-def _is_described(parent: LayerOrigin) -> bool:
-    try:
-        check_described(parent.config, parent.depth, parent.model)
-    except InvalidInput:
-        return False
-    return True
-
-
-def _required_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
+def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
     """Return the kinds that each layer of the merge must have, which are those in its parents.
 
     Raises:
@@ -116,22 +110,22 @@ def _required_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
                     first = origins[0]
                     key = _keys_of(text_part(origin.config).family, name)
                     raise InvalidInput(
-                        f"{where}: layer {origin.index} of {origin.model}",
+                        f"{location}: layer {origin.index} of {origin.model}",
                         found=f"{name} {_format_kind(origin_kinds.get(name))} ({key})",
-                        expected=f"{_format_kind(value)}, as layer {first.index} of {first.model} has it",
-                        remedy="merge layers of one kind",
+                        expected=f"{_format_kind(value)}, like layer {first.index} of {first.model}",
+                        remedy="merge layers of the same kind",
                     )
         required.append(kinds[0])
     return required
 
 
-def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropped: bool = False) -> dict[str, Any]:
+def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dropped: bool = False) -> dict[str, Any]:
     """Return the donor's configuration, adapted to a network of ``layers``.
 
     Args:
         donor: Configuration to start from.
         layers: Origins of each layer of the merge, one for each of its parents.
-        where: Name of the recipe's slices in error messages.
+        location: Name of the recipe's slices in error messages.
         dropped: Whether layers for multi-token prediction were left out.
 
     Raises:
@@ -142,29 +136,40 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     part = text_part(config)
     parents = {origin.model: origin for origins in layers for origin in origins}
     is_same_depth = layer_count(donor) == len(layers) or any(parent.config == donor for parent in parents.values())
-    if keeps_layer_positions(layers) and is_same_depth and not all(map(_is_described, parents.values())):
-        return config  # Every layer keeps its number, so everything that depends on the number is unchanged.
-    families = [check_described(parent.config, parent.depth, parent.model) for parent in parents.values()]
+    try:
+        families = [check_described(parent.config, parent.depth, parent.model) for parent in parents.values()]
+    except InvalidInput:
+        if keeps_layer_positions(layers) and is_same_depth:
+            return config  # Every layer keeps its number, so everything that depends on the number is unchanged.
+        raise
     family = families[0]
     if any(parent_family != family for parent_family in (*families, part.family)):
         raise InvalidInput(
-            f"{where}: model_type",
+            f"{location}: model_type",
             found="layers of several families",
-            expected="one family: only its own layers mean something to it",
-            remedy="cut models of one architecture",
+            expected="layers of one family",
+            remedy="combine layers of models with the same architecture",
         )
-    required = _required_kinds(layers, where)
-    result = _with_depth(dict(part.config), family, len(layers))
+    required = _required_kinds(layers, location)
+    result = dict(part.config)
+    count_keys = [key for key in LAYER_COUNT_KEYS if type(result.get(key)) is int]
+    if not count_keys and not family.depth_of:
+        count_keys = [LAYER_COUNT_KEYS[0]]  # So far, the depth was the library's default.
+    result |= dict.fromkeys(count_keys, len(layers))
     if dropped:
-        result.update({key: 0 for key in family.prediction_keys if result.get(key)})
+        result |= {key: 0 for key in family.prediction_keys if result.get(key)}
+    columns = {kind.name: [kinds[kind.name] for kinds in required] for kind in family.kinds}
     for kind in family.kinds:
         # Write all lists first, because the rule of one kind may depend on another kind.
-        for candidate in _with_list(result, kind, [kinds[kind.name] for kinds in required]):
-            result = candidate
+        column = columns[kind.name]
+        if kind.listed_in is not None and result.get(kind.listed_in) and None not in column:
+            result[kind.listed_in] = list(column)
+        are_letters = all(isinstance(value, str) and len(value) == 1 for value in column)
+        if kind.spelt_in is not None and result.get(kind.spelt_in) and are_letters:
+            result[kind.spelt_in] = "".join(column)
     for kind in family.kinds:
-        column = [kinds[kind.name] for kinds in required]
-        result = _with_numbers(_with_kind(result, part, kind, column, where), kind, column)
-    _check(TextPart(part.key, result, family), required, where)
+        result = _with_kind(result, part, kind, columns[kind.name], location)
+    _verify_kinds(TextPart(part.key, result, family), required, location)
     if part.key is not None:
         # Older files repeat the settings of the text part at the top level.
         repeated = {key: value for key, value in result.items() if key in config and part.config.get(key) != value}
@@ -172,39 +177,28 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     return result
 
 
-def _with_depth(config: dict[str, Any], family: Family, depth: int) -> dict[str, Any]:
-    count_keys = [key for key in LAYER_COUNT_KEYS if type(config.get(key)) is int]
-    if not count_keys and not family.depth_of:
-        count_keys = [LAYER_COUNT_KEYS[0]]  # So far, the depth was the library's default.
-    return {**config, **dict.fromkeys(count_keys, depth)}
-
-
 def _with_kind(
-    config: dict[str, Any], part: TextPart, kind: LayerKind, column: Sequence[Any], where: str
+    config: dict[str, Any], part: TextPart, kind: LayerKind, column: Sequence[Any], location: str
 ) -> dict[str, Any]:
     """Return ``config`` with as few changes as possible so that layer ``i`` has the kind ``column[i]``."""
     for candidate in _candidates(config, kind, column):
         # Verify only this property, because the others are not written yet.
-        if _is_read_as(TextPart(part.key, candidate, part.family), kind, column):
-            return candidate
-    parents = f"the kinds that the layers have in their parents: {', '.join(map(_format_kind, column))[:120]}"
-    raise InvalidInput(
-        f"{where}: {', '.join(kind.keys) or kind.name}",
-        found=f"{kind.name} of the result's {len(column)} layers cannot be written in config.json",
-        expected=parents,
-        remedy="cut where the rhythm of the layers stays the same, or merge whole models ('models')",
-    )
-
-
-def _with_numbers(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> dict[str, Any]:
-    """Return ``config`` with its lists of layer numbers updated from the list of kinds.
-
-    The list of kinds takes precedence, but other software may read the layer numbers.
-    """
-    stale = [form for form in kind.write if form.numbers is not None and config.get(form.numbers) is not None]
-    if kind.listed_in is None or not config.get(kind.listed_in):
-        return config
-    return {**config, **{str(form.numbers): _numbers(form, column) for form in stale}}
+        candidate_part = TextPart(part.key, candidate, part.family)
+        kinds = [layer_kinds(candidate_part, index, len(column), _RESULT)[kind.name] for index in range(len(column))]
+        if kinds == list(column):
+            break
+    else:
+        raise InvalidInput(
+            f"{location}: {', '.join(kind.keys) or kind.name}",
+            found=f"config.json cannot express '{kind.name}' for the {len(column)} layers of the result",
+            expected=f"the kinds that the layers have in their parents: {', '.join(map(_format_kind, column))[:120]}",
+            remedy=_KEEP_PATTERN,
+        )
+    # The list of kinds takes precedence over lists of layer numbers, but other software may read the layer numbers.
+    stale_forms = [form for form in kind.write if form.numbers is not None and candidate.get(form.numbers) is not None]
+    if kind.listed_in is None or not candidate.get(kind.listed_in):
+        return candidate
+    return {**candidate, **{str(form.numbers): _numbers(form, column) for form in stale_forms}}
 
 
 def _numbers(form: Form, column: Sequence[Any]) -> list[int]:
@@ -218,15 +212,6 @@ def _candidates(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) 
     for form in kind.write:
         for settings in _forms(form, _numbers(form, column), len(column)):
             yield {**config, **settings}
-
-
-def _with_list(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield ``config`` with its list of kinds replaced by ``column``, or nothing if it has no list."""
-    if kind.listed_in is not None and config.get(kind.listed_in) and None not in column:
-        yield {**config, kind.listed_in: list(column)}
-    are_letters = all(isinstance(value, str) and len(value) == 1 for value in column)
-    if kind.spelt_in is not None and config.get(kind.spelt_in) and are_letters:
-        yield {**config, kind.spelt_in: "".join(column)}
 
 
 def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str, Any]]:
@@ -243,25 +228,17 @@ def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str,
         yield {form.period: period, **({form.offset: first % period} if form.offset else {}), **also}
 
 
-def _is_read_as(part: TextPart, kind: LayerKind, column: Sequence[Any]) -> bool:
-    depth = len(column)
-    return all(
-        layer_kinds(part, index, depth, "the result: config.json")[kind.name] == value
-        for index, value in enumerate(column)
-    )
-
-
-def _check(part: TextPart, required: Sequence[Mapping[str, Any]], where: str) -> None:
+def _verify_kinds(part: TextPart, required: Sequence[Mapping[str, Any]], location: str) -> None:
     """Verify all kinds together, because settings for one property may affect another that reads the same keys."""
     for index, kinds in enumerate(required):
-        actual = layer_kinds(part, index, len(required), "the result: config.json")
+        actual = layer_kinds(part, index, len(required), _RESULT)
         for name, value in kinds.items():
             if actual[name] != value:
                 raise InvalidInput(
-                    f"{where}: {_keys_of(part.family, name)}",
+                    f"{location}: {_keys_of(part.family, name)}",
                     found=f"layer {index} of the result would be {_format_kind(actual[name])}",
                     expected=f"{_format_kind(value)}, as in its parent",
-                    remedy="cut where the rhythm of the layers stays the same, or merge whole models ('models')",
+                    remedy=_KEEP_PATTERN,
                 )
 
 

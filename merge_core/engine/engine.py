@@ -174,7 +174,7 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
     would stop every later run.
 
     Raises:
-        DiskRefused: ``out`` cannot be written.
+        DiskUnavailable: ``out`` cannot be written.
     """
     with refuse_disk_errors(out):
         if not journal.exists(out):

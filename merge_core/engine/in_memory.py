@@ -96,7 +96,9 @@ def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTe
     if names is None:
         return list(available.values())
     if unknown := next((name for name in names if name not in available), None):
-        raise InvalidInput(plan.recipe.where, found=f"no tensor {unknown}", expected="names of tensors that it makes")
+        raise InvalidInput(
+            plan.recipe.location, found=f"no tensor {unknown}", expected="names of tensors that it makes"
+        )
     return [available[name] for name in names]
 
 

@@ -15,7 +15,7 @@ from mergegate.merge_core.plan import MergePlan, step_of
 def require_prepared(plan: MergePlan) -> None:
     """Raise InvalidInput unless all values that the recipe must compute in advance are available."""
     if missing := plan.recipe.missing_preparation():
-        raise InvalidInput(plan.recipe.where, found=missing, expected="a recipe that was prepared before its plan")
+        raise InvalidInput(plan.recipe.location, found=missing, expected="a recipe that was prepared before its plan")
 
 
 @contextmanager

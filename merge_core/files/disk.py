@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mergegate.merge_core.errors import DiskRefused
+from mergegate.merge_core.errors import DiskUnavailable
 
 _FULL = ("the disk is full", "room for what is to be written", "free some space, or choose a place on another disk")
 _RIGHTS = ("the right to read and write here", "have the permissions changed, or choose another place")
@@ -41,29 +41,29 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def disk_errors_refused(where: str | Path = "") -> Iterator[None]:
+def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
     """Raise a disk error inside the block as a refusal, and let other system errors (such as network errors) pass."""
     try:
         yield
     except OSError as error:
         if not is_disk_error(error):
             raise
-        raise disk_refusal(error, where) from None
+        raise disk_refusal(error, location) from None
 
 
-def disk_refusal(error: OSError, where: str | Path = "") -> DiskRefused:
+def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
     """Return a refusal that explains a disk error and names the path, the problem and the remedy.
 
     Args:
         error: Error from the operating system.
-        where: File that was being read or written, used if the error does not name one.
+        location: File that was being read or written, used if the error does not name one.
     """
     filename = error.filename if isinstance(error.filename, (str, bytes)) else None
-    location = os.fsdecode(filename) if filename else str(where)
+    named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
     problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "see what stands there, then run again"))
-    return DiskRefused(
-        location or "the operating system",
+    return DiskUnavailable(
+        named_file or "the operating system",
         found=problem or f"cannot be read or written: {reason}",
         expected=expected,
         remedy=remedy,

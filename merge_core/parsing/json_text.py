@@ -46,12 +46,12 @@ class JsonBounds:
 class _Numbers:
     """Parser of integers with a limited number of digits."""
 
-    where: str
+    location: str
 
     def __call__(self, text: str) -> int:
         if len(text) > MAX_DIGITS:
             raise InvalidInput(
-                self.where, found=f"a number of {len(text)} digits", expected=f"at most {MAX_DIGITS} digits"
+                self.location, found=f"a number of {len(text)} digits", expected=f"at most {MAX_DIGITS} digits"
             )
         return int(text)
 
@@ -61,13 +61,13 @@ SMALL = JsonBounds()
 
 
 def parse_json(
-    content: bytes, where: str, *, bounds: JsonBounds = SMALL, pairs: Pairs | None = None, expected: str = ""
+    content: bytes, location: str, *, bounds: JsonBounds = SMALL, pairs: Pairs | None = None, expected: str = ""
 ) -> Any:
     """Parse JSON text in UTF-8.
 
     Args:
         content: Bytes of the text.
-        where: Name of the text in error messages.
+        location: Name of the text in error messages.
         bounds: Limits that are checked before parsing.
         pairs: Function that builds a value from the key-value pairs of each object. Default: a dict in which the last
             of several equal keys wins.
@@ -76,27 +76,27 @@ def parse_json(
     Raises:
         InvalidInput: The text is not JSON or exceeds the limits.
     """
-    _check_bounds(content, where, bounds)
-    with parsing_errors(where, "not JSON", expected=expected):
+    _check_bounds(content, location, bounds)
+    with parsing_errors(location, "not JSON", expected=expected):
         # Check each number only if the text has a long run of digits, because a table of tensors has half a million
         # numbers.
-        numbers = _Numbers(where) if _LONG_NUMBER in content.translate(_DIGITS) else None
+        numbers = _Numbers(location) if _LONG_NUMBER in content.translate(_DIGITS) else None
         # Decode first, because json.loads accepts unpaired surrogates in bytes.
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=pairs, parse_int=numbers)
         if b"\\ud" in content or b"\\uD" in content:  # UTF-8 text can only contain a surrogate as an escape.
-            require_printable(value, where)
+            require_printable(value, location)
     return value
 
 
-def parse_json_object(content: bytes, where: str, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
+def parse_json_object(content: bytes, location: str, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
     """Parse JSON text that contains an object. See :func:`parse_json`.
 
     Raises:
         InvalidInput: The text is not JSON, exceeds the limits, or is not an object.
     """
-    value = parse_json(content, where, bounds=bounds)
+    value = parse_json(content, location, bounds=bounds)
     if not isinstance(value, dict):
-        raise InvalidInput(where, found="not a JSON object")
+        raise InvalidInput(location, found="not a JSON object")
     return value
 
 
@@ -125,10 +125,10 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     Raises:
         InvalidInput: The line is not a JSON object.
     """
-    where = line_location(path, number)
-    document = parse_json(line, where, expected="one JSON object a line")
+    location = line_location(path, number)
+    document = parse_json(line, location, expected="one JSON object a line")
     if not isinstance(document, dict):
-        raise InvalidInput(where, found=type(document).__name__, expected="a JSON object")
+        raise InvalidInput(location, found=type(document).__name__, expected="a JSON object")
     return document
 
 
@@ -161,17 +161,17 @@ def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, by
         raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
 
 
-def _check_bounds(content: bytes, where: str, bounds: JsonBounds) -> None:
+def _check_bounds(content: bytes, location: str, bounds: JsonBounds) -> None:
     if len(content) > bounds.size:
-        raise InvalidInput(where, found=f"{len(content)} bytes", expected=f"at most {bounds.size} bytes")
+        raise InvalidInput(location, found=f"{len(content)} bytes", expected=f"at most {bounds.size} bytes")
     # Every value except the first follows one of these characters. Counting those inside strings too gives a fast
     # upper bound.
     brackets = content.count(b"[") + content.count(b"{")
     values = brackets + content.count(b",")
     if values > bounds.values:
-        raise InvalidInput(where, found=f"up to {values} values", expected=f"at most {bounds.values}")
+        raise InvalidInput(location, found=f"up to {values} values", expected=f"at most {bounds.values}")
     if brackets > bounds.depth and (depth := _depth(content)) > bounds.depth:
-        raise InvalidInput(where, found=f"{depth} levels", expected=f"at most {bounds.depth} levels")
+        raise InvalidInput(location, found=f"{depth} levels", expected=f"at most {bounds.depth} levels")
 
 
 def _depth(content: bytes) -> int:

@@ -142,13 +142,13 @@ def read_yaml_mapping(
 
 
 def parse_yaml(
-    text: str, where: str, expected: str = "a YAML mapping", *, loader: type[StrictLoader] = StrictLoader
+    text: str, location: str, expected: str = "a YAML mapping", *, loader: type[StrictLoader] = StrictLoader
 ) -> list[Any]:
     """Return the documents of a YAML text, without empty ones.
 
     Args:
         text: YAML text.
-        where: Name of the text in error messages.
+        location: Name of the text in error messages.
         expected: Description of the expected content, for error messages.
         loader: Loader class, for example one with additional tags. Default: :class:`StrictLoader`.
 
@@ -158,24 +158,24 @@ def parse_yaml(
     """
     if len(text) > MAX_YAML_BYTES:
         raise InvalidInput(
-            where, found=f"{len(text)} characters", expected=f"at most {MAX_YAML_BYTES}", remedy="split the file"
+            location, found=f"{len(text)} characters", expected=f"at most {MAX_YAML_BYTES}", remedy="split the file"
         )
-    with parsing_errors(where, "not YAML", expected=expected):
+    with parsing_errors(location, "not YAML", expected=expected):
         try:
-            _check_bounds(text, where, loader)
+            _check_bounds(text, location, loader)
             # The loader constructs only plain values, like safe_load.
             documents, faults = _load(text, loader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
-            location = f"{where}, {_line(mark)}" if mark else where
+            position = f"{location}, {_line(mark)}" if mark else location
             problem = _EXPLANATIONS.get(str(error.problem), str(error.problem))
-            raise InvalidInput(location, found=f"not YAML: {problem}", expected=expected) from None
+            raise InvalidInput(position, found=f"not YAML: {problem}", expected=expected) from None
         log = FindingLog()
         for fault in sorted(faults, key=lambda fault: fault.problem_mark.index if fault.problem_mark else 0):
-            log.fault(f"{where}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
-        log.raise_faults(where)
+            log.fault(f"{location}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
+        log.raise_faults(location)
         if "\\" in text:  # Text can only contain a surrogate as an escape.
-            require_printable(documents, where)
+            require_printable(documents, location)
         return documents
 
 
@@ -194,7 +194,7 @@ def _line(mark: yaml.Mark | None) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "at its end"
 
 
-def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
+def _check_bounds(text: str, location: str, loader: type[StrictLoader]) -> None:
     """Raise InvalidInput if a text nests too deeply or its aliases expand too far. Call this before loading it."""
     added = 0  # Characters added by all aliases so far.
     sizes: list[int] = [0]  # Sizes of the open collections, outermost first.
@@ -206,15 +206,15 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             anchors, documents = {}, documents + 1
             if documents > _MAX_DOCUMENTS:
-                raise InvalidInput(where, found=f"over {_MAX_DOCUMENTS} documents", expected="fewer in one file")
+                raise InvalidInput(location, found=f"over {_MAX_DOCUMENTS} documents", expected="fewer in one file")
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
-                raise InvalidInput(where, found=f"*{event.anchor:.40}, inside itself", expected="values with an end")
+                raise InvalidInput(location, found=f"*{event.anchor:.40}, inside itself", expected="values with an end")
             size = anchors.get(str(event.anchor), 0)  # The parser reports an unknown anchor.
             added += size
             if added > _MAX_ADDED_BY_ALIASES:
                 raise InvalidInput(
-                    where,
+                    location,
                     found="over 2 MB added by its aliases",
                     expected="less",
                     remedy="write fewer aliases (&name, *name), or split the file",
@@ -227,7 +227,7 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
             sizes.append(16)
             names.append(event.anchor)
             if len(names) > _MAX_DEPTH:
-                raise InvalidInput(where, found=f"over {_MAX_DEPTH} levels", expected="fewer levels")
+                raise InvalidInput(location, found=f"over {_MAX_DEPTH} levels", expected="fewer levels")
         elif isinstance(event, yaml.CollectionEndEvent):
             size, name = sizes.pop(), names.pop()
             if name is not None:

@@ -105,7 +105,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     names = list(dict.fromkeys([*merged, donor]))
     tokenizer_name = donor if choice.source in ("base", "union") else str(choice.source)
     needed = list(dict.fromkeys([tokenizer_name, *names]))
-    vocabularies = {name: _read_definition(name, checkpoints[name], choice.where) for name in needed}
+    vocabularies = {name: _read_definition(name, checkpoints[name], choice.location) for name in needed}
     sizes = {name: _row_count(checkpoints[name], name) for name in needed}
     target = vocabularies[tokenizer_name]
     joined = _join_tokenizers(choice, vocabularies, tokenizer_name, merged)
@@ -113,12 +113,13 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     ids = target.ids if joined is None else joined.ids
     rewritten = rewritten_files(joined, target, tuple(tokenizer.companions)) if joined is not None else {}
     remarks = [
-        Finding("info", choice.where, found=text, expected="", remedy="") for text in (joined.remarks if joined else ())
+        Finding("info", choice.location, found=text, expected="", remedy="")
+        for text in (joined.remarks if joined else ())
     ]
     size = _table_size(choice, ids, vocabularies, sizes, merged, tokenizer_name)
     base = str(recipe.base) if recipe.base else None
     for row in choice.tokens:
-        _check_origin(row.origin, merged, vocabularies, sizes, row.token, choice.where)
+        _check_origin(row.origin, merged, vocabularies, sizes, row.token, choice.location)
     return Alignment(
         choice=choice,
         tokenizer=tokenizer,
@@ -148,12 +149,12 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
         f"{model}: {tensor.name}",
         found=f"shape {list(tensor.shape)}, with as many as the model has rows of tokens",
         expected="embeddings, heads and biases by names that are known, where tokens change their places",
-        remedy=f"merge without {alignment.choice.where}, or give the models one vocabulary with transformers first",
+        remedy=f"merge without {alignment.choice.location}, or give the models one vocabulary with transformers first",
     )
 
 
 def aligned_config(
-    config: Mapping[str, Any], alignment: Alignment, donor: str, where: str
+    config: Mapping[str, Any], alignment: Alignment, donor: str, location: str
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Return the configuration with the result's token ids, and findings about it.
 
@@ -164,7 +165,7 @@ def aligned_config(
         config: Configuration of the donor, complete except for token ids.
         alignment: Alignment of the vocabularies.
         donor: Reference of the model that provides the configuration.
-        where: Name of the recipe in messages.
+        location: Name of the recipe in messages.
     """
     tokenizer_model = alignment.tokenizer
     findings: list[Finding] = []
@@ -185,7 +186,7 @@ def aligned_config(
                 f"{donor}: config.json: {key}",
                 found="a token that the result's tokenizer lacks",
                 expected="tokens of the result",
-                remedy=f"tokenizer: {{source: union}} in {where}, or tokens: with that token",
+                remedy=f"tokenizer: {{source: union}} in {location}, or tokens: with that token",
             )
         )
     return with_vocabulary(moved, alignment.size), findings
@@ -223,12 +224,12 @@ def _join_tokenizers(
                 definition.added[row.token] for definition in vocabularies.values() if row.token in definition.added
             ]
             extra_tokens[row.token] = kinds[0] if kinds else _NEW_TOKEN
-    joined = join_tokenizers(target, other_tokenizers, choice.strangers, choice.where, extra_tokens)
+    joined = join_tokenizers(target, other_tokenizers, choice.strangers, choice.location, extra_tokens)
     if not (joined.new_added or joined.model_changed):
         return None
     if not target.has_pipeline:
         raise InvalidInput(
-            choice.where,
+            choice.location,
             found=f"{tokenizer_name} has no tokenizer.json, so a tokenizer with more tokens cannot be written",
             expected="a tokenizer file that also says how text is split",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
@@ -283,7 +284,7 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
     orphans += [token for token in named if token not in with_origin and alignment.ids[token] >= size]
     if orphans:
         raise InvalidInput(
-            choice.where,
+            choice.location,
             found=f"{len(orphans)} tokens of {alignment.tokenizer_name} that no merged model has, "
             f"such as {orphans[0]!r}",
             expected="a tokenizer whose tokens the models know",
@@ -336,11 +337,11 @@ def _check_origin(
     vocabularies: Mapping[str, TokenizerDefinition],
     sizes: Mapping[str, int],
     token: str,
-    where: str,
+    location: str,
 ) -> None:
     if origin is None or origin.model is None:
         return
-    name, token_location = str(origin.model), f"{where}: tokens.{token}"
+    name, token_location = str(origin.model), f"{location}: tokens.{token}"
     if name not in merged:
         raise InvalidInput(
             token_location,
@@ -369,19 +370,19 @@ def _lender_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment:
     name = str(origin.model)
     if name not in names:
         raise InvalidInput(
-            f"{alignment.choice.where}: tokens.{token}",
+            f"{alignment.choice.location}: tokens.{token}",
             found=f"{name}, whose embeddings are not merged in this slice",
             expected=f"one of {', '.join(names)}",
         )
     return names.index(name), _origin_row(origin, token, alignment.vocabularies[name])
 
 
-def _read_definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefinition:
+def _read_definition(name: str, checkpoint: Checkpoint, location: str) -> TokenizerDefinition:
     definition = read_tokenizer(checkpoint.companions)
     # Not every tokenizer with a vocab.txt uses its line numbers as ids.
     if definition is None or definition.where.endswith("vocab.txt"):
         raise InvalidInput(
-            where,
+            location,
             found=f"{name} has no tokenizer.json",
             expected="a readable tokenizer in every model, to match tokens",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",

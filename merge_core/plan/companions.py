@@ -181,10 +181,10 @@ def _module_paths(checkpoint: Checkpoint) -> list[str]:
         InvalidInput: The file is not a list of modules.
     """
     files = checkpoint.companions
-    where = files.where(MODULES_FILE)
-    listed = parse_json(files.read(MODULES_FILE, _BOUNDS.size), where)
+    location = files.where(MODULES_FILE)
+    listed = parse_json(files.read(MODULES_FILE, _BOUNDS.size), location)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise InvalidInput(where, found=f"{listed!r:.60}", expected="a list of sentence-transformers modules")
+        raise InvalidInput(location, found=f"{listed!r:.60}", expected="a list of sentence-transformers modules")
     paths = [module.get("path") for module in listed]
     return [path for path in paths if isinstance(path, str) and path]
 

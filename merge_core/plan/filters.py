@@ -31,7 +31,7 @@ def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]
         if example is not None:
             yield Finding(
                 "block",
-                condition.where,
+                condition.location,
                 found=f"filter {condition.filter!r}, which is in the name of fused tensors only",
                 expected=f"the names of single experts, such as {example}",
                 remedy="name the projection as it is called there: experts are merged one by one",

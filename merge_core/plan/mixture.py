@@ -59,14 +59,14 @@ def plan_mixture(
         str(base.config.get("model_type", "")),
         shared=bool(mixture.shared),
         prompts=prompts,
-        where=recipe.where,
+        location=recipe.location,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
     gates = mixture.gates
     expected_shape = (config["num_hidden_layers"], len(mixture.all_experts), config["hidden_size"])
     if gates is not None and (gates.layers, gates.rows, gates.width) != expected_shape:
         raise InvalidInput(
-            f"{recipe.where}: router rows",
+            f"{recipe.location}: router rows",
             found=f"[layers, rows, width] = {[gates.layers, gates.rows, gates.width]}",
             expected=f"{list(expected_shape)}, as config.json of {reference} and the recipe say",
         )
@@ -312,7 +312,7 @@ def _near_duplicate_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]
             continue  # _duplicate_experts reports it.
         yield Finding(
             "warn",
-            mixture.experts[second].where,
+            mixture.experts[second].location,
             found=f"in {len(layers)} of {gates.layers} layers nearly the router row of experts[{first}]",
             expected="prompts that the base tells apart, in every layer by their last tokens",
             remedy="let prompts end differently, or set gate_mode: hidden_avg",
@@ -323,14 +323,14 @@ def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
     """Yield experts that no router can tell apart because they have the same prompts."""
     first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts:
-        key = (expert.positive, expert.negative) if mixture.needs_prompts else (expert.where, expert.model)
+        key = (expert.positive, expert.negative) if mixture.needs_prompts else (expert.location, expert.model)
         first = first_by_key.setdefault(key, expert)
         if first is expert or not mixture.needs_prompts:
             continue
         yield Finding(
             "warn",
-            expert.where,
-            found=f"the same prompts as {first.where.rpartition(': ')[2]}: two equal rows of the router",
+            expert.location,
+            found=f"the same prompts as {first.location.rpartition(': ')[2]}: two equal rows of the router",
             expected="prompts that tell experts apart",
             remedy="give each expert prompts of its own, or set gate_mode: random to let training tell them apart",
         )

@@ -65,7 +65,7 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     specs = []
     for module, stack, names in _split_modules(recipe, donor):
         if is_sliced(module):
-            layer_stack = stack or main_stack(donor, f"{recipe.where}: slices")
+            layer_stack = stack or main_stack(donor, f"{recipe.location}: slices")
             specs += _sliced_specs(module, layer_stack, names, donor, checkpoints)
         else:
             specs += _whole_specs(module, names)
@@ -86,9 +86,9 @@ def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
     for module, stack, _ in _split_modules(recipe, donor):
         if not is_sliced(module):
             continue
-        if stack is not None and stack != main_stack(donor, f"{recipe.where}: modules"):
+        if stack is not None and stack != main_stack(donor, f"{recipe.location}: modules"):
             raise InvalidInput(
-                f"{recipe.where}: modules.{module.name}.slices",
+                f"{recipe.location}: modules.{module.name}.slices",
                 found=f"slices of {stack}",
                 expected="slices of the text layers only",
                 remedy="use 'models' for this part",
@@ -103,13 +103,13 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
         return [(recipe.modules[0], None, list(donor.tensors))]
     depths = stacks(donor.tensors)
     stack_by_module = {
-        module.name: _find_stack(module, depths, f"{recipe.where}: modules") for module in recipe.modules
+        module.name: _find_stack(module, depths, f"{recipe.location}: modules") for module in recipe.modules
     }
     prefixes = {name: stack.rsplit(".", 1)[0] + "." if "." in stack else "" for name, stack in stack_by_module.items()}
     for stack in depths:
         if not any(stack.startswith(prefix) for prefix in prefixes.values()):
             raise InvalidInput(
-                f"{recipe.where}: modules",
+                f"{recipe.location}: modules",
                 found=f"nothing about {stack}",
                 expected="a module for every stack of layers",
                 remedy=f"add a module named {stack.rsplit('.', 2)[-2] if stack.count('.') else stack!r}",
@@ -126,7 +126,7 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
     return [(module, stack_by_module[module.name], tensors_by_module[module.name]) for module in recipe.modules]
 
 
-def _find_stack(module: Module, depths: Mapping[str, int], where: str) -> str:
+def _find_stack(module: Module, depths: Mapping[str, int], location: str) -> str:
     if module.name == "default" and len(depths) == 1:  # mergekit's name for the only part of a plain language model.
         return next(iter(depths))
     names = (str(module.name), *_ALIASES.get(str(module.name), ()))
@@ -136,7 +136,7 @@ def _find_stack(module: Module, depths: Mapping[str, int], where: str) -> str:
             return matching[0]
     parts = sorted({part for stack in depths for part in stack.split(".")} - {"model", "layers", "blocks", "block"})
     raise InvalidInput(
-        f"{where}.{module.name}",
+        f"{location}.{module.name}",
         found=f"no part of the network with that name; layers are in {', '.join(depths) or 'nothing'}",
         expected="a module of this network",
         remedy=suggest(str(module.name), parts) if parts else "use 'models'",
@@ -219,7 +219,7 @@ def _outer_positions(names: Sequence[str], module: Module, stack: str, donor: Ch
             continue
         if len(end_models) > 1 and not is_optional(name):
             raise InvalidInput(
-                f"{module.slices[0].where}: {name}",
+                f"{module.slices[0].location}: {name}",
                 found="neither its name nor its family says whether it stands before or after the layers",
                 expected="a tensor of the embeddings, or of the norm and head",
                 remedy="begin and end with slices of the same models, or merge whole models ('models')",

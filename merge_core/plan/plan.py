@@ -170,7 +170,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     config = _with_class(with_dtype(structure, _bulk_dtype(jobs)), donor, checkpoints.values())
     tokenizer, rewritten = checkpoints[name], dict[str, bytes | None]()
     if alignment is not None:
-        config, id_findings = aligned_config(config, alignment, name, recipe.where)
+        config, id_findings = aligned_config(config, alignment, name, recipe.location)
         problems += [*id_findings, *alignment.remarks]
         tokenizer = alignment.tokenizer
         rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
@@ -198,7 +198,7 @@ def _build_plan(
     if recipe.chat_template is not None:
         models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
         model_templates = [parent.chat_templates for parent in models.values()]
-        templates = select_chat_templates(recipe.chat_template, model_templates, f"{recipe.where}: chat_template")
+        templates = select_chat_templates(recipe.chat_template, model_templates, f"{recipe.location}: chat_template")
         companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, models, alignment)
         companions = with_chat_templates(companions, templates)
     return MergePlan(

@@ -39,12 +39,12 @@ def config_of_slices(
     module = sliced_module(recipe, donor)
     if module is None:
         return None
-    where = f"{recipe.where}: slices"
-    stack = main_stack(donor, where)
+    location = f"{recipe.location}: slices"
+    stack = main_stack(donor, location)
     layers = list(_layer_origins(module, stack, checkpoints))
     has_predictions = keeps_predictions(module, stack, checkpoints)
     warnings = [] if has_predictions else _left_out_predictions(module, checkpoints)
-    config = stacked_config(donor.config, layers, where, dropped=bool(warnings))
+    config = stacked_config(donor.config, layers, location, dropped=bool(warnings))
     if not keeps_layer_positions(layers):
         for model in dict.fromkeys(origin.model for origins in layers for origin in origins):
             _check_kinds(model, checkpoints[model], stack)
@@ -88,7 +88,7 @@ def _layer_origins(
         for model, _, end in ranges:
             if end > depths[model]:
                 raise InvalidInput(
-                    f"{cut.where}: layer_range of {model}",
+                    f"{cut.location}: layer_range of {model}",
                     found=f"end {end}",
                     expected=f"at most {depths[model]} layers",
                 )

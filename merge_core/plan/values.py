@@ -62,7 +62,7 @@ class ValueTable:
         if values is None:
             values = self._cache[key] = self._compute(spec, inputs, has_base)
             if checked:
-                self.method.check(values.shared, values.per_input, f"{spec.cut.where}: {spec.name}")
+                self.method.check(values.shared, values.per_input, f"{spec.cut.location}: {spec.name}")
         return values
 
     def _compute(self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], has_base: bool) -> TensorValues:
@@ -86,7 +86,7 @@ class ValueTable:
 def _required(value: Any, parameter: str, spec: OutputSpec, subject: str) -> Any:
     if value is REQUIRED:
         raise InvalidInput(
-            f"{spec.cut.where}: {parameter}",
+            f"{spec.cut.location}: {parameter}",
             found=f"no value for {subject}: no filter matches it",
             expected="a value for every tensor",
             remedy="end the list with a value without filter",

@@ -47,7 +47,11 @@ class AdapterOutput:
 
 
 def parse_output(
-    content: Mapping[str, Any], method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef], where: str
+    content: Mapping[str, Any],
+    method: Method,
+    base: CheckpointRef | None,
+    models: Sequence[CheckpointRef],
+    location: str,
 ) -> AdapterOutput | None:
     """Read ``output`` and ``rank`` of a recipe. Return None if its result is a model.
 
@@ -56,7 +60,7 @@ def parse_output(
         method: Its method.
         base: Its ``base_model``.
         models: All merged models, including the base if the method merges it.
-        where: Prefix of error locations.
+        location: Prefix of error locations.
 
     Raises:
         InvalidInput: The output is unknown, or the recipe cannot produce an adapter.
@@ -64,25 +68,25 @@ def parse_output(
     output, rank = content.get("output"), content.get("rank")
     if output in (None, "model"):
         if rank is not None:
-            raise InvalidInput(f"{where}rank", found="it is set", expected="only with output: adapter")
+            raise InvalidInput(f"{location}rank", found="it is set", expected="only with output: adapter")
         return None
     if output != "adapter":
-        raise InvalidInput(f"{where}output", found=f"{output!r:.60}", expected="model or adapter")
+        raise InvalidInput(f"{location}output", found=f"{output!r:.60}", expected="model or adapter")
     if method.traits.adapters is None:
         fitting = [name for name, candidate in merge_methods().items() if candidate.traits.adapters]
         raise InvalidInput(
-            f"{where}output",
+            f"{location}output",
             found=f"adapter, of {method.name}",
             expected=f"one of {', '.join(fitting)}: what they add to the base is a change of low rank",
         )
     for key in _NOT_WITH:
         if content.get(key) is not None:
-            raise InvalidInput(f"{where}{key}", found="it is set", expected="nothing: an adapter has no such part")
+            raise InvalidInput(f"{location}{key}", found="it is set", expected="nothing: an adapter has no such part")
     if rank is not None and not (type(rank) is int and 1 <= rank <= _MOST_RANK):
-        raise InvalidInput(f"{where}rank", found=f"{rank!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
+        raise InvalidInput(f"{location}rank", found=f"{rank!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
     if rank is None and method.traits.adapters != "sum":
         raise InvalidInput(
-            f"{where}rank",
+            f"{location}rank",
             found="not set",
             expected=f"the rank of the result: what {method.name} makes of products has none of its own",
         )
@@ -92,7 +96,7 @@ def parse_output(
     if plain or len(bases) != 1 or (base is not None and [base] != list(bases)):
         named = ", ".join(map(str, plain or [*bases, *([base] if base else [])]))
         raise InvalidInput(
-            f"{where}models",
+            f"{location}models",
             found=f"{named}",
             expected="adapters on one base, each written base+adapter" + (f", the base {base}" if base else ""),
         )

@@ -84,7 +84,7 @@ class InputMeasurements:
     importance: Mapping[str, AnyTensor] = field(default_factory=dict)
 
 
-def parse_reading(value: object, method: Method, where: str) -> CalibrationReading:
+def parse_reading(value: object, method: Method, location: str) -> CalibrationReading:
     """Read ``statistics`` of a recipe.
 
     Raises:
@@ -94,24 +94,26 @@ def parse_reading(value: object, method: Method, where: str) -> CalibrationReadi
     if value is None:
         return defaults
     if method.traits.reads_text is None:
-        raise InvalidInput(where, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it")
-    content = known_mapping(value, where, tuple(defaults.canonical()))
+        raise InvalidInput(
+            location, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it"
+        )
+    content = known_mapping(value, location, tuple(defaults.canonical()))
     if "diagonal_above" in content and method.traits.reads_text != "moments":
         raise InvalidInput(
-            f"{where}.diagonal_above", found=f"{method.name}, of which no matrices are kept", expected="nothing"
+            f"{location}.diagonal_above", found=f"{method.name}, of which no matrices are kept", expected="nothing"
         )
     for key, setting in content.items():
         if key == "field":
             if not isinstance(setting, str) or not setting:
-                raise InvalidInput(f"{where}.{key}", found=f"{setting!r:.60}", expected="the name of a field")
+                raise InvalidInput(f"{location}.{key}", found=f"{setting!r:.60}", expected="the name of a field")
             continue
         minimum = 0 if key == "diagonal_above" else 1 if key == "documents" else 2
         if type(setting) is not int or not minimum <= setting <= _LARGEST:
-            raise InvalidInput(f"{where}.{key}", found=f"{setting!r:.60}", expected=f"a whole number from {minimum}")
+            raise InvalidInput(f"{location}.{key}", found=f"{setting!r:.60}", expected=f"a whole number from {minimum}")
     return CalibrationReading(**content)
 
 
-def parse_text(value: object, method: Method, where: str, *, is_base: bool) -> str | None:
+def parse_text(value: object, method: Method, location: str, *, is_base: bool) -> str | None:
     """Read ``text`` of a model, the path of its calibration text.
 
     Raises:
@@ -121,19 +123,19 @@ def parse_text(value: object, method: Method, where: str, *, is_base: bool) -> s
         return None
     if method.traits.reads_text is None or is_base:
         found = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
-        raise InvalidInput(where, found=found, expected="nothing", remedy="remove it")
+        raise InvalidInput(location, found=found, expected="nothing", remedy="remove it")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="the path of a text (jsonl, or plain text)")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="the path of a text (jsonl, or plain text)")
     return value
 
 
-def require_texts(models: Iterable[tuple[str, str | None]], method: Method, where: str) -> None:
+def require_texts(models: Iterable[tuple[str, str | None]], method: Method, location: str) -> None:
     """Check that each model has a text if the method reads texts.
 
     Args:
         models: Reference and text of each merged model.
         method: The method of the recipe.
-        where: Prefix of error locations.
+        location: Prefix of error locations.
 
     Raises:
         InvalidInput: A model has no text. The error names the first one.
@@ -142,7 +144,7 @@ def require_texts(models: Iterable[tuple[str, str | None]], method: Method, wher
         return
     if model_without_text := next((model for model, text in models if text is None), None):
         raise InvalidInput(
-            f"{where}: {model_without_text}",
+            f"{location}: {model_without_text}",
             found="no 'text'",
             expected=f"a text of its own: {method.name} looks at what each model does with one",
             remedy="add 'text: FILE' beside 'model', with documents of what it shall still be able to do",

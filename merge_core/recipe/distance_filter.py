@@ -30,7 +30,7 @@ def select_models(recipe: Recipe, places: Mapping[str, ModelPlace], shares: Mapp
         if share is None:
             return source
         others = tuple(setting for setting in source.parameters.settings if setting.name != _WEIGHT)
-        weight = Setting(_WEIGHT, (Condition((share,), None, f"{recipe.where}: {source.model}"),))
+        weight = Setting(_WEIGHT, (Condition((share,), None, f"{recipe.location}: {source.model}"),))
         return replace(source, parameters=Parameters((*others, weight)))
 
     modules = tuple(

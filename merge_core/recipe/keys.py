@@ -33,7 +33,7 @@ RECIPE_KEYS = (
 
 def known_mapping(
     value: object,
-    where: str,
+    location: str,
     known: Sequence[str],
     log: FindingLog | None = None,
     *,
@@ -48,26 +48,26 @@ def known_mapping(
 
     Args:
         value: The mapping.
-        where: Location of the mapping for messages.
+        location: Location of the mapping for messages.
         known: Keys that are read.
         log: Receives a warning per unknown key. Default: refuse unknown keys, for mappings that mergekit does not have.
-        separator: Text between ``where`` and a key in messages.
+        separator: Text between ``location`` and a key in messages.
         method: Method whose parameters an unknown key probably refers to. Default: none.
         required: Keys that may be absent, but not null.
 
     Raises:
         InvalidInput: ``value`` is not a mapping, a ``required`` key is null, or a key is unknown and there is no log.
     """
-    content = plain_mapping(value, where)
+    content = plain_mapping(value, location)
     for key in content:
         if key in known:
             if content[key] is None and key in required:
                 raise InvalidInput(
-                    f"{where}{separator}{key}", found="no value", expected="a value", remedy="remove the key"
+                    f"{location}{separator}{key}", found="no value", expected="a value", remedy="remove the key"
                 )
             continue
         name = str(key)[:_READABLE]
-        place, found, expected = f"{where}{separator}{name}", f"unknown key {name!r}", f"one of {', '.join(known)}"
+        place, found, expected = f"{location}{separator}{name}", f"unknown key {name!r}", f"one of {', '.join(known)}"
         if log is None:
             raise InvalidInput(place, found=found, expected=expected, remedy=suggest(name, known))
         remedy = _remedy(name, content, known, method)
@@ -100,12 +100,12 @@ def _remedy(key: str, content: Mapping[str, Any], known: Sequence[str], method: 
     return "remove it"
 
 
-def plain_mapping(value: object, where: str) -> Mapping[str, Any]:
+def plain_mapping(value: object, location: str) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping with at least one key.
 
     Raises:
         InvalidInput: ``value`` is anything else.
     """
     if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(where, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")
+        raise InvalidInput(location, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")
     return value

@@ -48,7 +48,7 @@ class Expert:
     negative: tuple[str, ...]
     noise_scale: float
     residual_scale: float | None
-    where: str
+    location: str
 
     def canonical(self) -> dict[str, Any]:
         """Return the fields that determine the result, as JSON-compatible data."""
@@ -94,7 +94,7 @@ class Mixture:
         per_token: Number of routed experts that process each token, in addition to the shared ones.
         output: Prefix of the name of the target family. None selects the first family that can represent the models.
         gates: Router rows, after they have been computed. Always None if the mode draws random rows.
-        where: Location for messages.
+        location: Location for messages.
     """
 
     gate_mode: GateMode
@@ -103,7 +103,7 @@ class Mixture:
     per_token: int
     output: str | None
     gates: GateRows | None
-    where: str
+    location: str
 
     @property
     def needs_prompts(self) -> bool:
@@ -127,27 +127,27 @@ class Mixture:
         }
 
 
-def parse_mixture(content: Mapping[str, Any], where: str, log: FindingLog) -> Mixture:
+def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) -> Mixture:
     """Read the mixture of a document.
 
     Args:
         content: The document, without keys that have no value.
-        where: Location of the document for messages.
+        location: Location of the document for messages.
         log: Receives a finding per fault: an invalid value, an expert without prompts although the gate mode needs
             them, or more experts per token than exist. After a fault, the result is incomplete.
     """
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
         log.fault(
-            f"{where}: gate_mode",
+            f"{location}: gate_mode",
             found=f"{mode!r:.60}",
             expected=f"one of {', '.join(_MODES)}",
             remedy=suggest(str(mode)[:60], _MODES),
         )
-    experts, count = _experts(content, "experts", where, log, most=_MOST)
-    shared, _ = _experts(content, "shared_experts", where, log, most=1)
+    experts, count = _experts(content, "experts", location, log, most=_MOST)
+    shared, _ = _experts(content, "shared_experts", location, log, most=1)
     if mode in _MODES and mode not in _DRAWN:
-        for place in dict.fromkeys(expert.where for expert in experts if expert.positive == ()):
+        for place in dict.fromkeys(expert.location for expert in experts if expert.positive == ()):
             log.fault(
                 f"{place}.positive_prompts",
                 found="no prompts",
@@ -157,22 +157,22 @@ def parse_mixture(content: Mapping[str, Any], where: str, log: FindingLog) -> Mi
     per_token = content.get("experts_per_token", 2)
     if type(per_token) is not int or per_token < 1 or (count is not None and per_token > count):
         log.fault(
-            f"{where}: experts_per_token",
+            f"{location}: experts_per_token",
             found=f"{per_token!r:.20}" if "experts_per_token" in content else f"{per_token}, the default",
             expected=f"1 to {count}, the number of experts" if count else "a whole number from 1",
             remedy=f"set experts_per_token: {count}" if count else "",
         )
     output = content.get("architecture")
     if output is not None and not isinstance(output, str):
-        log.fault(f"{where}: architecture", found=f"{output!r:.60}", expected="the name of a family")
-    return Mixture(mode, experts, shared, per_token, output, None, where)
+        log.fault(f"{location}: architecture", found=f"{output!r:.60}", expected="the name of a family")
+    return Mixture(mode, experts, shared, per_token, output, None, location)
 
 
 def _experts(
-    content: Mapping[str, Any], key: str, where: str, log: FindingLog, *, most: int
+    content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
     """Return the readable experts of a list and their number. The number is None after a fault."""
-    place, experts, is_sound = f"{where}: {key}", list[Expert](), True
+    place, experts, is_sound = f"{location}: {key}", list[Expert](), True
     value = content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
         log.fault(place, found=f"{value!r:.60}", expected="a list with at least one entry")
@@ -188,60 +188,60 @@ def _experts(
     return tuple(experts), len(experts) if is_sound else None
 
 
-def _expert(item: object, where: str, log: FindingLog) -> list[Expert] | None:
+def _expert(item: object, location: str, log: FindingLog) -> list[Expert] | None:
     """Return the expert of an entry, repeated ``copies`` times. Return None after a fault."""
     if not isinstance(item, Mapping):
-        raise InvalidInput(where, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
-    content = known_mapping(item, where, _EXPERT, log)
+        raise InvalidInput(location, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
+    content = known_mapping(item, location, _EXPERT, log)
     model, residual, noise = None, None, 0.0
     positive: tuple[str, ...] | None = None
     negative: tuple[str, ...] | None = None
     copies = content.get("copies", 1)
     is_number = type(copies) is int and 1 <= copies <= _MOST
     if not is_number:
-        log.fault(f"{where}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
+        log.fault(f"{location}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
     if "source_model" not in content:
-        log.fault(where, found="no 'source_model'", expected="the dense model that the expert is made of")
+        log.fault(location, found="no 'source_model'", expected="the dense model that the expert is made of")
     with log.collect():
         if "source_model" in content:
-            model = parse_reference(content["source_model"], f"{where}.source_model", log)
+            model = parse_reference(content["source_model"], f"{location}.source_model", log)
     with log.collect():
-        noise = _number(content.get("noise_scale") or 0.0, f"{where}.noise_scale")
+        noise = _number(content.get("noise_scale") or 0.0, f"{location}.noise_scale")
         if noise < 0:
-            raise InvalidInput(f"{where}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
+            raise InvalidInput(f"{location}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
     with log.collect():
         if "residual_scale" in content:
-            residual = _number(content["residual_scale"], f"{where}.residual_scale")
+            residual = _number(content["residual_scale"], f"{location}.residual_scale")
     with log.collect():
-        positive = _prompts(content.get("positive_prompts"), f"{where}.positive_prompts")
+        positive = _prompts(content.get("positive_prompts"), f"{location}.positive_prompts")
     with log.collect():
-        negative = _prompts(content.get("negative_prompts"), f"{where}.negative_prompts")
+        negative = _prompts(content.get("negative_prompts"), f"{location}.negative_prompts")
     if model is None or positive is None or negative is None or not is_number:
         return None
-    return [Expert(model, positive, negative, noise, residual, where)] * copies
+    return [Expert(model, positive, negative, noise, residual, location)] * copies
 
 
-def _prompts(value: object, where: str) -> tuple[str, ...]:
+def _prompts(value: object, location: str) -> tuple[str, ...]:
     if value is None:
         return ()
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in prompts):
         raise InvalidInput(
-            where,
+            location,
             found=f"{value!r:.60}",
             expected="a list of texts that are not empty",
             remedy="write texts that should be sent to this expert, or set gate_mode: random and remove the prompts",
         )
     if len(prompts) > _MOST_PROMPTS:
-        raise InvalidInput(where, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")
+        raise InvalidInput(location, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")
     return tuple(prompts)
 
 
-def _number(value: object, where: str) -> float:
+def _number(value: object, location: str) -> float:
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a number")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a number")
     return number

@@ -26,7 +26,7 @@ _PARAMETERS = "parameters"
 _TEXT_KEYS, _DISTANCE_KEY = ("text", "statistics"), "leave_out_beyond"
 
 
-def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return ``recipe`` with ``changes`` applied, as plain values.
 
     A change is a setting of the recipe or a parameter of its method. A changed parameter has the new value everywhere:
@@ -36,28 +36,31 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
     Args:
         recipe: One document, as parsed from YAML.
         changes: At least one change.
-        where: Name of the changes in messages.
+        location: Name of the changes in messages.
 
     Raises:
         InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """
     if not changes:
-        raise InvalidInput(where, found="nothing", expected="a change of the recipe")
+        raise InvalidInput(location, found="nothing", expected="a change of the recipe")
     if recipe.get("experts") is not None and not recipe.get("models"):
         raise InvalidInput(
-            where,
+            location,
             found="changes of a mixture of experts",
             expected="changes of a merge of models",
             remedy="name a whole recipe",
         )
-    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{where}: merge_method")
+    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{location}: merge_method")
     settings = {name: value for name, value in changes.items() if name in _SETTINGS}
-    new = {**_parameters_in(changes, where), **{k: v for k, v in changes.items() if k not in (*_SETTINGS, _PARAMETERS)}}
+    new = {
+        **_parameters_in(changes, location),
+        **{k: v for k, v in changes.items() if k not in (*_SETTINGS, _PARAMETERS)},
+    }
     for name in new:
         if method.parameter(name) is None:
             known = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
             raise InvalidInput(
-                where,
+                location,
                 found=f"{name!r}",
                 expected=f"a setting of a recipe, or a parameter of {method.name}",
                 remedy=suggest(name, known) or "name a whole recipe for changes of another kind",
@@ -65,12 +68,12 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
     result: dict[str, Any] = {**_without(dict(recipe), method, dropped=frozenset(new)), **settings}
     if method.name != recipe.get("merge_method") and isinstance(result.get("models"), list):
         result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
-    if everywhere := {**_parameters_in(result, where), **new}:
+    if everywhere := {**_parameters_in(result, location), **new}:
         result[_PARAMETERS] = everywhere
     return result
 
 
-def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
+def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return ``recipe`` without the parameters that its method does not have, as plain values.
 
     This adapts a recipe that was written for several methods after one of them was chosen. If the method would merge
@@ -80,7 +83,7 @@ def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         InvalidInput: The method is unknown.
     """
-    method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
+    method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
     result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset())
     if method.base == "ordinary" and isinstance(result.get("models"), list):
         models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in result["models"]]
@@ -91,10 +94,10 @@ def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
     return result
 
 
-def _parameters_in(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _parameters_in(value: Mapping[str, Any], location: str) -> Mapping[str, Any]:
     parameters = value.get(_PARAMETERS) or {}
     if not isinstance(parameters, Mapping):
-        raise InvalidInput(f"{where}: {_PARAMETERS}", found=f"{parameters!r:.60}", expected="parameters by name")
+        raise InvalidInput(f"{location}: {_PARAMETERS}", found=f"{parameters!r:.60}", expected="parameters by name")
     return parameters
 
 

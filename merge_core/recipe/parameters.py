@@ -22,7 +22,7 @@ class Condition:
 
     values: tuple[Scalar, ...]
     filter: str | None
-    where: str
+    location: str
 
     def matches(self, tensor: str) -> bool:
         """Return whether the condition applies to the tensor with this name."""
@@ -60,7 +60,7 @@ class Parameters:
 
 
 def parse_parameters(
-    value: object, method: Method, where: str, log: FindingLog, *, per_model: bool, is_base: bool = False
+    value: object, method: Method, location: str, log: FindingLog, *, per_model: bool, is_base: bool = False
 ) -> Parameters:
     """Read one ``parameters`` mapping.
 
@@ -70,7 +70,7 @@ def parse_parameters(
     Args:
         value: Value from YAML; None is an empty mapping.
         method: Method that reads the parameters.
-        where: Location of the mapping for messages.
+        location: Location of the mapping for messages.
         log: Receives the findings.
         per_model: Whether the mapping belongs to a model. Shared parameters are not read there.
         is_base: Whether that model is the base. ``non_base`` parameters are not read there.
@@ -81,12 +81,12 @@ def parse_parameters(
     if value is None:
         return Parameters()
     if not isinstance(value, Mapping):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping of parameters")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a mapping of parameters")
     known = [parameter.name for parameter in method.parameters]
     settings = []
     for name, content in value.items():
         parameter = method.parameter(str(name))
-        place = f"{where}.{name}"
+        place = f"{location}.{name}"
         if parameter is None:
             suggestion = suggest(str(name), known) if known else ""
             remedy, expected = suggestion, ""
@@ -160,7 +160,7 @@ def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
     if parameter.kind == "int":
         if not value.is_integer():
             raise InvalidInput(
-                condition.where,
+                condition.location,
                 found=f"the gradient gives {value:g} at {t:g} of the layers",
                 expected=f"{parameter.name} is a whole number",
                 remedy="use one value, or filters",
@@ -169,14 +169,14 @@ def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
     return value
 
 
-def _conditions(content: object, parameter: Parameter, where: str, log: FindingLog) -> tuple[Condition, ...]:
+def _conditions(content: object, parameter: Parameter, location: str, log: FindingLog) -> tuple[Condition, ...]:
     if not (isinstance(content, list) and any(isinstance(item, Mapping) for item in content)):
-        return (_condition(content, parameter, where, log),)
-    conditions = [_condition(item, parameter, f"{where}[{index}]", log) for index, item in enumerate(content)]
+        return (_condition(content, parameter, location, log),)
+    conditions = [_condition(item, parameter, f"{location}[{index}]", log) for index, item in enumerate(content)]
     for index, condition in enumerate(conditions[:-1]):
         if condition.filter in (None, "*"):
             log.warn(
-                f"{where}[{index}]",
+                f"{location}[{index}]",
                 found="a value for all tensors, before others",
                 expected="the value without filter last: the first match counts, so the others never do",
                 remedy="move it to the end of the list",
@@ -185,26 +185,26 @@ def _conditions(content: object, parameter: Parameter, where: str, log: FindingL
     return tuple(conditions)
 
 
-def _condition(content: object, parameter: Parameter, where: str, log: FindingLog) -> Condition:
+def _condition(content: object, parameter: Parameter, location: str, log: FindingLog) -> Condition:
     pattern = None
     if isinstance(content, Mapping):
-        entry = known_mapping(content, where, ("value", "filter"), log)
+        entry = known_mapping(content, location, ("value", "filter"), log)
         if "value" not in entry:
-            raise InvalidInput(where, found="no 'value'", expected="{value: ..., filter: ...}")
+            raise InvalidInput(location, found="no 'value'", expected="{value: ..., filter: ...}")
         pattern = entry.get("filter") or None
         if pattern is not None and not isinstance(pattern, str):
-            raise InvalidInput(f"{where}.filter", found=f"{pattern!r:.60}", expected="a part of a tensor name")
+            raise InvalidInput(f"{location}.filter", found=f"{pattern!r:.60}", expected="a part of a tensor name")
         content = entry["value"]
     if isinstance(content, list):
         if not content:
-            raise InvalidInput(where, found="an empty list", expected="a value or a gradient of values")
-        values = tuple(_scalar(item, parameter, f"{where}[{index}]") for index, item in enumerate(content))
+            raise InvalidInput(location, found="an empty list", expected="a value or a gradient of values")
+        values = tuple(_scalar(item, parameter, f"{location}[{index}]") for index, item in enumerate(content))
     else:
-        values = (_scalar(content, parameter, where),)
-    return Condition(values, pattern, where)
+        values = (_scalar(content, parameter, location),)
+    return Condition(values, pattern, location)
 
 
-def _scalar(value: object, parameter: Parameter, where: str) -> Scalar:
+def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
     convert = {"float": _float, "int": _int, "bool": _bool, "choice": _choice, "switch": _switch}[parameter.kind]
     result = convert(value, parameter)
     if result is None:
@@ -215,11 +215,11 @@ def _scalar(value: object, parameter: Parameter, where: str) -> Scalar:
         remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
         if isinstance(value, str) and value.startswith("$"):
             remedy = "a value that is to be searched for is filled in by a sweep: say under 'sweep' what it may be"
-        raise InvalidInput(where, found=f"{value!r}", expected=kind, remedy=remedy)
+        raise InvalidInput(location, found=f"{value!r}", expected=kind, remedy=remedy)
     if isinstance(result, (int, float)) and not isinstance(result, bool):
         low, high = parameter.minimum, parameter.maximum
         if (low is not None and result < low) or (high is not None and result > high):
-            raise InvalidInput(where, found=f"{result:g}", expected=f"{parameter.name} is {parameter.range}")
+            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.name} is {parameter.range}")
     return result
 
 

@@ -74,7 +74,7 @@ class Slice:
     sources: tuple[Source, ...]
     base: CheckpointRef | None
     parameters: Parameters
-    where: str
+    location: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Recipe:
         name: Name that other documents of a multi-document recipe use to refer to this one.
         steps: The other documents of a multi-document recipe, in an order in which they can be computed.
         directory: Directory in which relative paths are searched first. None for inline text.
-        where: File or location for messages.
+        location: File or location for messages.
         align_experts: Whether to renumber the experts of mixtures so that they correspond to those of the donor.
         experts_in_order: Whether the experts have been matched, see
             :func:`merge_core.architecture.experts.match_experts`.
@@ -145,7 +145,7 @@ class Recipe:
     name: str | None
     steps: tuple[Recipe, ...]
     directory: Path | None
-    where: str
+    location: str
     align_experts: bool = False
     experts_in_order: bool = False
     mixture: Mixture | None = None
@@ -166,7 +166,7 @@ class Recipe:
         """The merge method."""
         if self.mixture is not None:
             return UPCYCLING
-        return find_method(self.merge_method, f"{self.where}: merge_method")
+        return find_method(self.merge_method, f"{self.location}: merge_method")
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -367,12 +367,12 @@ class Recipe:
         }
 
 
-def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -> Recipe:
+def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe") -> Recipe:
     """Read a recipe from a file (Path), from YAML text (str) or from a mapping that is inline in a profile.
 
     Args:
         source: The recipe. If it is a Path, relative model paths are searched in its directory first.
-        where: Name of the recipe for messages if ``source`` is not a file.
+        location: Name of the recipe for messages if ``source`` is not a file.
 
     Raises:
         InvalidInput: The recipe has faults. The error lists all faults and warnings, with a suggestion for each
@@ -380,31 +380,31 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     """
     directory = None
     if isinstance(source, Path):
-        where, documents = str(source), read_yaml(source, _EXPECTED)
+        location, documents = str(source), read_yaml(source, _EXPECTED)
         directory = source.resolve().parent
     else:
-        documents = parse_yaml(source, where, _EXPECTED) if isinstance(source, str) else [source]
+        documents = parse_yaml(source, location, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:
-        raise InvalidInput(where, found="nothing", expected="a recipe with 'merge_method' and 'models'")
+        raise InvalidInput(location, found="nothing", expected="a recipe with 'merge_method' and 'models'")
     recipes, findings = [], FindingLog()
     for number, document in enumerate(documents, 1):
-        place = where if len(documents) == 1 else f"{where} (document {number})"
+        place = location if len(documents) == 1 else f"{location} (document {number})"
         log = FindingLog()
         with log.collect():
             recipes.append(_document(document, place, directory, log))
         if not log.blocks:
             recipes[-1] = replace(recipes[-1], findings=tuple(log.findings))
         findings.findings += log.findings
-    findings.raise_faults(where)
+    findings.raise_faults(location)
     recipe = recipes[0]
     with findings.collect():
-        recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+        recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
         if (count := len(recipe.references())) > _MAX_MODELS:
-            raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
+            raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     for document in (*recipe.steps, recipe):
         with findings.collect():
             _check_steps(document, {str(step.name) for step in recipe.steps})
-    findings.raise_faults(where)
+    findings.raise_faults(location)
     return recipe
 
 
@@ -414,7 +414,7 @@ def _check_steps(document: Recipe, steps: Collection[str]) -> None:
     prompts_base = document.mixture is not None and document.mixture.needs_prompts
     if prompts_base and base is not None and (base.adapter or str(base) in steps):
         raise InvalidInput(
-            f"{document.where}: base_model",
+            f"{document.location}: base_model",
             found=f"{base}, {'with an adapter' if base.adapter else 'the result of a step'}",
             expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
             remedy="set gate_mode: random, or make the base first and name its directory",
@@ -422,7 +422,7 @@ def _check_steps(document: Recipe, steps: Collection[str]) -> None:
     needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
     if step := next((model for model in needed if str(model) in steps), None):
         raise InvalidInput(
-            f"{document.where}: {step}",
+            f"{document.location}: {step}",
             found="the result of a step",
             expected="a model that can be looked at before the merge"
             if document.needs_distances
@@ -447,21 +447,23 @@ class _Context:
     log: FindingLog
     base_is_faulty: bool = False
 
-    def with_base(self, content: Mapping[str, Any], where: str) -> _Context:
+    def with_base(self, content: Mapping[str, Any], location: str) -> _Context:
         """Return the context for a mapping that may have its own ``base_model``."""
         if "base_model" not in content:
             return self
         with self.log.collect():
-            return replace(self, base=parse_reference(content["base_model"], where, self.log), base_is_faulty=False)
+            return replace(self, base=parse_reference(content["base_model"], location, self.log), base_is_faulty=False)
         return replace(self, base=None, base_is_faulty=True)
 
     def is_base(self, model: CheckpointRef | None) -> bool:
         """Return whether task vectors are measured from this model."""
         return model is not None and model == self.base and self.method.base in ("required", "optional")
 
-    def parameters(self, content: Mapping[str, Any], where: str, *, model: CheckpointRef | None = None) -> Parameters:
+    def parameters(
+        self, content: Mapping[str, Any], location: str, *, model: CheckpointRef | None = None
+    ) -> Parameters:
         """Read ``parameters`` of a mapping that belongs to ``model``, or to all models if ``model`` is None."""
-        value, place = content.get("parameters"), f"{where}parameters"
+        value, place = content.get("parameters"), f"{location}parameters"
         with self.log.collect():
             return parse_parameters(
                 value, self.method, place, self.log, per_model=model is not None, is_base=self.is_base(model)
@@ -470,34 +472,36 @@ class _Context:
         return Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
 
 
-def _document(value: object, where: str, directory: Path | None, log: FindingLog) -> Recipe:
+def _document(value: object, location: str, directory: Path | None, log: FindingLog) -> Recipe:
     """Read one document. If ``log`` blocks afterwards, the returned recipe is incomplete."""
-    written = {key: inner for key, inner in plain_mapping(value, where).items() if inner != _EMPTY.get(str(key), ...)}
+    written = {
+        key: inner for key, inner in plain_mapping(value, location).items() if inner != _EMPTY.get(str(key), ...)
+    }
     forms = [key for key in _FORMS if written.get(key) is not None]
     if written.get("experts") is not None and not forms:
-        return _mixture_of(written, where, directory, log)
+        return _mixture_of(written, location, directory, log)
     if "clients" in written:
         raise InvalidInput(
-            f"{where}: clients",
+            f"{location}: clients",
             found="a round of clients",
             expected="models: what a round begins with is the last release of a profile",
             remedy="name it as the recipe of a profile, and run that",
         )
-    method = _method_of(written, where, log)
-    content = known_mapping(written, where, RECIPE_KEYS, log, separator=": ", method=method)
-    context = _Context(method, None, log).with_base(content, f"{where}: base_model")
+    method = _method_of(written, location, log)
+    content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
+    context = _Context(method, None, log).with_base(content, f"{location}: base_model")
     if len(forms) != 1:
         log.fault(
-            where,
+            location,
             found=" and ".join(forms) if forms else "no models",
             expected="exactly one of 'models', 'slices', 'modules'",
             remedy="remove the others" if forms else "list what is merged under 'models'",
         )
-    modules = _modules(content, forms, context, where)
+    modules = _modules(content, forms, context, location)
     bases = [cut.base for module in modules for cut in module.slices]
     if method.base == "required" and not context.base_is_faulty and (None in bases or (not bases and not context.base)):
         log.fault(
-            where,
+            location,
             found="no 'base_model'",
             expected=f"the model that {method.name} measures differences from",
             remedy="add 'base_model: MODEL', the model that the others were fine-tuned from",
@@ -506,24 +510,28 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
         merge_method=method.name,
         modules=modules,
         base=context.base,
-        parameters=context.parameters(content, f"{where}: "),
-        dtype=_format(content, "dtype", where, log),
-        out_dtype=_format(content, "out_dtype", where, log),
+        parameters=context.parameters(content, f"{location}: "),
+        dtype=_format(content, "dtype", location, log),
+        out_dtype=_format(content, "out_dtype", location, log),
         tokenizer=None,
-        chat_template=_text(content, "chat_template", where, log),
-        name=_name(content, where, log),
+        chat_template=_text(content, "chat_template", location, log),
+        name=_name(content, location, log),
         steps=(),
         directory=directory,
-        where=where,
+        location=location,
     )
     with log.collect():
-        recipe = replace(recipe, tokenizer=parse_tokenizer_choice(content, where, log))
+        recipe = replace(recipe, tokenizer=parse_tokenizer_choice(content, location, log))
     with log.collect():
-        recipe = replace(recipe, align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"))
+        recipe = replace(
+            recipe, align_experts=_switch(content.get("align_experts", False), f"{location}: align_experts")
+        )
     with log.collect():
-        recipe = replace(recipe, reading=parse_reading(content.get("statistics"), method, f"{where}: statistics"))
+        recipe = replace(recipe, reading=parse_reading(content.get("statistics"), method, f"{location}: statistics"))
     with log.collect():
-        recipe = replace(recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{where}: leave_out_beyond"))
+        recipe = replace(
+            recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{location}: leave_out_beyond")
+        )
     if merge_methods().get(method.name) is not method:
         return recipe  # The method is a guess, so checks that depend on it would mislead.
     _check_required(recipe, method, log)
@@ -532,10 +540,12 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
     with log.collect():
         _check_distances(recipe, method, sliced=forms != ["models"])
     with log.collect():
-        output = parse_output(content, method, context.base, [source.model for source in recipe.sources], f"{where}: ")
+        output = parse_output(
+            content, method, context.base, [source.model for source in recipe.sources], f"{location}: "
+        )
         if output is not None and recipe.needs_distances:
             raise InvalidInput(
-                f"{where}: leave_out_beyond",
+                f"{location}: leave_out_beyond",
                 found="of a recipe whose result is an adapter",
                 expected="whole models: distances are between those",
                 remedy="leave one of the two out",
@@ -544,19 +554,19 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
     return recipe
 
 
-def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Method:
+def _method_of(content: Mapping[str, Any], location: str, log: FindingLog) -> Method:
     """Return the method of a document. If it is unknown, return the most likely one so that the rest can be checked."""
     name = content.get("merge_method")
     if name is None:
         log.fault(
-            where,
+            location,
             found="no 'merge_method'",
             expected="the name of a merge method",
             remedy="add it; 'mergegate methods' lists them",
         )
     with log.collect():
         if name is not None:
-            return find_method(name, f"{where}: merge_method")
+            return find_method(name, f"{location}: merge_method")
     methods = merge_methods()
     if near := get_close_matches(str(name), methods, n=1, cutoff=0.6):
         return methods[near[0]]
@@ -568,39 +578,39 @@ def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Metho
     return replace(template, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
 
 
-def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, log: FindingLog) -> Recipe:
+def _mixture_of(written: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> Recipe:
     """Read a document that builds a mixture of experts. Its sources are the base and all experts, each once."""
     if written.get("merge_method") is not None:
         log.warn(
-            f"{where}: merge_method",
+            f"{location}: merge_method",
             found=f"{written['merge_method']!r:.60}, which mergegate ignores in a mixture of experts, as mergekit does",
             expected="no merge method",
             remedy="remove it",
         )
     content = known_mapping(
         {key: value for key, value in written.items() if key not in ("merge_method", *_FORMS)},
-        where,
+        location,
         MIXTURE_KEYS,
         log,
         separator=": ",
         required=("gate_mode", "experts_per_token"),
     )
-    mixture = parse_mixture(content, where, log)
-    dtype, out_dtype = _format(content, "dtype", where, log), _format(content, "out_dtype", where, log)
-    template, name = _text(content, "chat_template", where, log), _name(content, where, log)
+    mixture = parse_mixture(content, location, log)
+    dtype, out_dtype = _format(content, "dtype", location, log), _format(content, "out_dtype", location, log)
+    template, name = _text(content, "chat_template", location, log), _name(content, location, log)
     if content.get("base_model") is None:
         raise InvalidInput(
-            where,
+            location,
             found="no 'base_model'",
             expected="the dense model that gives attention, norms, embeddings and tokenizer",
             remedy="add 'base_model: MODEL'",
         )
-    base = parse_reference(content["base_model"], f"{where}: base_model", log)
+    base = parse_reference(content["base_model"], f"{location}: base_model", log)
     models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
     return Recipe(
         merge_method=UPCYCLING.name,
-        modules=(Module(None, (Slice(sources, base, Parameters(), f"{where}: experts"),), Parameters()),),
+        modules=(Module(None, (Slice(sources, base, Parameters(), f"{location}: experts"),), Parameters()),),
         base=base,
         parameters=Parameters(),
         dtype=dtype,
@@ -610,45 +620,47 @@ def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, 
         name=name,
         steps=(),
         directory=directory,
-        where=where,
+        location=location,
         mixture=mixture,
     )
 
 
-def _format(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> DType | None:
+def _format(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> DType | None:
     with log.collect():
-        return recipe_dtype(content[key], f"{where}: {key}") if key in content else None
+        return recipe_dtype(content[key], f"{location}: {key}") if key in content else None
     return None
 
 
-def _switch(value: object, where: str) -> bool:
+def _switch(value: object, location: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="true or false")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="true or false")
     return value
 
 
-def _modules(content: Mapping[str, Any], forms: Sequence[str], context: _Context, where: str) -> tuple[Module, ...]:
+def _modules(content: Mapping[str, Any], forms: Sequence[str], context: _Context, location: str) -> tuple[Module, ...]:
     modules = []
     if "modules" in forms:
         entries: Mapping[str, Any] = {}
         with context.log.collect():
-            entries = plain_mapping(content["modules"], f"{where}: modules")
+            entries = plain_mapping(content["modules"], f"{location}: modules")
         for name, item in entries.items():
             with context.log.collect():
-                modules.append(_module(str(name), item, context, f"{where}: modules.{name}"))
+                modules.append(_module(str(name), item, context, f"{location}: modules.{name}"))
     elif forms:
-        modules.append(Module(None, _slices(content, context, f"{where}: "), Parameters()))
+        modules.append(Module(None, _slices(content, context, f"{location}: "), Parameters()))
     return tuple(modules)
 
 
-def _module(name: str, value: object, context: _Context, where: str) -> Module:
-    written = {key: inner for key, inner in plain_mapping(value, where).items() if inner != _EMPTY.get(str(key), ...)}
+def _module(name: str, value: object, context: _Context, location: str) -> Module:
+    written = {
+        key: inner for key, inner in plain_mapping(value, location).items() if inner != _EMPTY.get(str(key), ...)
+    }
     keys = ("models", "slices", "parameters")
-    content = known_mapping(written, where, keys, context.log, method=context.method)
+    content = known_mapping(written, location, keys, context.log, method=context.method)
     if ("models" in content) == ("slices" in content):
         found = "models and slices" if "models" in content else "no models"
-        raise InvalidInput(where, found=found, expected="either 'models' or 'slices'")
-    return Module(name, _slices(content, context, f"{where}."), context.parameters(content, f"{where}."))
+        raise InvalidInput(location, found=found, expected="either 'models' or 'slices'")
+    return Module(name, _slices(content, context, f"{location}."), context.parameters(content, f"{location}."))
 
 
 def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple[Slice, ...]:
@@ -660,21 +672,21 @@ def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple
         return (_slice(sources, context, Parameters(), place, append_base=True),)
     place, slices = f"{prefix}slices", []
     for index, item in enumerate(_list(content["slices"], place, log)):
-        where = f"{place}[{index}]"
+        location = f"{place}[{index}]"
         with log.collect():
-            entry = known_mapping(item, where, _SLICE_KEYS, log, method=context.method)
+            entry = known_mapping(item, location, _SLICE_KEYS, log, method=context.method)
             if "residual_weight" in entry:
                 log.warn(
-                    f"{where}.residual_weight",
+                    f"{location}.residual_weight",
                     found="a key without effect",
                     expected="nothing: mergekit never used it, and mergegate does not either",
                     remedy="remove it",
                 )
-            inner = context.with_base(entry, f"{where}.base_model")
-            sources = _sources(entry.get("sources"), inner, f"{where}.sources", layered=True)
-            parameters = inner.parameters(entry, f"{where}.")
+            inner = context.with_base(entry, f"{location}.base_model")
+            sources = _sources(entry.get("sources"), inner, f"{location}.sources", layered=True)
+            parameters = inner.parameters(entry, f"{location}.")
             append_base = context.method.base in ("required", "optional")
-            slices.append(_slice(sources, inner, parameters, where, append_base=append_base))
+            slices.append(_slice(sources, inner, parameters, location, append_base=append_base))
     # Empty slices are allowed at the ends: an empty first slice selects the model that provides the embeddings, an
     # empty last slice the model that provides the final norm and the head.
     if slices and all(
@@ -690,7 +702,7 @@ def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple
 
 
 def _slice(
-    readable: Sequence[Source | None], context: _Context, parameters: Parameters, where: str, *, append_base: bool
+    readable: Sequence[Source | None], context: _Context, parameters: Parameters, location: str, *, append_base: bool
 ) -> Slice:
     """Combine the sources of a slice, and add the base if the method needs it. None stands for a faulty source."""
     method, base, log = context.method, context.base, context.log
@@ -700,11 +712,11 @@ def _slice(
     for model, times in Counter(models).items():
         if times > 1:
             is_sound = False
-            log.fault(where, found=f"{model} twice", expected="each model once", remedy="add up its weights")
+            log.fault(location, found=f"{model} twice", expected="each model once", remedy="add up its weights")
     ranges = {(source.layers[1] - source.layers[0]) for source in sources if source.layers}
     if len(ranges) > 1:
         log.fault(
-            where,
+            location,
             found=f"layer ranges of {', '.join(str(length) for length in sorted(ranges))} layers",
             expected="as many layers from every source",
         )
@@ -715,7 +727,7 @@ def _slice(
         if len(layers) > 1:
             is_sound = False
             log.fault(
-                where,
+                location,
                 found=f"the base {base} is not among the sources, and they use different layers",
                 expected="the base as a source, with its layer_range",
                 remedy=f"add '- {{model: {base}, layer_range: [FIRST, END]}}' to the sources",
@@ -730,50 +742,52 @@ def _slice(
         limit = f"at least {low}" if high is None else f"{low}" if low == high else f"{low} to {high}"
         beside = " beside the base" if has_base else ""
         log.fault(
-            where,
+            location,
             found=f"{others} model{'s' if others != 1 else ''}{beside}: {', '.join(map(str, models))}",
             expected=f"{method.name} takes {limit}{beside}",
         )
-    return Slice(tuple(sources), base, parameters, where)
+    return Slice(tuple(sources), base, parameters, location)
 
 
-def _sources(value: object, context: _Context, where: str, *, layered: bool) -> list[Source | None]:
+def _sources(value: object, context: _Context, location: str, *, layered: bool) -> list[Source | None]:
     """Read the models of a slice. None stands for a faulty entry."""
     sources: list[Source | None] = []
-    for index, item in enumerate(_list(value, where, context.log)):
+    for index, item in enumerate(_list(value, location, context.log)):
         sources.append(None)
         with context.log.collect():
-            sources[-1] = _source(item, context, f"{where}[{index}]", layered=layered)
+            sources[-1] = _source(item, context, f"{location}[{index}]", layered=layered)
     return sources
 
 
-def _source(item: object, context: _Context, where: str, *, layered: bool) -> Source | None:
+def _source(item: object, context: _Context, location: str, *, layered: bool) -> Source | None:
     log, keys = context.log, _LAYERED_KEYS if layered else _MODEL_KEYS
     if isinstance(item, str):
-        raise InvalidInput(where, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
-    content = known_mapping(item, where, keys, log, method=context.method)
+        raise InvalidInput(location, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
+    content = known_mapping(item, location, keys, log, method=context.method)
     model, layers, text = None, None, None
     if "model" not in content:
-        log.fault(where, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
+        log.fault(location, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
     with log.collect():
-        model = parse_reference(content["model"], f"{where}.model", log) if "model" in content else None
+        model = parse_reference(content["model"], f"{location}.model", log) if "model" in content else None
     with log.collect():
-        layers = _layer_range(content.get("layer_range"), f"{where}.layer_range") if layered else None
+        layers = _layer_range(content.get("layer_range"), f"{location}.layer_range") if layered else None
     is_base = context.is_base(model)
     with log.collect():
-        text = parse_text(content.get("text"), context.method, f"{where}.text", is_base=is_base)
-    parameters = context.parameters(content, f"{where}.", model=model or CheckpointRef(""))
+        text = parse_text(content.get("text"), context.method, f"{location}.text", is_base=is_base)
+    parameters = context.parameters(content, f"{location}.", model=model or CheckpointRef(""))
     return Source(model, layers, parameters, text) if model and (layers or not layered) else None
 
 
-def _layer_range(value: object, where: str) -> tuple[int, int]:
+def _layer_range(value: object, location: str) -> tuple[int, int]:
     """Read ``[first, end]``. Like mergekit, accept whole numbers written as text or with a decimal point."""
     if isinstance(value, list) and len(value) == 2:
         ends = [int(item) if _is_whole(item) else -1 for item in value]
         if 0 <= ends[0] <= ends[1]:
             return ends[0], ends[1]
     raise InvalidInput(
-        where, found=f"{value!r:.60}", expected="[first, end]: whole numbers, 0 <= first <= end, the end not included"
+        location,
+        found=f"{value!r:.60}",
+        expected="[first, end]: whole numbers, 0 <= first <= end, the end not included",
     )
 
 
@@ -800,7 +814,7 @@ def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
                 ]
                 for found in ["not set"] if parameter.scope == "shared" else missing:
                     log.fault(
-                        f"{cut.where}: {parameter.name}",
+                        f"{cut.location}: {parameter.name}",
                         found=found,
                         expected=f"{method.name} needs it: {parameter.summary}",
                         remedy=f"add it under 'parameters' (check the indentation); e.g. {parameter.name}: 0.5",
@@ -812,11 +826,11 @@ def _check_texts(recipe: Recipe, method: Method) -> None:
     for cut in (cut for module in recipe.modules for cut in module.slices):
         base = cut.base if method.base in ("required", "optional") else None
         sources = [source for source in cut.sources if source.model != base]
-        require_texts([(str(source.model), source.text) for source in sources], method, cut.where)
+        require_texts([(str(source.model), source.text) for source in sources], method, cut.location)
         for source in sources:
             if source.text != recipe.texts.get(source.model):
                 raise InvalidInput(
-                    f"{cut.where}: {source.model}",
+                    f"{cut.location}: {source.model}",
                     found=f"the text {source.text}, and elsewhere {recipe.texts.get(source.model)}",
                     expected="one text for each model",
                 )
@@ -829,28 +843,28 @@ def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
     setting = method.name if method.traits.by_distance else "leave_out_beyond"
     if recipe.base is None or method.base not in ("required", "optional"):
         raise InvalidInput(
-            f"{recipe.where}: {setting}",
+            f"{recipe.location}: {setting}",
             found="no base that task vectors are measured from",
             expected="a method on task vectors, with its base_model",
             remedy="name the base_model; in place of linear take task_arithmetic",
         )
     if sliced:
         raise InvalidInput(
-            f"{recipe.where}: {setting}",
+            f"{recipe.location}: {setting}",
             found="slices or modules",
             expected="whole models: 'models', not parts of them",
         )
 
 
-def _times(value: object, where: str) -> float | None:
+def _times(value: object, location: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a number from 1: times the median length")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a number from 1: times the median length")
     return float(value)
 
 
-def _in_order(recipes: list[Recipe], where: str) -> Recipe:
+def _in_order(recipes: list[Recipe], location: str) -> Recipe:
     """Sort documents that refer to each other so that each comes after the documents it needs.
 
     The result is the document without a name. If all documents have names, it is the one that no other document needs.
@@ -862,13 +876,13 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
     ]
     if len(results) != 1:
         raise InvalidInput(
-            where,
+            location,
             found=f"{len(results)} documents that no other needs",
             expected="exactly one: it is the result, the others are steps towards it",
         )
     duplicates = [name for index, name in enumerate(names) if name in names[:index]]
     if duplicates:
-        raise InvalidInput(where, found=f"the name {duplicates[0]!r} twice", expected="a name for each document")
+        raise InvalidInput(location, found=f"the name {duplicates[0]!r} twice", expected="a name for each document")
     by_name = {recipe.name: recipe for recipe in recipes if recipe.name is not None}
     ordered: dict[str, Recipe] = {}
     open_names: list[str] = []
@@ -879,7 +893,7 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
             if step is None or str(ref) in ordered:
                 continue
             if str(ref) in open_names:
-                raise InvalidInput(step.where, found=f"needs itself: {' -> '.join([*open_names, str(ref)])}")
+                raise InvalidInput(step.location, found=f"needs itself: {' -> '.join([*open_names, str(ref)])}")
             open_names.append(str(ref))
             visit(step)
             open_names.pop()
@@ -888,29 +902,31 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
     visit(results[0])
     unused = [name for name in names if name not in ordered and name != results[0].name]
     if unused:
-        raise InvalidInput(by_name[unused[0]].where, found=f"{unused[0]!r} is used by no other document")
+        raise InvalidInput(by_name[unused[0]].location, found=f"{unused[0]!r} is used by no other document")
     return replace(results[0], steps=tuple(ordered.values()))
 
 
-def _list(value: object, where: str, log: FindingLog) -> list[Any]:
+def _list(value: object, location: str, log: FindingLog) -> list[Any]:
     if isinstance(value, (list, tuple)) and value:
         return list(value)
-    log.fault(where, found=f"{value!r:.60}", expected="a list with at least one entry")
+    log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
     return []
 
 
-def _text(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> str | None:
+def _text(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> str | None:
     value = content.get(key)
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    log.fault(f"{where}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
+    log.fault(f"{location}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
     return None
 
 
-def _name(content: Mapping[str, Any], where: str, log: FindingLog) -> str | None:
+def _name(content: Mapping[str, Any], location: str, log: FindingLog) -> str | None:
     """Return the name of a document. Like mergekit, ignore a value that is not text: nothing can refer to it."""
     value = content.get("name")
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    log.warn(f"{where}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it")
+    log.warn(
+        f"{location}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it"
+    )
     return None

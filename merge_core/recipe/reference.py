@@ -42,35 +42,37 @@ class CheckpointRef:
         return f"{self.path}{revision}{adapter}"
 
 
-def parse_reference(value: object, where: str, log: FindingLog | None = None) -> CheckpointRef:
+def parse_reference(value: object, location: str, log: FindingLog | None = None) -> CheckpointRef:
     """Read ``path[@revision][+adapter[@revision]]``, or ``{model: {path, revision}, lora: {path, revision}}``.
 
     The mapping form is the only way to write a local path that contains ``@`` or ``+``.
 
     Args:
         value: Value from YAML.
-        where: Location of the value for messages.
+        location: Location of the value for messages.
         log: Receives a warning per unknown key of a mapping. Default: refuse unknown keys.
 
     Raises:
         InvalidInput: The value has another shape, an empty part, more than one ``+``, or more than one ``@`` in a part.
     """
     if isinstance(value, dict):
-        return _from_mapping(value, where, log)
+        return _from_mapping(value, location, log)
     if not isinstance(value, str) or not value.strip():
         raise InvalidInput(
-            where,
+            location,
             found=f"{value!r:.60}",
             expected="a model: 'path[@revision][+adapter]'",
             remedy="name a directory or org/name",
         )
     parts = value.strip().split("+")
     if len(parts) > 2:
-        raise InvalidInput(where, found=f"{len(parts) - 1} '+' in {value!r}", expected="at most one adapter after '+'")
-    path, revision = _at(parts[0], where)
+        raise InvalidInput(
+            location, found=f"{len(parts) - 1} '+' in {value!r}", expected="at most one adapter after '+'"
+        )
+    path, revision = _at(parts[0], location)
     adapter = None
     if len(parts) == 2:
-        adapter_path, adapter_revision = _at(parts[1], where)
+        adapter_path, adapter_revision = _at(parts[1], location)
         adapter = adapter_path + (f"@{adapter_revision}" if adapter_revision else "")
     return CheckpointRef(path, revision, adapter)
 
@@ -154,40 +156,40 @@ def name_in_path(text: str) -> str:
     return repository or (parts[-1] if parts else "")
 
 
-def _at(text: str, where: str) -> tuple[str, str | None]:
+def _at(text: str, location: str) -> tuple[str, str | None]:
     path, *revision = text.split("@")
     if len(revision) > 1:
-        raise InvalidInput(where, found=f"{len(revision)} '@' in {text!r}", expected="at most one '@revision'")
+        raise InvalidInput(location, found=f"{len(revision)} '@' in {text!r}", expected="at most one '@revision'")
     if not path.strip() or (revision and not revision[0].strip()):
-        raise InvalidInput(where, found=f"an empty part in {text!r}", expected="'path[@revision][+adapter]'")
+        raise InvalidInput(location, found=f"an empty part in {text!r}", expected="'path[@revision][+adapter]'")
     return path.strip(), revision[0].strip() if revision else None
 
 
-def _from_mapping(value: dict[str, object], where: str, log: FindingLog | None) -> CheckpointRef:
+def _from_mapping(value: dict[str, object], location: str, log: FindingLog | None) -> CheckpointRef:
     if value.get("override_architecture") is not None:
         raise InvalidInput(
-            f"{where}.override_architecture",
+            f"{location}.override_architecture",
             found=f"{value['override_architecture']!r:.60}",
             expected="nothing: mergegate reads the architecture from the checkpoint",
             remedy="remove it, and correct 'architectures' in the model's config.json",
         )
-    content = known_mapping(value, where, ("model", "lora", "override_architecture"), log)
+    content = known_mapping(value, location, ("model", "lora", "override_architecture"), log)
     if "model" not in content:
-        raise InvalidInput(where, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}")
-    path, revision = _path_and_revision(content["model"], f"{where}.model", log)
+        raise InvalidInput(location, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}")
+    path, revision = _path_and_revision(content["model"], f"{location}.model", log)
     adapter = None
     if "lora" in content:
-        lora_path, lora_revision = _path_and_revision(content["lora"], f"{where}.lora", log)
+        lora_path, lora_revision = _path_and_revision(content["lora"], f"{location}.lora", log)
         adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
     return CheckpointRef(path, revision, adapter)
 
 
-def _path_and_revision(value: object, where: str, log: FindingLog | None) -> tuple[str, str | None]:
+def _path_and_revision(value: object, location: str, log: FindingLog | None) -> tuple[str, str | None]:
     if isinstance(value, str) and value:
         return value, None
     if isinstance(value, dict):
-        content = known_mapping(value, where, ("path", "revision"), log)
+        content = known_mapping(value, location, ("path", "revision"), log)
         path, revision = content.get("path"), content.get("revision")
         if isinstance(path, str) and path and (revision is None or isinstance(revision, str)):
             return path, revision
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="{path: ..., revision: ...}")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected="{path: ..., revision: ...}")

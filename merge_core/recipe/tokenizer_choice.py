@@ -68,14 +68,14 @@ class TokenizerChoice:
 
     Args:
         source: ``base``, ``union`` or a checkpoint.
-        where: Location in the recipe, for messages.
+        location: Location in the recipe, for messages.
         tokens: Entries for single tokens.
         pad_to_multiple_of: Number that the number of rows must be a multiple of. If it is None, no rows are added.
         strangers: How a union treats ordinary tokens that only another tokenizer has.
     """
 
     source: str | CheckpointRef
-    where: str
+    location: str
     tokens: tuple[TokenRow, ...] = ()
     pad_to_multiple_of: int | None = None
     strangers: Strangers = "refuse"
@@ -99,12 +99,12 @@ class TokenizerChoice:
         }
 
 
-def parse_tokenizer_choice(content: Mapping[str, Any], where: str, log: FindingLog) -> TokenizerChoice | None:
+def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: FindingLog) -> TokenizerChoice | None:
     """Return the vocabulary that a recipe selects, or None if it selects none.
 
     Args:
         content: The recipe, without keys that have no value.
-        where: Location of the recipe for messages.
+        location: Location of the recipe for messages.
         log: Receives findings about single tokens, and warnings about unknown keys.
 
     Raises:
@@ -112,14 +112,17 @@ def parse_tokenizer_choice(content: Mapping[str, Any], where: str, log: FindingL
     """
     if "tokenizer" in content and "tokenizer_source" in content:
         raise InvalidInput(
-            where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them", remedy="remove one of them"
+            location,
+            found="both 'tokenizer' and 'tokenizer_source'",
+            expected="one of them",
+            remedy="remove one of them",
         )
     if "tokenizer_source" in content:
-        place = f"{where}: tokenizer_source"
+        place = f"{location}: tokenizer_source"
         return TokenizerChoice(_source(content["tokenizer_source"], place, log), place)
     if "tokenizer" not in content:
         return None
-    place, value = f"{where}: tokenizer", content["tokenizer"]
+    place, value = f"{location}: tokenizer", content["tokenizer"]
     if isinstance(value, str):
         remedy = f"write 'tokenizer_source: {value}'" if value.strip() else "remove it"
         raise InvalidInput(place, found=f"{value!r:.60}", expected="a mapping, such as {source: union}", remedy=remedy)
@@ -145,78 +148,80 @@ def parse_tokenizer_choice(content: Mapping[str, Any], where: str, log: FindingL
         )
     if strangers != "refuse" and source != "union":
         raise InvalidInput(f"{place}.strangers", found=f"{strangers}, and source is {source}", expected="source: union")
-    where = f"{place}.source" if "source" in block else place
-    return TokenizerChoice(source, where, tokens, padding, cast(Strangers, strangers))
+    location = f"{place}.source" if "source" in block else place
+    return TokenizerChoice(source, location, tokens, padding, cast(Strangers, strangers))
 
 
-def _source(value: object, where: str, log: FindingLog) -> str | CheckpointRef:
+def _source(value: object, location: str, log: FindingLog) -> str | CheckpointRef:
     if isinstance(value, str) and value.startswith("model:"):
         raise InvalidInput(
-            where,
+            location,
             found=f"{value!r:.60}",
             expected="union, base, or a model; only mergekit before 0.1 wrote 'model:' before its name",
             remedy=f"write {value.removeprefix('model:')!r}",
         )
-    return str(value) if value in ("base", "union") else parse_reference(value, where, log)
+    return str(value) if value in ("base", "union") else parse_reference(value, location, log)
 
 
-def _tokens(value: object, where: str, log: FindingLog) -> tuple[TokenRow, ...]:
+def _tokens(value: object, location: str, log: FindingLog) -> tuple[TokenRow, ...]:
     if value is None:
         return ()
     if not isinstance(value, Mapping):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="token: {source: ..., force: ...}")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="token: {source: ..., force: ...}")
     if len(value) > _MOST_TOKENS:
-        raise InvalidInput(where, found=f"{len(value)} tokens", expected=f"at most {_MOST_TOKENS}")
+        raise InvalidInput(location, found=f"{len(value)} tokens", expected=f"at most {_MOST_TOKENS}")
     rows = []
     for token, entry in value.items():
         with log.collect():
-            rows.append(_token(token, entry, f"{where}.{token}", log))
+            rows.append(_token(token, entry, f"{location}.{token}", log))
     return tuple(rows)
 
 
-def _token(token: object, value: object, where: str, log: FindingLog) -> TokenRow:
+def _token(token: object, value: object, location: str, log: FindingLog) -> TokenRow:
     if not isinstance(token, str) or not token:
-        raise InvalidInput(where, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes")
+        raise InvalidInput(
+            location, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes"
+        )
     if value is None or value == {}:
         return TokenRow(token, None, force=False)
-    entry = known_mapping(value, where, ("source", "force"), log)
+    entry = known_mapping(value, location, ("source", "force"), log)
     force = entry.get("force", False)
     if not isinstance(force, bool):
-        raise InvalidInput(f"{where}.force", found=f"{force!r:.60}", expected="true or false")
-    origin = None if entry.get("source") is None else _origin(entry["source"], f"{where}.source", log)
+        raise InvalidInput(f"{location}.force", found=f"{force!r:.60}", expected="true or false")
+    origin = None if entry.get("source") is None else _origin(entry["source"], f"{location}.source", log)
     if force and origin is None:
-        raise InvalidInput(f"{where}.force", found="true, and no source", expected="a source for the row")
+        raise InvalidInput(f"{location}.force", found="true, and no source", expected="a source for the row")
     return TokenRow(token, origin, force)
 
 
-def _origin(value: object, where: str, log: FindingLog) -> RowOrigin:
+def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:
     if not isinstance(value, Mapping) or "kind" not in value:
-        return RowOrigin(parse_reference(value, where, log))
+        return RowOrigin(parse_reference(value, location, log))
     kind = value["kind"]
     if kind == "zero":
-        known_mapping(value, where, ("kind",))
+        known_mapping(value, location, ("kind",))
         return RowOrigin(None)
     if kind != "model_token":
-        raise InvalidInput(f"{where}.kind", found=f"{kind!r:.60}", expected="zero or model_token")
-    entry = known_mapping(value, where, ("kind", "model", "token", "token_id"))
+        raise InvalidInput(f"{location}.kind", found=f"{kind!r:.60}", expected="zero or model_token")
+    entry = known_mapping(value, location, ("kind", "model", "token", "token_id"))
     if "model" not in entry:
-        raise InvalidInput(where, found="no 'model'", expected="{kind: model_token, model: ..., token: ...}")
+        raise InvalidInput(location, found="no 'model'", expected="{kind: model_token, model: ..., token: ...}")
     token, number = entry.get("token"), entry.get("token_id")
     if (token is None) == (number is None):
         found = "both" if token is not None else "neither"
-        raise InvalidInput(where, found=f"{found} of token and token_id", expected="exactly one of them")
+        raise InvalidInput(location, found=f"{found} of token and token_id", expected="exactly one of them")
     if token is not None and not isinstance(token, str):
-        raise InvalidInput(f"{where}.token", found=f"{token!r:.60}", expected="the text of a token")
+        raise InvalidInput(f"{location}.token", found=f"{token!r:.60}", expected="the text of a token")
     if number is not None and (type(number) is not int or number < 0):
-        raise InvalidInput(f"{where}.token_id", found=f"{number!r:.60}", expected="a whole number from 0")
-    return RowOrigin(parse_reference(entry["model"], f"{where}.model"), token, number)
+        raise InvalidInput(f"{location}.token_id", found=f"{number!r:.60}", expected="a whole number from 0")
+    return RowOrigin(parse_reference(entry["model"], f"{location}.model"), token, number)
 
 
-def _padding(value: object, where: str) -> int | None:
+def _padding(value: object, location: str) -> int | None:
     if value is None or value == 0:  # mergekit treats 0 as not set.
         return None
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         value = int(value)
     if type(value) is not int or not 1 <= value <= _MOST_PADDING:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
+        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
     return value

@@ -46,7 +46,7 @@ def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str,
     Raises:
         InvalidInput: The model or the adapter contains NaN or infinity, or they do not fit together.
     """
-    recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": _MODEL}]}, where=parent.name)
+    recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": _MODEL}]}, location=parent.name)
     plan = plan_merge(recipe, {_MODEL: parent.open()})
     start_or_resume(out, plan)
     record = merge_weights(plan, out, device="cpu", on_progress=lambda done, total: advance(done, total, "B"))

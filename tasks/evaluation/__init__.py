@@ -12,6 +12,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
+from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -40,8 +41,13 @@ from mergegate.tasks.evaluation.metrics import (
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from mergegate.tasks.evaluation.process import clusters_in_child
-from mergegate.tasks.evaluation.prompt_settings import PromptSettings, ResolvedPromptSettings, resolve_prompt_settings
-from mergegate.tasks.evaluation.scoring import Scoring, interim_looks
+from mergegate.tasks.evaluation.settings import (
+    EvaluationSettings,
+    PromptSettings,
+    ResolvedPromptSettings,
+    Scoring,
+    resolve_prompt_settings,
+)
 from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
@@ -86,6 +92,7 @@ __all__ = [
     "DocumentSet",
     "DocumentSplits",
     "EvalTask",
+    "EvaluationSettings",
     "FetchedDataset",
     "JudgedMetrics",
     "MeanOver",

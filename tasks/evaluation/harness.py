@@ -37,13 +37,13 @@ from mergegate.tasks.evaluation.answer_journal import is_answer_record, journall
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choice_from_task, choices_of, probabilities
 from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval, report_programs
+from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range, order_documents
 from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
 from mergegate.tasks.evaluation.mirror_loader import datasets_from
-from mergegate.tasks.evaluation.prompt_settings import resolve_prompt_settings
-from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
+from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import (
     DataSource,
@@ -138,7 +138,7 @@ def clusters_in_order(task: EvalTask, field: str, seed: int) -> tuple[str, ...]:
         counted = documents_in_set(loaded, task)
         return tuple(
             _cluster_of(loaded.leaves[leaf], leaf, loaded.leaves[leaf].eval_docs[position], field)
-            for leaf, position in ordered(loaded.sizes, seed)
+            for leaf, position in order_documents(loaded.sizes, seed)
             if counted is None or (leaf, position) in counted
         )
 
@@ -196,7 +196,7 @@ def score_documents(
         report_programs(lambda count: on_progress(count, count)),
     ):
         loaded = load_task(task)
-        documents = documents_in(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
+        documents = documents_of_range(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
         if (count := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
                 f"task {task.name}: {part}",

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.document_order import order_documents
 from mergegate.tasks.evaluation.process import call_with_task_data
-from mergegate.tasks.evaluation.prompt_settings import resolve_prompt_settings
-from mergegate.tasks.evaluation.scoring import Scoring, ordered
+from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import StageValue, value_stage
@@ -78,7 +78,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_prog
         loaded_tokenizer = _tokenizer_of(tokenizer)
         loaded = load_task(task)
         counted = documents_in_set(loaded, task)
-        order = (key for key in ordered(loaded.sizes, scoring.seed) if counted is None or key in counted)
+        order = (key for key in order_documents(loaded.sizes, scoring.seed) if counted is None or key in counted)
         if (first := next(order, None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from mergegate.merge_core.files import JournalPlace
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.scoring import DocumentRange, Scoring
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_data import LoadedData
 from mergegate.tasks.evaluation.task_definition import EvalTask
 

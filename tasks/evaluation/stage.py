@@ -29,6 +29,13 @@ from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal
 from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY
+from mergegate.tasks.evaluation.document_order import (
+    DocumentRange,
+    Piece,
+    cover_documents,
+    document_ranges,
+    document_sort_key,
+)
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -42,7 +49,7 @@ from mergegate.tasks.evaluation.metrics import (
     documents_of,
     metrics_by_leaf,
 )
-from mergegate.tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, document_sort_key
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
@@ -232,7 +239,7 @@ def evaluate_documents(
 
     Documents that are already in the store are not evaluated again, however they were divided into parts. The longest
     ranges are used first. A range that extends beyond ``documents`` contributes an excerpt (see
-    ``tasks.evaluation.scoring.cover``).
+    ``tasks.evaluation.document_order.cover_documents``).
 
     Args:
         documents: Number of documents, counted in the task's fixed order. None, or a number larger than the task has:
@@ -283,7 +290,7 @@ def _pieces(
     total = task.documents or 0
     limit = total if documents is None else min(documents, total)
     ranges = [part.value.part for part in scores if part.value.part]
-    return cover(limit, document_ranges(total, scoring.first_look), ranges)
+    return cover_documents(limit, document_ranges(total, scoring.first_look), ranges)
 
 
 def _counted(artifact: Artifact[Scores], piece: Piece) -> Artifact[Scores]:

@@ -26,7 +26,7 @@ from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_ad
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves
 from mergegate.tasks.evaluation.mirror import check_examples, find_dataset
-from mergegate.tasks.evaluation.prompt_settings import PromptSettings
+from mergegate.tasks.evaluation.settings import PromptSettings
 from mergegate.tasks.evaluation.task_code import local_imports
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_file import Definition, Function, texts_in

@@ -20,7 +20,7 @@ from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
-from mergegate.tasks.evaluation.prompt_settings import PromptSettings
+from mergegate.tasks.evaluation.settings import PromptSettings
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset, declared_dataset

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.prompt_settings import ResolvedPromptSettings
-from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring
 
 if TYPE_CHECKING:
     from mergegate.tasks.evaluation.harness import LoadedTask

@@ -21,6 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel
 from mergegate.tasks.evaluation.backends.hf import BACKEND, wrap_model
 from mergegate.tasks.evaluation.choice_probability import choices_of
+from mergegate.tasks.evaluation.document_order import order_documents
 from mergegate.tasks.evaluation.harness import (
     LoadedTask,
     documents_in_set,
@@ -31,8 +32,7 @@ from mergegate.tasks.evaluation.harness import (
     user_errors,
 )
 from mergegate.tasks.evaluation.metrics import choose_metrics
-from mergegate.tasks.evaluation.prompt_settings import ResolvedPromptSettings, resolve_prompt_settings
-from mergegate.tasks.evaluation.scoring import Scoring, ordered
+from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
@@ -123,7 +123,7 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
     with quiet(), _no_bars():
         loaded_task = load_task(task)
         counted = documents_in_set(loaded_task, task)
-        order = [key for key in ordered(loaded_task.sizes, scoring.seed) if counted is None or key in counted]
+        order = [key for key in order_documents(loaded_task.sizes, scoring.seed) if counted is None or key in counted]
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
             lm = wrap_model(loaded, scoring)

@@ -10,26 +10,20 @@ from pydantic import Field, model_validator
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.evaluation import EvalTask, Scoring, pin_sound_tasks, require_evaluated, resolve_prompt_settings
+from mergegate.tasks.evaluation import (
+    EvalTask,
+    EvaluationSettings,
+    pin_sound_tasks,
+    require_evaluated,
+    resolve_prompt_settings,
+)
 from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
-class EvaluateSettings(Scoring, GateRule):
+class EvaluateSettings(EvaluationSettings, GateRule):
     """Tasks, prompts, scoring and gate rule of a profile, under ``evaluate``."""
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
-    data: LocalPath | None = Field(
-        default=None,
-        description="Directory with the datasets of all tasks (by name, YAML files, those of a sweep) whose data "
-        "do not lie beside them, relative to the profile: as the Hub lays them out, or files by task or dataset. Then "
-        "nothing is asked of a network. Absent: the Hub, or its cache.",
-    )
-    allow_code: tuple[str, ...] = Field(
-        default=(),
-        description="Tasks, as named under 'tasks', whose generated code is run to score it (humaneval, mbpp), each "
-        "program in a process of its own with nothing in reach. Absent: no code of a model is run.",
-    )
 
     @model_validator(mode="after")
     def _check_allow_code(self) -> Self:
@@ -53,14 +47,9 @@ class EvaluateSettings(Scoring, GateRule):
         return self
 
     @property
-    def asked_alone(self) -> dict[str, str]:
+    def prompts_by_task(self) -> dict[str, str]:
         """One-line description of each task's own prompt settings, by task; tasks without any are left out."""
         return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
-
-    @property
-    def scoring(self) -> Scoring:
-        """Settings that determine scores."""
-        return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
 
     @property
     def gate_rule(self) -> GateRule:

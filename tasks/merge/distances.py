@@ -162,7 +162,7 @@ def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint],
         remaining = [index for row, index in enumerate(remaining) if row not in outliers]
     if not remaining:
         raise InvalidInput(
-            recipe.where,
+            recipe.location,
             found=f"no model is left: {next(iter(left_out))}: {next(iter(left_out.values()))}",
             expected="one at least that is sound",
         )

@@ -99,7 +99,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         file = expand_user_path(text_path)
         candidates = [directory / file for directory in (recipe.directory, Path.cwd()) if directory is not None]
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
-        location, setting = f"{recipe.where}: text of {ref}: {text_path}", "statistics.field"
+        location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
         pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
         yield str(ref), pinned

@@ -8,10 +8,9 @@ from mergegate.tasks.perplexity.measurement import (
     encode_text,
     read_held_out,
 )
+from mergegate.tasks.perplexity.settings import DriftLimits, PerplexitySettings
 from mergegate.tasks.perplexity.stage import (
-    DriftLimits,
     Likelihoods,
-    PerplexitySettings,
     perplexity,
     pin_documents,
     read_documents,

@@ -23,7 +23,7 @@ class ApprovalSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     timeout: TimeSpan = Field(
-        default="3 d", description="Time after which a missing answer counts as a rejection, such as 12 h. Default: 3 d."
+        default="3 d", description="Time after which a missing answer rejects the release, such as 12 h. Default: 3 d."
     )
 
     @property
@@ -44,7 +44,7 @@ class PublishSettings(BaseModel):
     )
     sign_key: LocalPath | None = Field(
         default=None,
-        description="EC private key (P-256, PEM) that signs every file of the release. Default: the release is not signed.",
+        description="EC private key (P-256, PEM) that signs every file of the release. Default: no signature.",
     )
     approval: ApprovalSettings | bool = Field(
         default=False, description="Whether a user must approve the release before it is published. Default: false."

@@ -17,19 +17,20 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import mkstemp
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import state_directory
+from mergegate.tasks.runners.contract import Cluster, WorkerLost
 from mergegate.tasks.runners.slots import WorkerSlot, gpu_of_worker, threads_of_worker, use_slot, visible_gpus
 from mergegate.tasks.stage import DeferredProgress, StageEnd, home, progress_watcher, relay_progress
 
@@ -46,47 +47,25 @@ _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0")
 _TRIES = 2  # attempts per item if workers of mergegate's own cluster die
 
 
-class WorkerLost(Exception):
-    """The workers of an item died."""
-
-
-class Cluster(Protocol):
-    """The operations of a Dask or Ray cluster that mergegate needs."""
-
-    workers: int  # number of parallel items
-
-    def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        """Submit ``task(order)`` and return a handle for ``cancel``.
-
-        ``done`` is called, in any thread, with the state of the task or with the exception that replaced it.
-        """
-
-    def cancel(self, submitted: Any) -> None:
-        """Cancel an item. It may continue if it is already running."""
-
-    def close(self) -> None:
-        """Stop what mergegate started."""
-
-
 @dataclass(frozen=True)
 class _Order:
     """A pickled item.
 
     Args:
         home: Directory of mergegate's state. Workers use the same path.
-        mark: File in ``home`` that exists while the runner is open. A worker that does not see it has another home.
+        marker: File in ``home`` that exists while the runner is open. A worker that does not see it has another home.
         is_own_worker: Whether mergegate started the worker, on this machine.
     """
 
     function: Callable[[Any], Any]
     item: Any
     home: Path
-    mark: Path
+    marker: Path
     is_own_worker: bool
 
 
 @dataclass(frozen=True)
-class _Done:
+class _Answer:
     """The pickled answer to an order."""
 
     result: Any
@@ -103,39 +82,39 @@ class ClusterRunner:
         address: Address of an existing cluster. None: mergegate starts one on this machine.
     """
 
-    side_by_side = True
+    is_parallel = True
 
     def __init__(self, kind: str, workers: int | None, address: str | None) -> None:
         self._kind, self._workers, self._address = kind, workers, address
         self._cluster: Cluster | None = None
-        self._mark: Path | None = None
+        self._marker: Path | None = None
 
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         if not items:
             return
-        cluster, mark = self._started()
-        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        cluster, marker = self._open_cluster()
+        outcomes: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         waiting = iter(enumerate(items))
         running: dict[int, Any] = {}
 
-        def notify(index: int, state: Any) -> None:
-            done.put((index, state))
+        def record(index: int, outcome: Any) -> None:
+            outcomes.put((index, outcome))
 
         def submit_next() -> None:
             if (entry := next(waiting, None)) is not None:
                 index, item = entry
-                order = pickle.dumps(_Order(function, item, home(), mark, self._address is None))
-                running[index] = cluster.submit(_task(), order, partial(notify, index))
+                order = pickle.dumps(_Order(function, item, home(), marker, self._address is None))
+                running[index] = cluster.submit(_task(), order, partial(record, index))
 
         try:
             # Submit only as many items as run at a time: a queued item would be blamed for the death of its worker.
             for _ in range(min(self._workers or cluster.workers, len(items))):
                 submit_next()
             while running:
-                index, state = done.get()
+                index, outcome = outcomes.get()
                 del running[index]
                 submit_next()
-                yield index, self._result(index, state)
+                yield index, self._result(index, outcome)
         finally:
             for submitted in running.values():
                 cluster.cancel(submitted)
@@ -145,22 +124,20 @@ class ClusterRunner:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-        if self._mark is not None:
-            self._mark.unlink(missing_ok=True)
-            self._mark = None
+        if self._marker is not None:
+            self._marker.unlink(missing_ok=True)
+            self._marker = None
 
-    def _started(self) -> tuple[Cluster, Path]:
-        if self._cluster is None or self._mark is None:
-            api = _api()
-            if self._address is not None:
-                _require_reachable(api.get("PREFECT_API_URL", ""), self._address)
-            descriptor, name = mkstemp(dir=state_directory(home()), prefix="runner-", suffix=".partial")
-            os.close(descriptor)
-            self._mark = Path(name)
-            self._cluster = self._start(api)
-        return self._cluster, self._mark
-
-    def _start(self, api: Mapping[str, str]) -> Cluster:
+    def _open_cluster(self) -> tuple[Cluster, Path]:
+        """Start or join the cluster on first use. Return it with the marker file."""
+        if self._cluster is not None and self._marker is not None:
+            return self._cluster, self._marker
+        api = _api_variables()
+        if self._address is not None:
+            _require_reachable(api.get("PREFECT_API_URL", ""), self._address)
+        descriptor, name = mkstemp(dir=state_directory(home()), prefix="runner-", suffix=".partial")
+        os.close(descriptor)
+        self._marker = Path(name)
         workers = self._workers or 1
         environment = {
             **api,
@@ -168,38 +145,45 @@ class ClusterRunner:
             "MERGEGATE_HOME": str(home()),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
+        kind: type[DaskCluster | RayCluster]
         if self._kind == "dask":
             from mergegate.tasks.runners.dask_cluster import DaskCluster
 
-            return (
-                DaskCluster.connect(self._address) if self._address else DaskCluster.start(workers, _TRIES, environment)
-            )
-        if "ray" not in sys.modules:  # Ray reads these variables when it is imported
-            for name, value in ray_environment(ours=self._address is None).items():
-                os.environ.setdefault(name, value)
-        from mergegate.tasks.runners.ray_cluster import RayCluster
+            kind = DaskCluster
+        else:
+            if "ray" not in sys.modules:
+                # Ray reads these variables when it is imported, and passes them to its processes. They disable usage
+                # statistics and allow a busy machine more time to start.
+                variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+                if self._address is None:  # mergegate's own token, so that Ray writes none to the user's home
+                    variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+                for variable, value in variables.items():
+                    os.environ.setdefault(variable, value)
+            from mergegate.tasks.runners.ray_cluster import RayCluster
 
-        return RayCluster.connect(self._address) if self._address else RayCluster.start(workers, _TRIES, environment)
+            kind = RayCluster
+        self._cluster = kind.connect(self._address) if self._address else kind.start(workers, _TRIES, environment)
+        return self._cluster, self._marker
 
-    def _result(self, index: int, state: Any) -> Any:
+    def _result(self, index: int, outcome: Any) -> Any:
         location = f"runner {self._kind}: item {index}"
-        if isinstance(state, WorkerLost):
+        if isinstance(outcome, WorkerLost):
             return InvalidInput(
                 location,
-                found=f"its worker died each time: {state}",
-                expected="a worker that lives until it is done",
-                remedy="look for what kills it: memory, mostly; fewer workers leave each of them more",
+                found=f"its worker died on every attempt ({outcome})",
+                expected="a worker that survives until the item is complete",
+                remedy="find out what kills the worker. Usually it runs out of memory, and fewer workers help",
             )
-        answer = state
-        if not isinstance(state, Exception):
-            answer = state.result(raise_on_failure=False, _sync=True)
+        answer = outcome
+        if not isinstance(outcome, Exception):
+            answer = outcome.result(raise_on_failure=False, _sync=True)
         if isinstance(answer, Exception):
             return answer
         if not isinstance(answer, bytes):
-            return InvalidInput(location, found=f"{state!r}", expected="an answer")
-        done: _Done = pickle.loads(answer)  # trusted: workers run mergegate's code and hold the API credentials
-        relay_progress(done.stages)
-        return done.result
+            return InvalidInput(location, found=f"the worker returned {outcome!r}", expected="an answer of mergegate")
+        unpacked: _Answer = pickle.loads(answer)  # trusted: workers run mergegate's code and hold the API credentials
+        relay_progress(unpacked.stages)
+        return unpacked.result
 
 
 @cache
@@ -208,10 +192,10 @@ def _task() -> Task[..., Any]:
     from prefect import Task
     from prefect.cache_policies import NO_CACHE
 
-    return Task(fn=carry_out, name="item", cache_policy=NO_CACHE, persist_result=False)
+    return Task(fn=execute_order, name="item", cache_policy=NO_CACHE, persist_result=False)
 
 
-def carry_out(order: bytes) -> State[bytes]:
+def execute_order(order: bytes) -> State[bytes]:
     """Execute an order in a worker."""
     from prefect.states import Completed, Failed
 
@@ -221,54 +205,45 @@ def carry_out(order: bytes) -> State[bytes]:
     result: Any
     try:
         os.environ["MERGEGATE_HOME"] = str(request.home)
-        _require_shared(request)
-        with (
-            progress_watcher(progress),
-            use_slot(_slot_of_worker() if request.is_own_worker else WorkerSlot(scheduled=True)),
-        ):
+        if not request.marker.exists():
+            raise InvalidInput(
+                f"worker on {socket.gethostname()}",
+                found=f"{request.home} is another directory on this machine",
+                expected="one directory that all machines share under this path",
+                remedy="mount it there, or set MERGEGATE_HOME to a directory that all machines share",
+            )
+        with progress_watcher(progress), use_slot(_worker_slot(request)):
             result = request.function(request.item)
         failed = False
     except Exception as error:
         result = error
-    answer = _packed(_Done(result, failed, progress.stages))
+    try:
+        answer = pickle.dumps(_Answer(result, failed, progress.stages))
+        if failed:
+            pickle.loads(answer)  # detects exceptions whose constructor does not accept their stored arguments
+    except Exception:
+        if not failed:
+            raise
+        substitute = RuntimeError(f"{type(result).__name__}: {result}")
+        answer = pickle.dumps(_Answer(substitute, True, progress.stages))
     if failed:
         return Failed(message=f"{type(result).__name__}: {result}", data=answer)
     return Completed(data=answer)
 
 
-def _packed(done: _Done) -> bytes:
-    try:
-        packed = pickle.dumps(done)
-        if done.failed:
-            pickle.loads(packed)  # detects exceptions whose constructor does not accept their stored arguments
-        return packed
-    except Exception:
-        if not done.failed:
-            raise
-        return pickle.dumps(_Done(RuntimeError(f"{type(done.result).__name__}: {done.result}"), True, done.stages))
+def _worker_slot(request: _Order) -> WorkerSlot:
+    """Return the slot of this worker.
 
-
-def _slot_of_worker() -> WorkerSlot:
-    """Return the slot of a worker in mergegate's own cluster, which runs on one machine.
-
-    Each Dask worker gets one of the GPUs; Ray assigns GPUs itself. On an existing cluster, its operator decides.
+    In mergegate's own cluster, which runs on one machine, each Dask worker gets one of the GPUs. Ray assigns GPUs
+    itself. On an existing cluster, its operator assigns them.
     """
-    with suppress(ImportError, ValueError):
-        from distributed import get_worker
+    if request.is_own_worker:
+        with suppress(ImportError, ValueError):
+            from distributed import get_worker
 
-        environment = gpu_of_worker(int(get_worker().name), visible_gpus())
-        return WorkerSlot(environment=tuple(environment.items()), scheduled=True)
+            environment = gpu_of_worker(int(get_worker().name), visible_gpus())
+            return WorkerSlot(environment=tuple(environment.items()), scheduled=True)
     return WorkerSlot(scheduled=True)
-
-
-def _require_shared(request: _Order) -> None:
-    if not request.mark.exists():
-        raise InvalidInput(
-            f"a worker on {socket.gethostname()}",
-            found=f"another directory at {request.home}",
-            expected="the one that the run has there: all machines share it, under one path",
-            remedy="mount it there, or point MERGEGATE_HOME to what they share",
-        )
 
 
 def _require_reachable(api: str, address: str) -> None:
@@ -279,25 +254,14 @@ def _require_reachable(api: str, address: str) -> None:
     if not api or _LOOPBACK.fullmatch(urlsplit(api).hostname or ""):
         raise InvalidInput(
             f"runner.address: {address}",
-            found=f"Prefect's API at {api or 'no address'}, which is reached from this machine only",
-            expected="a Prefect server that the workers reach",
-            remedy="start one that listens for them (prefect server start --host …), and set PREFECT_API_URL",
+            found=f"workers on other machines cannot reach Prefect's API at {api or 'no address'}",
+            expected="a Prefect server that the workers can reach",
+            remedy="start a server that accepts remote connections (prefect server start --host …), and set "
+            "PREFECT_API_URL",
         )
 
 
-def ray_environment(*, ours: bool) -> dict[str, str]:
-    """Return variables for Ray, which reads them on import and passes them to its processes.
-
-    They disable usage statistics and allow a busy machine more time to start.
-
-    Args:
-        ours: Whether mergegate starts the instance. If so, it gets a token, so that Ray writes none to the user's home.
-    """
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
-    return quiet | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if ours else {})
-
-
-def _api() -> dict[str, str]:
+def _api_variables() -> dict[str, str]:
     """Return the environment variables that give access to the Prefect API of this run."""
     from prefect.settings import get_current_settings
 

@@ -18,7 +18,7 @@ from distributed import KilledWorker, LocalCluster
 from prefect_dask.task_runners import DaskTaskRunner
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.runners.cluster import WorkerLost
+from mergegate.tasks.runners.contract import outcome_of
 from mergegate.tasks.runners.slots import end_slot
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ class DaskCluster:
     """A Dask cluster and Prefect's task runner for it, started once.
 
     Args:
-        runner: Task runner that has not been entered.
+        runner: Task runner that is not yet entered.
         resources: Context managers that are closed with the cluster.
-        ours: Whether mergegate started the cluster.
+        is_own: Whether mergegate started the cluster.
     """
 
-    def __init__(self, runner: DaskTaskRunner, resources: ExitStack, *, ours: bool) -> None:
-        _hush()
-        self._resources, self._ours = resources, ours
+    def __init__(self, runner: DaskTaskRunner, resources: ExitStack, *, is_own: bool) -> None:
+        _silence_loggers()
+        self._resources, self._is_own = resources, is_own
         self._runner = resources.enter_context(runner)
         self._client = self._runner.client
         self.workers = max(1, len(self._client.scheduler_info(n_workers=-1)["workers"]))
@@ -54,7 +54,7 @@ class DaskCluster:
             tries: Attempts per item if workers die.
             environment: Additional environment variables for the workers.
         """
-        _hush()
+        _silence_loggers()
         with ExitStack() as resources:
             resources.enter_context(
                 dask.config.set(
@@ -81,7 +81,7 @@ class DaskCluster:
                     env=dict(environment),
                 )
             )
-            return cls(DaskTaskRunner(cluster=cluster), resources.pop_all(), ours=True)
+            return cls(DaskTaskRunner(cluster=cluster), resources.pop_all(), is_own=True)
         raise AssertionError
 
     @classmethod
@@ -94,34 +94,29 @@ class DaskCluster:
         with ExitStack() as resources:
             try:
                 cluster = cls(
-                    DaskTaskRunner(address=address, client_kwargs={"timeout": _PATIENCE_S}), resources, ours=False
+                    DaskTaskRunner(address=address, client_kwargs={"timeout": _PATIENCE_S}), resources, is_own=False
                 )
             except (OSError, TimeoutError, ValueError) as error:
                 raise InvalidInput(
                     f"runner.address: {address}",
-                    found=f"no scheduler of Dask ({error})",
-                    expected="its address, as it printed it: tcp://host:8786",
+                    found=f"no Dask scheduler answers there ({error})",
+                    expected="the address that the scheduler printed, such as tcp://host:8786",
                 ) from None
             cluster._resources = resources.pop_all()
             return cluster
         raise AssertionError
 
-    def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        def notify(future: Any) -> None:
-            # Fetch the result immediately: Dask recomputes results that are lost with a worker.
-            try:
-                done(future.result())
-            except KilledWorker as error:
-                done(WorkerLost(f"{error.allowed_failures + 1} workers"))
-            except BaseException as error:
-                done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    def submit(self, task: Task[..., Any], order: bytes, on_outcome: Callable[[Any], None]) -> Any:
+        def death(error: BaseException) -> str:
+            return f"{error.allowed_failures + 1} workers died" if isinstance(error, KilledWorker) else ""
 
-        if self._ours:
+        if self._is_own:
             # If a worker has just died, wait for its replacement. Otherwise two items would queue at one worker.
             with suppress(TimeoutError):
                 self._client.wait_for_workers(self.workers, timeout=_PATIENCE_S)
         future = self._runner.submit(task, {"order": order}).wrapped_future
-        future.add_done_callback(notify)
+        # Fetch the result immediately: Dask recomputes results that are lost with a worker.
+        future.add_done_callback(lambda completed: on_outcome(outcome_of(completed, death)))
         return future
 
     def cancel(self, submitted: Any) -> None:
@@ -129,17 +124,17 @@ class DaskCluster:
             submitted.cancel()
 
     def close(self) -> None:
-        if not self._ours:
+        if not self._is_own:
             with suppress(Exception):  # the cluster keeps running, but its workers release their resources
                 self._client.run(end_slot, 0)
         try:
             self._resources.close()
         except Exception as error:
             # Dask complains about workers that are already gone. All work is done, so only log it.
-            _log.info("Dask's cluster did not end quietly: %r", error)
+            _log.info("the Dask cluster reported an error while it was closed: %r", error)
 
 
-def _hush() -> None:
+def _silence_loggers() -> None:
     """Silence Dask's loggers, which write to the terminal regardless of the settings of a cluster."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)

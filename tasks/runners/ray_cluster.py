@@ -6,7 +6,7 @@ then sets CUDA_VISIBLE_DEVICES).
 
 Ray listens on the machine's own address regardless of its settings, and anyone who can reach it can execute code. So
 mergegate's own instance requires a token, which exists only in the environment of the processes that mergegate starts.
-Ray reads its environment on import, so ``ray_environment`` must be applied before this module is imported.
+Ray reads its environment on import, so ``cluster`` sets it before it imports this module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prefect_ray.context import remote_options
 from prefect_ray.task_runners import RayTaskRunner
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.runners.cluster import WorkerLost
+from mergegate.tasks.runners.contract import outcome_of
 
 if TYPE_CHECKING:
     from prefect import Task
 
-_LOST = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
+_DEATHS = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 _MEMORY = 100 << 20  # bytes for Ray's object store: orders and answers are small
 
 
@@ -82,24 +82,19 @@ class RayCluster:
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 raise InvalidInput(
                     f"runner.address: {address}",
-                    found=f"no cluster of Ray ({' '.join(str(error).split())[:200]})",
-                    expected="host:6379 of its head from one of its machines, ray://host:10001 from elsewhere, or auto",
+                    found=f"no Ray cluster answers there ({' '.join(str(error).split())[:200]})",
+                    expected="host:6379 on a machine of the cluster, ray://host:10001 from another machine, or auto",
                 ) from None
             return cls(None, resources.pop_all())
         raise AssertionError
 
-    def submit(self, task: Task[..., Any], order: bytes, done: Callable[[Any], None]) -> Any:
-        def notify(future: Any) -> None:
-            try:
-                done(future.result())
-            except _LOST as error:
-                done(WorkerLost(type(error).__name__))
-            except BaseException as error:
-                done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    def submit(self, task: Task[..., Any], order: bytes, on_outcome: Callable[[Any], None]) -> Any:
+        def death(error: BaseException) -> str:
+            return type(error).__name__ if isinstance(error, _DEATHS) else ""
 
         with remote_options(**self._options):
             reference = self._runner.submit(task, {"order": order}).wrapped_future
-        reference.future().add_done_callback(notify)
+        reference.future().add_done_callback(lambda completed: on_outcome(outcome_of(completed, death)))
         return reference
 
     def cancel(self, submitted: Any) -> None:

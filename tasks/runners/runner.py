@@ -48,17 +48,18 @@ class RunnerSettings(BaseModel):
         default=None,
         ge=1,
         le=4096,
-        description="So many at a time; absent: one for local, else all of the cluster's, or one a GPU or core.",
+        description="Number of items that run in parallel. Default: 1 for local, all workers of the cluster at "
+        "`address`, or one per GPU or core for a cluster that mergegate starts.",
     )
     address: str | None = Field(
         default=None,
         min_length=1,
-        description="Of a cluster that is there: tcp://host:8786 of Dask's scheduler; host:6379, ray://host:10001 or "
-        "auto of Ray. Absent: one is started on this machine.",
+        description="Address of an existing cluster: tcp://host:8786 of Dask's scheduler, or host:6379, "
+        "ray://host:10001 or auto for Ray. Default: mergegate starts a cluster on this machine.",
     )
 
     @property
-    def at_a_time(self) -> int:
+    def parallel_items(self) -> int:
         """Number of parallel items, as far as it is known before a cluster is contacted; at least 1."""
         return self.workers or 1
 
@@ -66,12 +67,12 @@ class RunnerSettings(BaseModel):
         """Return, for example, ``local, 2 at a time``. The address is omitted."""
         if self.workers is None and self.kind != "local":
             return self.kind
-        return f"{self.kind}, {self.at_a_time} at a time"
+        return f"{self.kind}, {self.parallel_items} at a time"
 
     @model_validator(mode="after")
-    def _only_a_cluster_has_an_address(self) -> Self:
+    def _require_cluster_for_address(self) -> Self:
         if self.address is not None and self.kind == "local":
-            raise ValueError("local has no address: say kind: dask or kind: ray")
+            raise ValueError("kind: local does not accept an address. Remove it, or set kind: dask or kind: ray")
         return self
 
 
@@ -79,7 +80,7 @@ class Runner(Protocol):
     """Processes independent items."""
 
     @property
-    def side_by_side(self) -> bool:
+    def is_parallel(self) -> bool:
         """Whether several items run in parallel."""
 
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
@@ -113,7 +114,7 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
         raise InvalidInput(
             f"runner.kind: {settings.kind}",
             found=f"{package} is not installed",
-            remedy=f"pip install 'mergegate[{settings.kind}]', here and wherever its workers are",
+            remedy=f"pip install 'mergegate[{settings.kind}]', on this machine and on every machine with workers",
         )
     from mergegate.tasks.runners.cluster import ClusterRunner
 
@@ -126,7 +127,7 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
 
 
 def local_runner() -> Runner:
-    """Return a runner that processes one item after another in the current thread."""
+    """Return a runner that processes items in order in the current thread."""
     return LocalRunner(1)
 
 
@@ -141,17 +142,17 @@ class LocalRunner:
         self._slots = slots_for(workers, usable_cores())
 
     @property
-    def side_by_side(self) -> bool:
+    def is_parallel(self) -> bool:
         return len(self._slots) > 1
 
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
-        if not self.side_by_side:
+        if not self.is_parallel:
             for index, item in enumerate(items):
-                yield index, _attempted(function, item)
+                yield index, _call(function, item)
             return
         waiting = iter(list(enumerate(items)))
         lock = threading.Lock()
-        done: SimpleQueue[tuple[int, R | BaseException]] = SimpleQueue()
+        outcomes: SimpleQueue[tuple[int, R | BaseException]] = SimpleQueue()
         cancelled = threading.Event()
 
         def work(slot: WorkerSlot) -> None:
@@ -162,9 +163,9 @@ class LocalRunner:
                     if index < 0:
                         return
                     try:
-                        done.put((index, _attempted(function, item)))  # type: ignore[arg-type]  # None at the end only
+                        outcomes.put((index, _call(function, item)))  # type: ignore[arg-type]  # None at the end only
                     except BaseException as error:  # the run is being stopped: re-raise it in the calling thread
-                        done.put((index, error))
+                        outcomes.put((index, error))
 
         # The threads inherit the caller's context: the running flow and the progress watcher.
         threads = [
@@ -175,7 +176,7 @@ class LocalRunner:
             thread.start()
         try:
             for _ in items:
-                index, result = done.get()
+                index, result = outcomes.get()
                 if isinstance(result, BaseException) and not isinstance(result, Exception):
                     raise result
                 yield index, result
@@ -190,7 +191,7 @@ class LocalRunner:
             end_slot(slot.number)
 
 
-def _attempted(function: Callable[[I], R], item: I) -> R | Exception:
+def _call(function: Callable[[I], R], item: I) -> R | Exception:
     try:
         return function(item)
     except Exception as error:

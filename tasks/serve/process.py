@@ -47,7 +47,7 @@ class ServerProcess:
         self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
         self._port = 0
         self._began = 0.0  # when the process started
-        self._deadline = time.monotonic() + settings.total_within
+        self._deadline = time.monotonic() + settings.timeout
         self._process: SupervisedProcess | None = None
         self._gpus = GpuLease((), lambda: None)
         self._not_started = ""
@@ -107,10 +107,10 @@ class ServerProcess:
                 self.seconds_to_ready = time.monotonic() - self._began
                 self._answered = True
                 return
-            if time.monotonic() - began > self._settings.ready_within:
+            if time.monotonic() - began > self._settings.startup_timeout:
                 cause = root_cause(self._text())  # read before stopping the server, which adds lines of its own
                 self.stop()
-                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {cause}", "machine", None)
+                raise ServerEnded(f"not ready in {self._settings.startup_timeout:g} s; last: {cause}", "machine", None)
             time.sleep(_PAUSE)
 
     @property
@@ -131,7 +131,7 @@ class ServerProcess:
         self.stop()
         returncode = self._end.returncode
         if self._end.why == "limit":
-            limit = self._settings.total_within
+            limit = self._settings.timeout
             return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
         if self._not_started:
             return ServerEnded(self._not_started, "machine", None)
@@ -174,7 +174,7 @@ class ServerProcess:
                 self._not_started = str(error)
 
     def _is_ready(self) -> bool:
-        client = Client(self.url, timeout=min(5.0, self._settings.answer_within))
+        client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
         try:
             if client.health() not in (200, 404):  # 404: the server has no such page
                 return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -32,6 +33,12 @@ class ServeSettings(BaseModel):
     ``{name}``. The server must listen on 127.0.0.1.
     """
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "ready_within": "startup_timeout",
+        "answer_within": "request_timeout",
+        "total_within": "timeout",
+    }
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -49,13 +56,13 @@ class ServeSettings(BaseModel):
 
     # Exceeding one of these two limits says something about the machine, not about the model. It leads to no verdict,
     # so the limits need not be in a key.
-    ready_within: Annotated[float, NotInKey] = Field(
+    startup_timeout: Annotated[float, NotInKey] = Field(
         default=900, gt=0, description="Seconds until the server must answer."
     )
-    total_within: Annotated[float, NotInKey] = Field(
+    timeout: Annotated[float, NotInKey] = Field(
         default=3600, gt=0, description="Seconds of all; then the server is ended."
     )
-    answer_within: float = Field(default=120, gt=0, description="Seconds one answer may take.")
+    request_timeout: float = Field(default=120, gt=0, description="Seconds one answer may take.")
 
     prompts: tuple[str, ...] = Field(default=PROMPTS, min_length=1, description="To be continued, greedily.")
     texts: tuple[str, ...] = Field(default=TEXTS, min_length=1, description="Whose likelihood must agree.")

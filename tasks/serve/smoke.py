@@ -123,7 +123,7 @@ def smoke_url(
     Raises:
         InvalidInput: The server does not answer, or does not list the model.
     """
-    client = Client(url, settings.answer_within, key)
+    client = Client(url, settings.request_timeout, key)
     try:
         answer = client.request("/v1/models")
     except Unreachable as error:
@@ -201,7 +201,7 @@ class ServerProbe:
 
     def note_no_answer(self, why: str) -> None:
         """Record that the server did not answer the latest question."""
-        remedy = "serve.answer_within for a slow machine; else see the server's log"
+        remedy = "serve.request_timeout for a slow machine; else see the server's log"
         self.checks.append(Check(name=self.question, outcome="fail", seen=why, expected="an answer", remedy=remedy))
 
     def note_end(self, end: ServerEnded, log: Path) -> None:
@@ -240,13 +240,13 @@ def _serve(
     server = ServerProcess(command, log, settings)
     probe: ServerProbe | None = None
     results: list[Check] = []
-    expected = f"an answer within {settings.ready_within:g} s"
+    expected = f"an answer within {settings.startup_timeout:g} s"
     try:
         with server:
             server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
             results = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
-            client = Client(server.url, settings.answer_within)
+            client = Client(server.url, settings.request_timeout)
             base = base_name(server.model) if lora else None
             subject = ServedSubject(client, server.model, settings, reference, longest, base=base)
             probe = ServerProbe(subject, on_progress)
@@ -287,7 +287,7 @@ def _raise_unless_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
             "serve",
             found=f"{kind.label} could not be run on this machine: {end.cause}\n  log: {log}",
             expected="memory and devices for the server; the model is not to blame, and not judged",
-            remedy="free memory, a smaller serve.max_model_len, a (larger) GPU, serve.ready_within for a slow start",
+            remedy="free memory, a smaller serve.max_model_len, a (larger) GPU, serve.startup_timeout for a slow start",
         )
     if end.blame == "settings":
         raise WronglyConfigured(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import CannotDecide, Refused
 from mergegate.tasks.serve.measurements import NOTHING, ServingCost
 from mergegate.tasks.serve.server_log import Blame
 from mergegate.tasks.stage import Section, StageValue, Verdict
@@ -125,7 +125,7 @@ class ServedModels(BaseModel):
         )
 
 
-class MachineFailed(Refused):
+class MachineFailed(CannotDecide):
     """The server could not run on this machine. It says nothing about the model and is never cached as a verdict."""
 
     blame: Blame = "machine"

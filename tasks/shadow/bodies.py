@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 CHAT, COMPLETION = "/chat/completions", "/completions"
 _MAX_UNPACKED_BYTES = 32 << 20  # bytes of a decompressed body
-_GZIP = b"\x1f\x8b"
 _SPEAKERS = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+_UNKNOWN_CALL = "an unknown form of a tool call"
 
 
 class Unreadable(ValueError):
@@ -38,23 +39,32 @@ def question_in(path: str, body: bytes) -> str:
     """
     endpoint = path.partition("?")[0].rstrip("/")
     if not endpoint.endswith(COMPLETION):
-        raise Unreadable("neither chat nor completion")
-    request = _parse_object(body, "a request that is no JSON")
+        raise Unreadable("neither a chat nor a completion request")
+    request = _parse_object(body, "the request is not JSON")
     if request.get("n") not in (None, 1) or request.get("best_of") not in (None, 1):
         raise Unreadable("several answers to one request")
     if not endpoint.endswith(CHAT):
-        return _prompt(request)
+        prompt = request.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]
+        if not isinstance(prompt, str):
+            raise Unreadable("a prompt that is not text")
+        if request.get("suffix"):
+            raise Unreadable("a request to fill a gap")
+        return prompt
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise Unreadable("a chat without messages")
     if messages[-1].get("role") == "assistant":
-        raise Unreadable("an answer that goes on with one that was begun")
+        raise Unreadable("a request to continue a partial answer")
     turns = [(_SPEAKERS.get(str(message.get("role"))), _message_text(message)) for message in messages]
-    tools = _tool_names(request)
+    declared = request.get("tools") if isinstance(request.get("tools"), list) else []
+    functions = [tool.get("function") for tool in declared or [] if isinstance(tool, dict)]
+    tools = ", ".join(str(tool["name"]) for tool in functions if isinstance(tool, dict) and "name" in tool)
     if len(turns) == 1 and not tools:
         return turns[0][1]
     if None in (speaker for speaker, _ in turns):
-        raise Unreadable("a message of nobody that is known")
+        raise Unreadable("a message with an unknown role")
     return "\n\n".join([*([f"Tools: {tools}"] if tools else []), *(f"{speaker}: {text}" for speaker, text in turns)])
 
 
@@ -67,26 +77,15 @@ def answer_in(path: str, body: bytes) -> str:
     is_chat = path.partition("?")[0].rstrip("/").endswith(CHAT)
     body = _decompress(body)
     if body.lstrip()[:1] == b"{":
-        answer = _parse_object(body, "an answer that was cut off")
+        answer = _parse_object(body, "a truncated answer")
         if "error" in answer and not answer.get("choices"):
-            raise Unreadable("an error in place of an answer")
+            raise Unreadable("an error instead of an answer")
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise Unreadable("an answer that is not one")
+            raise Unreadable("an answer without exactly one choice")
         message = choices[0].get("message") if is_chat else {"content": choices[0].get("text")}
         return _message_text(message if isinstance(message, dict) else {})
     return _stream_text(body, is_chat)
-
-
-def _prompt(request: Mapping[str, Any]) -> str:
-    prompt = request.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str):
-        raise Unreadable("a prompt that is no text")
-    if request.get("suffix"):
-        raise Unreadable("a gap to be filled")
-    return prompt
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
@@ -98,10 +97,21 @@ def _message_text(message: Mapping[str, Any]) -> str:
         texts.append(refusal)
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise Unreadable("a call of a tool that is not understood")
+        raise Unreadable(_UNKNOWN_CALL)
     if isinstance(function_call := message.get("function_call"), dict):
         calls = [*calls, {"function": function_call}]
-    return "\n".join([text for text in texts if text] + [_call_text(call) for call in calls])
+    texts = [text for text in texts if text]
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unreadable(_UNKNOWN_CALL)
+        arguments = function.get("arguments", "")
+        try:  # Key order and whitespace have no meaning.
+            arguments = json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            arguments = str(arguments)
+        texts.append(f"[calls {function['name']}({arguments})]")
+    return "\n".join(texts)
 
 
 def _part_text(part: object) -> str:
@@ -111,26 +121,7 @@ def _part_text(part: object) -> str:
         text = part.get("refusal" if part.get("type") == "refusal" else "text")
         if part.get("type") in ("text", "refusal", "input_text", "output_text") and isinstance(text, str):
             return text
-    raise Unreadable("parts that are no text")
-
-
-def _call_text(call: object) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Unreadable("a call of a tool that is not understood")
-    arguments = function.get("arguments", "")
-    try:  # Key order and whitespace have no meaning.
-        arguments = json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        arguments = str(arguments)
-    return f"[calls {function['name']}({arguments})]"
-
-
-def _tool_names(request: Mapping[str, Any]) -> str:
-    """Return the names of the tools that an answer may call."""
-    tools = request.get("tools")
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    return ", ".join(str(tool["name"]) for tool in functions if isinstance(tool, dict) and "name" in tool)
+    raise Unreadable("content that is not text")
 
 
 def _stream_text(body: bytes, is_chat: bool) -> str:
@@ -142,36 +133,33 @@ def _stream_text(body: bytes, is_chat: bool) -> str:
         if data == "[DONE]":
             ended = True
             break
-        event = _parse_object(data.encode(), "a stream that was cut off")
+        event = _parse_object(data.encode(), "a truncated stream")
         if "error" in event:
-            raise Unreadable("an error in place of an answer")
+            raise Unreadable("an error instead of an answer")
         choices = event.get("choices")
         if choices in (None, []):  # token usage, at the end of the stream
             continue
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise Unreadable("an answer that is not one")
+            raise Unreadable("an answer without exactly one choice")
         choice = choices[0]
         if choice.get("index") not in (None, 0):
             raise Unreadable("several answers to one request")
         delta = choice.get("delta") if is_chat else {"content": choice.get("text")}
         delta = delta if isinstance(delta, dict) else {}
         texts += [_part_text(delta[name]) for name in ("content", "refusal") if delta.get(name) is not None]
-        _add_calls(calls, delta.get("tool_calls"))
+        pieces = delta.get("tool_calls")
+        for piece in pieces if isinstance(pieces, Sequence) and not isinstance(pieces, str) else ():
+            function = piece.get("function") if isinstance(piece, dict) else None
+            if not isinstance(function, dict) or not isinstance(piece.get("index", 0), int):
+                raise Unreadable(_UNKNOWN_CALL)
+            call = calls.setdefault(piece.get("index", 0), {"name": "", "arguments": ""})
+            for name in call:
+                call[name] += str(function.get(name) or "")
         ended = ended or choice.get("finish_reason") is not None
     if not ended:
-        raise Unreadable("a stream that was cut off")
+        raise Unreadable("a truncated stream")
     tool_calls = [{"function": calls[index]} for index in sorted(calls)]
     return _message_text({"content": "".join(texts), "tool_calls": tool_calls})
-
-
-def _add_calls(calls: dict[int, dict[str, str]], pieces: object) -> None:
-    for piece in pieces if isinstance(pieces, Sequence) and not isinstance(pieces, str) else ():
-        function = piece.get("function") if isinstance(piece, dict) else None
-        if not isinstance(function, dict) or not isinstance(piece.get("index", 0), int):
-            raise Unreadable("a call of a tool that is not understood")
-        call = calls.setdefault(piece.get("index", 0), {"name": "", "arguments": ""})
-        for name in call:
-            call[name] += str(function.get(name) or "")
 
 
 def _events(body: bytes) -> Iterator[str]:
@@ -190,16 +178,14 @@ def _events(body: bytes) -> Iterator[str]:
 
 def _decompress(body: bytes) -> bytes:
     """Return the body without gzip compression. Bodies are recorded as they were sent, and some clients accept gzip."""
-    if not body.startswith(_GZIP):
+    if not body.startswith(b"\x1f\x8b"):
         return body
-    unpack = zlib.decompressobj(wbits=31)
-    try:
-        content = unpack.decompress(body, _MAX_UNPACKED_BYTES)
-    except zlib.error:
-        raise Unreadable("an answer that was cut off") from None
-    if not unpack.eof:
-        raise Unreadable("an answer that was cut off")
-    return content
+    decompressor = zlib.decompressobj(wbits=31)
+    with suppress(zlib.error):
+        content = decompressor.decompress(body, _MAX_UNPACKED_BYTES)
+        if decompressor.eof:
+            return content
+    raise Unreadable("a truncated answer")
 
 
 def _parse_object(body: bytes, reason: str) -> dict[str, Any]:

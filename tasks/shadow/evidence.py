@@ -29,7 +29,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.tasks.shadow.settings import ShadowRule
 
 EVEN = 0.5
 BETS = 32
@@ -37,34 +39,6 @@ BETS = 32
 _SHARES = (np.arange(BETS) + 0.5) / BETS / 2
 _HALVINGS = 50  # bisection steps on [0, 1]: finer than float64 precision near 1/2
 _POINTS = 400  # points of a plot
-
-
-class ShadowRule(BaseModel):
-    """Conditions for promoting a watched candidate or rolling it back. In a profile: ``shadow: rule``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    margin: float = Field(
-        default=3.0, gt=0, lt=50, description="Points of win rate below even that a promoted candidate may have."
-    )
-    confidence: float = Field(
-        default=0.95, gt=0.5, lt=1, description="That neither decision is wrong, each for itself, over all looks."
-    )
-    minimum_hours: float = Field(
-        default=24.0, ge=0, description="Hours it is watched before it is promoted: a whole day's users."
-    )
-    minimum_pairs: int = Field(default=100, ge=1, description="Judged pairs before it is promoted.")
-    pairs_per_look: int = Field(default=200, ge=1, description="Most pairs that are judged in one look.")
-
-    @property
-    def bound(self) -> float:
-        """Win rate that a candidate must be shown to exceed."""
-        return EVEN - self.margin / 100
-
-    @property
-    def log_threshold(self) -> float:
-        """Logarithm of the evidence that is sufficient for a decision, ``1 / alpha``."""
-        return -math.log1p(-self.confidence)
 
 
 class ShadowEvidence(BaseModel):
@@ -161,38 +135,31 @@ def decide_shadow(evidence: ShadowEvidence, hours_watched: float, rule: ShadowRu
     A candidate that is shown to be worse than even is rolled back immediately, even if it is within the margin.
     mergegate does not promote a candidate that is known to be worse.
     """
-    summary = _win_rate_text(evidence)
-    sure = f"{100 * rule.confidence:.4g} % confidence"
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f} %"
+
+    summary = f"the win rate over {evidence.pairs:,} pairs is {percent(evidence.win_rate)}"
+    confidence = f"{100 * rule.confidence:.4g} % confidence"
     if evidence.log_e_rollback >= rule.log_threshold:
-        text = f"{summary}; with {sure} it is below {_percent(evidence.high)}, worse than even"
+        text = f"{summary}; with {confidence} it is below {percent(evidence.high)}, worse than even"
         return ShadowDecision("roll back", text)
-    missing = _missing_minimum(evidence, hours_watched, rule)
+    minima = []
+    if evidence.pairs < rule.minimum_pairs:
+        minima.append(f"{evidence.pairs:,} of at least {rule.minimum_pairs:,} pairs are judged")
+    if hours_watched < rule.minimum_hours:
+        minima.append(f"{math.floor(10 * hours_watched) / 10:g} of at least {rule.minimum_hours:g} hours are watched")
+    missing = " and ".join(minima)
     if evidence.log_e_promote >= rule.log_threshold:
-        text = f"{summary}; with {sure} it is above {_percent(evidence.low)}, within {rule.margin:g} points of even"
+        text = (
+            f"{summary}; with {confidence} it is above {percent(evidence.low)}, within {rule.margin:g} points of even"
+        )
         return ShadowDecision("wait", f"{text}, but {missing}") if missing else ShadowDecision("promote", text)
     if not evidence.pairs:
         return ShadowDecision("wait", "no pair is judged yet")
-    range_text = f"{summary}; it may be anything from {_percent(evidence.low)} to {_percent(evidence.high)}"
-    requirement = f"above {_percent(rule.bound)} is to be shown"
-    return ShadowDecision("wait", f"{range_text}, and {requirement}" + (f"; besides, {missing}" if missing else ""))
-
-
-def _missing_minimum(evidence: ShadowEvidence, hours: float, rule: ShadowRule) -> str:
-    """Return which minimum a promotion still waits for, or an empty string."""
-    missing = []
-    if evidence.pairs < rule.minimum_pairs:
-        missing.append(f"{evidence.pairs:,} of at least {rule.minimum_pairs:,} pairs are judged")
-    if hours < rule.minimum_hours:
-        missing.append(f"{math.floor(10 * hours) / 10:g} of at least {rule.minimum_hours:g} hours are watched")
-    return " and ".join(missing)
-
-
-def _win_rate_text(evidence: ShadowEvidence) -> str:
-    return f"the win rate over {evidence.pairs:,} pairs is {_percent(evidence.win_rate)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    interval = f"{summary}, in an interval from {percent(evidence.low)} to {percent(evidence.high)}"
+    requirement = f"a promotion requires that it is above {percent(rule.bound)}"
+    return ShadowDecision("wait", f"{interval}; {requirement}" + (f". Also, {missing}" if missing else ""))
 
 
 def _outcome_masks(scores: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -200,7 +167,7 @@ def _outcome_masks(scores: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[
     values = np.asarray(scores, dtype=np.float64)
     kinds = values == 1, values == EVEN, values == 0
     if not np.logical_or.reduce(kinds).all():
-        raise ValueError("a judged pair is 1, 1/2 or 0")
+        raise ValueError("the score of a judged pair must be 1, 1/2 or 0")
     return kinds
 
 

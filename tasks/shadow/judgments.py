@@ -3,8 +3,11 @@
 The ledger is a journal (``merge_core.files``) with one judgment per line, and each line is verified together with all
 lines before it. After ``kill -9``, the next look continues where the last one stopped. A ledger belongs to one
 candidate and one judge. Judgments of different judges cannot be combined as evidence, so a changed judge starts a new
-ledger. The ledger contains no user text, only the winner in each order with the IDs of the request and the session. The
-texts of lost pairs are stored separately (``losses``), no longer than the records.
+ledger. The ledger contains no user text, only the winner in each order with the IDs of the request and the session.
+
+The newest pairs that the candidate lost are stored separately, with the question, both answers and the judge's
+reasoning. Reviewers read these pairs; no decision depends on them. They contain user text, so mergegate keeps only a
+few and deletes them no later than the records.
 """
 
 from __future__ import annotations
@@ -16,7 +19,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
 
-from mergegate.merge_core.files import JournalPlace, RecordJournal, locked, open_journal, state_directory
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from mergegate.merge_core.errors import shown
+from mergegate.merge_core.files import (
+    Damaged,
+    JournalPlace,
+    RecordJournal,
+    locked,
+    open_journal,
+    read_state,
+    set_aside_damaged,
+    state_directory,
+    write_state,
+)
 from mergegate.tasks.judge import (
     ORDERS,
     JudgeServer,
@@ -33,6 +49,8 @@ from mergegate.tasks.store import digest
 _FORMAT = 1
 _NAME = 16  # hexadecimal digits in the file name
 _WINNERS = ("reference", "merge", "tie", None)
+_MAX_LOST_PAIRS = 20
+_MAX_CHARACTERS = 2000  # of each text of a lost pair
 
 
 class JudgedPair(NamedTuple):
@@ -51,11 +69,11 @@ class JudgedPairs:
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
-        self._said: dict[str, dict[Order, Judgment]] = {}
+        self._judgments: dict[str, dict[Order, Judgment]] = {}
         self._sessions: dict[str, str] = {}
         self._pairs: dict[str, JudgedPair] = {}
         for record in journal.records:
-            self._take(record)
+            self._add(record)
 
     @property
     def pairs(self) -> tuple[JudgedPair, ...]:
@@ -79,13 +97,13 @@ class JudgedPairs:
         return {session: request_id for request_id, session in self._sessions.items()}
 
     @property
-    def begun(self) -> tuple[str, ...]:
+    def half_judged(self) -> tuple[str, ...]:
         """IDs of the requests whose pairs are only half judged.
 
         An interrupted look stored the judgment for one order of the answers, and the judgment for the other order is
         missing.
         """
-        return tuple(request_id for request_id in self._said if request_id not in self._pairs)
+        return tuple(request_id for request_id in self._judgments if request_id not in self._pairs)
 
     def judge(
         self,
@@ -108,26 +126,26 @@ class JudgedPairs:
         Raises:
             InvalidInput: If the judge is not available. Judgments stored before remain in the ledger.
         """
-        by_id = {pair.given.id: pair for pair in pairs}
-        judgments: dict[str, list[Judgment]] = {}
+        by_id = {pair.answers.id: pair for pair in pairs}
+        new_judgments: dict[str, list[Judgment]] = {}
         for pair in pairs:
-            if pair.given.reference == pair.given.merge:
-                self._keep({"pair": _pair_fields(pair), "tie": True, "judged": now()})
-                on_judged(pair, self._pairs[pair.given.id], ())
-        finished = {(request_id, order) for request_id, orders in self._said.items() for order in orders}
-        for judgment in judge_recorded_pairs([pair.given for pair in pairs], judging, server, finished):
+            if pair.answers.reference == pair.answers.merge:
+                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now()})
+                on_judged(pair, self._pairs[pair.answers.id], ())
+        finished = {(request_id, order) for request_id, orders in self._judgments.items() for order in orders}
+        for judgment in judge_recorded_pairs([pair.answers for pair in pairs], judging, server, finished):
             pair = by_id[judgment.prompt]
             winner = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
-            self._keep({"pair": _pair_fields(pair), "said": winner, "judged": now()})
-            judgments.setdefault(judgment.prompt, []).append(judgment)
+            self._append({"pair": pair.ledger_fields, "said": winner, "judged": now()})
+            new_judgments.setdefault(judgment.prompt, []).append(judgment)
             if judgment.prompt in self._pairs:
-                on_judged(pair, self._pairs[judgment.prompt], judgments[judgment.prompt])
+                on_judged(pair, self._pairs[judgment.prompt], new_judgments[judgment.prompt])
 
-    def _keep(self, record: Mapping[str, Any]) -> None:
+    def _append(self, record: Mapping[str, Any]) -> None:
         self._journal.append(record)
-        self._take(record)
+        self._add(record)
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _add(self, record: Mapping[str, Any]) -> None:
         id, session, at = record["pair"]
         if id in self._pairs:
             return
@@ -135,12 +153,14 @@ class JudgedPairs:
         if record.get("tie"):
             self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
             return
-        answer = record["said"]
-        orders = self._said.setdefault(id, {})
-        orders[answer["order"]] = _judgment(id, answer)
+        vote = record["said"]
+        orders = self._judgments.setdefault(id, {})
+        orders[vote["order"]] = Judgment(
+            prompt=id, turn=0, order=vote["order"], winner=vote["winner"], dimensions={}, reasoning="", reply="",
+            judge=vote["judge"],
+        )  # fmt: skip
         if len(orders) == len(ORDERS):
-            both = tuple(orders.values())
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(both))
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(tuple(orders.values())))
 
 
 @contextmanager
@@ -181,17 +201,6 @@ def _journal_location(directory: Path, profile: str, candidate: str, judging: Ju
     return JournalPlace(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 
-def _pair_fields(pair: SampledPair) -> tuple[str, str, float]:
-    return pair.given.id, pair.session, pair.at
-
-
-def _judgment(id: str, record: Mapping[str, Any]) -> Judgment:
-    return Judgment(
-        prompt=id, turn=0, order=record["order"], winner=record["winner"], dimensions={}, reasoning="", reply="",
-        judge=record["judge"],
-    )  # fmt: skip
-
-
 def _is_valid_record(record: Any) -> bool:
     try:
         id, session, at = record["pair"]
@@ -205,3 +214,61 @@ def _is_valid_record(record: Any) -> bool:
         )
     except (KeyError, TypeError, ValueError):
         return False
+
+
+class LostPair(BaseModel):
+    """A pair that the candidate lost in both orders."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str  # request ID
+    at: float  # Unix time
+    question: str
+    parent: str
+    candidate: str
+    reasoning: str
+
+
+_STATE = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # candidate version and its lost pairs
+
+
+def lost_pair(pair: SampledPair, judgments: Sequence[Judgment]) -> LostPair:
+    """Return the stored form of a lost pair.
+
+    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning.
+    """
+
+    def beginning(text: str) -> str:
+        return shown(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
+
+    answers = pair.answers
+    question = shown(answers.question[-_MAX_CHARACTERS:])
+    return LostPair(
+        id=answers.id,
+        at=pair.at,
+        question=question if len(answers.question) <= _MAX_CHARACTERS else f"…{question}",
+        parent=beginning(answers.reference),
+        candidate=beginning(answers.merge),
+        reasoning=beginning(next((judgment.reasoning for judgment in judgments if judgment.reasoning), "")),
+    )
+
+
+def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
+    """Return the stored lost pairs, newest first. Return none if the file belongs to another candidate."""
+    state = read_state(file, _STATE.validate_json)
+    if isinstance(state, Damaged):
+        set_aside_damaged(file, state.why)
+    return () if state is None or isinstance(state, Damaged) or state[0] != candidate else state[1]
+
+
+def store_lost_pairs(file: Path, candidate: str, new: Sequence[LostPair], *, since: float) -> tuple[LostPair, ...]:
+    """Add ``new`` to the stored lost pairs and return the result, newest first.
+
+    Args:
+        since: Unix time. Older pairs are dropped.
+    """
+    by_id = {loss.id: loss for loss in (*read_lost_pairs(file, candidate), *new) if loss.at >= since}
+    lost = tuple(sorted(by_id.values(), key=lambda loss: -loss.at)[:_MAX_LOST_PAIRS])
+    state_directory(file.parent, private=True)
+    write_state(file, _STATE.dump_json((candidate, lost)))
+    return lost

@@ -20,19 +20,23 @@ from typing import NamedTuple
 
 from mergegate.tasks.judge import RecordedAnswerPair
 from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
-from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair
+from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
-SAME_SESSION = "another request of a session that has its pair"
-FAILED = "not answered well by both"
-_OK = 200
+SAME_SESSION = "another request of the same session"
+FAILED = "not answered by both servers"
 
 
 class SampledPair(NamedTuple):
-    """Pair to be judged. ``given.reference`` is the parent's answer, ``given.merge`` the candidate's."""
+    """Pair to be judged. ``answers.reference`` is the parent's answer, ``answers.merge`` the candidate's."""
 
     session: str
     at: float
-    given: RecordedAnswerPair
+    answers: RecordedAnswerPair
+
+    @property
+    def ledger_fields(self) -> tuple[str, str, float]:
+        """Request ID, session and time: the fields that the ledger stores of a pair."""
+        return self.answers.id, self.session, self.at
 
 
 class Sample(NamedTuple):
@@ -53,41 +57,21 @@ def sample_pairs(
     recorded: Callable[[], Iterable[RecordedPair]],
     *,
     judged: Mapping[str, str],
-    begun: Collection[str] = (),
-    most: int,
+    half_judged: Collection[str] = (),
+    limit: int,
 ) -> Sample:
     """Return the pairs for one interim look: half-judged pairs first, then the oldest.
 
     Args:
         recorded: Function that returns all recorded pairs. It is called twice.
         judged: Judged request of each session in the ledger.
-        begun: Requests that an interrupted look left half judged.
-        most: Largest number of pairs in one look.
+        half_judged: Requests that an interrupted look left half judged.
+        limit: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
-    selected = _select_by_hash(recorded(), judged, left_out)
-    request_ids = {request_id for _, request_id in selected.values()} | set(begun)
-    readable_count = 0
-
-    def readable_pairs() -> Iterator[SampledPair]:
-        nonlocal readable_count
-        for pair in recorded():
-            if pair.request_id in request_ids and (sampled := _read_pair(pair, left_out)) is not None:
-                readable_count += 1
-                yield sampled
-
-    pairs = heapq.nsmallest(
-        most, readable_pairs(), key=lambda pair: (pair.given.id not in begun, pair.at, pair.given.id)
-    )
-    return Sample(tuple(pairs), readable_count - len(pairs), dict((+left_out).most_common()))
-
-
-def _select_by_hash(
-    recorded: Iterable[RecordedPair], judged: Mapping[str, str], left_out: Counter[str]
-) -> dict[str, tuple[bytes, str]]:
-    """Return the request with the smallest hash of each session that has no pair yet."""
+    # First pass: of each session without a pair, select the readable request with the smallest hash.
     selected: dict[str, tuple[bytes, str]] = {}
-    for pair in recorded:
+    for pair in recorded():
         if pair.session in judged:
             left_out[SAME_SESSION] += judged[pair.session] != pair.request_id
             continue
@@ -101,21 +85,28 @@ def _select_by_hash(
         left_out[SAME_SESSION] += previous is not None
         if previous is None or rank < previous[0]:
             selected[pair.session] = rank, pair.request_id
-    return selected
+    request_ids = {request_id for _, request_id in selected.values()} | set(half_judged)
+    readable_count = 0
 
+    def readable_pairs() -> Iterator[SampledPair]:
+        """Second pass: yield the selected pairs whose answers are readable."""
+        nonlocal readable_count
+        for pair in recorded():
+            if pair.request_id not in request_ids:
+                continue
+            if any(answer.status != 200 or answer.error for answer in (pair.parent, pair.candidate)):
+                left_out[FAILED] += 1
+                continue
+            try:
+                question = question_in(pair.path, pair.request)
+                texts = answer_in(pair.path, pair.parent.body), answer_in(pair.path, pair.candidate.body)
+            except Unreadable as reason:
+                left_out[str(reason)] += 1
+                continue
+            readable_count += 1
+            yield SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *texts))
 
-def _read_pair(pair: RecordedPair, left_out: Counter[str]) -> SampledPair | None:
-    if not (_is_answered(pair.parent) and _is_answered(pair.candidate)):
-        left_out[FAILED] += 1
-        return None
-    try:
-        question = question_in(pair.path, pair.request)
-        answers = answer_in(pair.path, pair.parent.body), answer_in(pair.path, pair.candidate.body)
-    except Unreadable as reason:
-        left_out[str(reason)] += 1
-        return None
-    return SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *answers))
-
-
-def _is_answered(answer: RecordedAnswer) -> bool:
-    return answer.status == _OK and not answer.error
+    pairs = heapq.nsmallest(
+        limit, readable_pairs(), key=lambda pair: (pair.answers.id not in half_judged, pair.at, pair.answers.id)
+    )
+    return Sample(tuple(pairs), readable_count - len(pairs), dict((+left_out).most_common()))

@@ -1,7 +1,8 @@
-"""Read and write the routing file, which tells a running proxy where to send requests."""
+"""Decide where a running proxy sends requests: the routing file, and the arm of each session."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
+from mergegate.tasks.shadow.settings import ShadowSettings
+from mergegate.tasks.stage import home
 
 Serving = Literal["watch", "promoted", "rolled back", "killed"]
 _LOOK_EVERY_S = 1.0
@@ -32,6 +35,16 @@ class Routing(BaseModel):
         return self.serving == "watch"
 
 
+def routing_file(profile: str) -> Path:
+    """Return the path of the profile's routing file."""
+    return home() / "shadow" / f"{profile}.json"
+
+
+def records_url(profile: str, settings: ShadowSettings) -> str:
+    """Return the URL of the database that holds the profile's records. Default: a SQLite file in the home directory."""
+    return settings.records or f"sqlite:///{home() / 'shadow' / f'{profile}.sqlite'}"
+
+
 def read_routing(file: Path) -> Routing | None:
     """Return the routing in the file, or None if the file is missing or damaged."""
     routing = read_state(file, Routing.model_validate_json)
@@ -42,6 +55,21 @@ def write_routing(file: Path, routing: Routing) -> None:
     """Write the routing file atomically."""
     state_directory(file.parent, private=True)
     write_state(file, routing.model_dump_json(indent=1).encode())
+
+
+def goes_to_candidate(key: str, salt: str, share: float) -> bool:
+    """Return whether a session key is assigned to the candidate.
+
+    The assignment is sticky: the same key always gets the same arm. A larger share only adds keys to the candidate and
+    never removes one.
+
+    Args:
+        key: Key of the session.
+        salt: Version of the candidate, so that each candidate gets different users.
+        share: Share of the keys that are assigned to the candidate, from 0 to 1.
+    """
+    position = hashlib.blake2b(f"{salt}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(position, "big") / 2**64 < share
 
 
 class FollowedRouting:

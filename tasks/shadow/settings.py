@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from mergegate.tasks.http import plain_address
 from mergegate.tasks.judge import JudgeServer, JudgmentSettings
 from mergegate.tasks.publish import ApprovalSettings
-from mergegate.tasks.shadow.evidence import ShadowRule
-from mergegate.tasks.shadow.switch import SwitchRule
 from mergegate.tasks.store import NotInKey
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -23,12 +23,16 @@ class ShadowServer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: Annotated[str, NotInKey] = Field(description="Of an OpenAI-compatible server: http://localhost:8000/v1")
+    url: Annotated[str, NotInKey] = Field(
+        description="Address of an OpenAI-compatible server, for example http://localhost:8000/v1."
+    )
     model: str | None = Field(
-        default=None, min_length=1, description="What it calls the model; absent: as the client says."
+        default=None, min_length=1, description="Model name at this server. Default: the name that the client sends."
     )
     api_key_env: Annotated[str | None, NotInKey] = Field(
-        default=None, min_length=1, description="Environment variable that holds its key; absent: the client's own."
+        default=None,
+        min_length=1,
+        description="Environment variable with the API key of the server. Default: the key of the client.",
     )
 
     @field_validator("url")
@@ -41,42 +45,130 @@ class ShadowJudge(JudgmentSettings, JudgeServer):
     """Judge that compares the answers of both servers."""
 
 
+class ShadowRule(BaseModel):
+    """Conditions for promoting a watched candidate or rolling it back. In a profile: ``shadow: rule``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    margin: float = Field(
+        default=3.0,
+        gt=0,
+        lt=50,
+        description="Largest shortfall of a promoted candidate's win rate below 50 %, in points.",
+    )
+    confidence: float = Field(
+        default=0.95, gt=0.5, lt=1, description="Confidence of each decision, over all interim looks."
+    )
+    minimum_hours: float = Field(
+        default=24.0,
+        ge=0,
+        description="Hours of watching before a promotion. The default covers the users of a whole day.",
+    )
+    minimum_pairs: int = Field(default=100, ge=1, description="Number of judged pairs before a promotion.")
+    pairs_per_look: int = Field(default=200, ge=1, description="Largest number of pairs that one look judges.")
+
+    @property
+    def bound(self) -> float:
+        """Win rate that a candidate must be shown to exceed."""
+        return 0.5 - self.margin / 100
+
+    @property
+    def log_threshold(self) -> float:
+        """Logarithm of the evidence that is sufficient for a decision, ``1 / alpha``."""
+        return -math.log1p(-self.confidence)
+
+
+class SwitchRule(BaseModel):
+    """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: kill_switch``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "errors": "max_error_percent",
+        "of": "window",
+        "slower": "max_slowdown",
+    }
+
+    max_error_percent: float = Field(
+        default=5.0,
+        gt=0,
+        le=100,
+        description="Largest failure rate of the candidate, in percent of its last requests. A higher rate kills it.",
+    )
+    window: int = Field(
+        default=200, ge=20, description="Number of recent requests of each arm that the kill switch checks."
+    )
+    max_slowdown: float = Field(
+        default=2.0,
+        gt=1,
+        description="Largest 95th percentile of the time to first byte, relative to the parent. A slower candidate is "
+        "killed.",
+    )
+
+
 class ShadowSettings(BaseModel):
     """Settings for watching a release on user traffic before it is promoted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "in_flight": "max_requests",
+        "copies": "max_copies",
+        "queue": "record_queue",
+        "body_limit": "max_body_bytes",
+        "redact_with": "redactor",
+        "keep_days": "retention_days",
+        "switch": "kill_switch",
+    }
 
-    parent: ShadowServer = Field(description="What serves users today.")
-    candidate: ShadowServer = Field(description="What serves the release that is watched.")
-    listen: str = Field(default="127.0.0.1:8100", pattern=r"^[\w.:\[\]-]+:\d{1,5}$", description="Host and port.")
-    mode: Literal["mirror", "split"] = Field(
-        default="mirror", description="mirror: the candidate gets copies; split: it answers its share of the users."
+    parent: ShadowServer = Field(description="Server of the model that users have today.")
+    candidate: ShadowServer = Field(description="Server of the release that is compared.")
+    listen: str = Field(
+        default="127.0.0.1:8100",
+        pattern=r"^[\w.:\[\]-]+:\d{1,5}$",
+        description="Host and port on which the proxy listens.",
     )
-    share: float = Field(default=0.1, ge=0, le=1, description="Of the traffic that the candidate sees.")
-    session_header: str = Field(default="x-session-id", min_length=1, description="The header that names a session.")
-    timeout: float = Field(default=600.0, gt=0, description="Seconds that a server may take for its next byte.")
-    in_flight: int = Field(default=256, ge=1, description="Requests at a time; one more is answered 503.")
-    copies: int = Field(default=64, ge=1, description="Copies at a time; one more is left out, and counted.")
-    queue: int = Field(default=10_000, ge=1, description="Records that may wait for the database.")
-    body_limit: int = Field(
-        default=1 << 20, ge=1024, description="Bytes of a body that is kept; of a longer one nothing is."
+    mode: Literal["mirror", "split"] = Field(
+        default="mirror",
+        description="With mirror, the candidate receives copies of requests. With split, it answers its share of the "
+        "users.",
+    )
+    share: float = Field(default=0.1, ge=0, le=1, description="Share of the traffic that the candidate receives.")
+    session_header: str = Field(
+        default="x-session-id", min_length=1, description="Name of the header that identifies a session."
+    )
+    timeout: float = Field(default=600.0, gt=0, description="Longest wait for the next byte of a server, in seconds.")
+    max_requests: int = Field(
+        default=256, ge=1, description="Largest number of concurrent requests. The proxy answers further ones with 503."
+    )
+    max_copies: int = Field(
+        default=64, ge=1, description="Largest number of concurrent copies. The proxy skips and counts further ones."
+    )
+    record_queue: int = Field(default=10_000, ge=1, description="Largest number of records that wait for the database.")
+    max_body_bytes: int = Field(
+        default=1 << 20,
+        ge=1024,
+        description="Largest size of a recorded body, in bytes. Longer bodies are not recorded.",
     )
     records: str | None = Field(
         default=None,
-        description="sqlite:///FILE or postgresql://USER@HOST/DATABASE (PGPASSWORD); absent: a file of the project.",
+        description="Database of the records: sqlite:///FILE or postgresql://USER@HOST/DATABASE (with PGPASSWORD). "
+        "Default: a SQLite file of the project.",
     )
-    redact: tuple[str, ...] = Field(default=(), description="Regular expressions: what they match is not kept.")
-    redact_with: str | None = Field(default=None, description="package.module:function that takes a text to a text.")
-    keep_days: float = Field(default=30.0, gt=0, description="Days after which records go.")
+    redact: tuple[str, ...] = Field(
+        default=(), description="Regular expressions. Matches are removed before recording."
+    )
+    redactor: str | None = Field(default=None, description="Function that redacts a text, as package.module:function.")
+    retention_days: float = Field(default=30.0, gt=0, description="Number of days after which records are deleted.")
     rule: ShadowRule = ShadowRule()
-    switch: SwitchRule = SwitchRule()
-    judge: ShadowJudge = Field(description="Who compares the answers.")
+    kill_switch: SwitchRule = SwitchRule()
+    judge: ShadowJudge = Field(description="Judge that compares the answers.")
     alias: str | None = Field(
         default="production",
         min_length=1,
-        description="What a promoted release is called at its target; null: nothing.",
+        description="Alias that a promoted release gets at its target. With null, none.",
     )
-    approval: ApprovalSettings | bool = Field(default=False, description="Whether a person says yes before.")
+    approval: ApprovalSettings | bool = Field(
+        default=False, description="Whether a promotion requires manual approval."
+    )
 
     @field_validator("records")
     @classmethod
@@ -85,9 +177,9 @@ class ShadowSettings(BaseModel):
             return None
         parts = urlsplit(records)
         if parts.scheme.partition("+")[0] not in ("sqlite", "postgresql"):
-            raise ValueError("sqlite:///FILE or postgresql://USER@HOST/DATABASE is expected")
+            raise ValueError("is not an address such as sqlite:///FILE or postgresql://USER@HOST/DATABASE")
         if parts.password:
-            raise ValueError("holds a password; set PGPASSWORD, or use ~/.pgpass")
+            raise ValueError("contains a password. Set PGPASSWORD or use ~/.pgpass instead")
         return records
 
     @field_validator("redact")
@@ -97,14 +189,14 @@ class ShadowSettings(BaseModel):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         return redact
 
-    @field_validator("redact_with")
+    @field_validator("redactor")
     @classmethod
     def _check_redact_with(cls, function: str | None) -> str | None:
         if function is not None and not _FUNCTION.fullmatch(function):
-            raise ValueError("package.module:function is expected")
+            raise ValueError("is not of the form package.module:function")
         return function
 
     @property

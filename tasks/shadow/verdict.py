@@ -12,10 +12,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.judge import JudgeRule
-from mergegate.tasks.shadow.arms import ArmRow
-from mergegate.tasks.shadow.evidence import ShadowEvidence, ShadowRule, decide_shadow, evidence_of
-from mergegate.tasks.shadow.split import ArmComparison, compare_arms
-from mergegate.tasks.shadow.switch import SwitchRule, kill_reason
+from mergegate.tasks.shadow.arm_comparison import ArmComparison, compare_arms
+from mergegate.tasks.shadow.evidence import ShadowEvidence, decide_shadow, evidence_of
+from mergegate.tasks.shadow.kill_switch import kill_reason
+from mergegate.tasks.shadow.recorded_traffic import ArmRow
+from mergegate.tasks.shadow.settings import ShadowSettings
 from mergegate.tasks.stage import Outcome, Section, Verdict
 
 # The same minimum as in the judge stage. A judge that contradicts itself calls every pair a tie, and ties promote.
@@ -62,8 +63,7 @@ def shadow_verdict(
     consistency: float | None,
     rows: Sequence[ArmRow],
     hours: float,
-    rule: ShadowRule,
-    switch: SwitchRule,
+    settings: ShadowSettings,
 ) -> ShadowVerdict:
     """Return the current verdict on a candidate.
 
@@ -73,21 +73,20 @@ def shadow_verdict(
         consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
         hours: Hours for which the candidate was watched.
-        rule: Conditions for promotion and rollback.
-        switch: Limits of the kill switch.
+        settings: Conditions for promotion and rollback, and the limits of the kill switch.
     """
     candidate_rows = [row for row in rows if row.arm == "candidate"]
     parent_rows = [row for row in rows if row.arm == "parent"]
-    evidence = evidence_of(scores, rule)
+    evidence = evidence_of(scores, settings.rule)
     outcome: ShadowOutcome = "kill"
-    reason = kill_reason(candidate_rows, parent_rows, switch)
+    reason = kill_reason(candidate_rows, parent_rows, settings.kill_switch)
     if reason is None:
-        outcome, reason = decide_shadow(evidence, hours, rule)
+        outcome, reason = decide_shadow(evidence, hours, settings.rule)
         if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:
             outcome = "wait"
             reason = (
-                f"the judge agrees with itself on {100 * consistency:.0f} % of the pairs when they are swapped, "
-                f"{100 * MIN_CONSISTENCY:.0f} % are needed to promote; {reason}"
+                f"the judge agrees with itself on {100 * consistency:.0f} % of the pairs when they are swapped, and a "
+                f"promotion requires {100 * MIN_CONSISTENCY:.0f} %; {reason}"
             )
     return ShadowVerdict(
         candidate=candidate,
@@ -96,5 +95,5 @@ def shadow_verdict(
         hours=hours,
         evidence=evidence,
         consistency=consistency,
-        arms=compare_arms(candidate_rows, parent_rows, rule.confidence),
+        arms=compare_arms(candidate_rows, parent_rows, settings.rule.confidence),
     )

@@ -8,13 +8,14 @@ from mergegate.tasks.stage.environment import Runtime, device_kind, formats_with
 from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_input_change, read_pinned, require_pinned
 from mergegate.tasks.stage.joint_progress import join_progress
 from mergegate.tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
-from mergegate.tasks.stage.logs import logged_for_machines
 from mergegate.tasks.stage.progress import (
     DeferredProgress,
     ProgressLog,
     RecordedProgress,
+    RelayedProgress,
     StageEnd,
     StageStatus,
+    Watcher,
     advance,
     announce,
     is_watched,
@@ -25,6 +26,7 @@ from mergegate.tasks.stage.progress import (
     report_stage,
     running_stage,
     say_progress,
+    watcher_or,
 )
 from mergegate.tasks.stage.project import home, nearest
 from mergegate.tasks.stage.pulse import Pace, Pulse
@@ -73,6 +75,7 @@ __all__ = [
     "ProgressLog",
     "Pulse",
     "RecordedProgress",
+    "RelayedProgress",
     "Runtime",
     "Section",
     "Stage",
@@ -83,6 +86,7 @@ __all__ = [
     "TimeSpan",
     "ValueStage",
     "Verdict",
+    "Watcher",
     "WorkRequired",
     "advance",
     "announce",
@@ -98,7 +102,6 @@ __all__ = [
     "keep_quota",
     "limited",
     "log_shared_store_savings",
-    "logged_for_machines",
     "memory_of_child",
     "nearest",
     "on_input_change",
@@ -123,5 +126,6 @@ __all__ = [
     "value_stage",
     "verdict_word",
     "versions",
+    "watcher_or",
     "worst_verdict",
 ]

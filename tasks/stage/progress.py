@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.stage.pulse import Pulse
 
@@ -109,7 +109,7 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
     try:
         yield report
     except MergegateError as error:
-        report.status = "refused" if isinstance(error, Refused) else "failed"
+        report.status = "refused" if error.status == "refused" else "failed"
         report.summary = report.summary or error.found
         raise
     except BaseException:

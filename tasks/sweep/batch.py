@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
+from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
 from mergegate.tasks.sweep.ledger import Ledger, request_key
 from mergegate.tasks.sweep.trials import TrialRequest, TrialScores
 
 ScoreAll = Callable[[Sequence[TrialRequest]], Iterator[tuple[int, TrialScores | Exception]]]
-_ENDING = (DiskRefused, ChangedInput)
 
 
 def score_once(
@@ -45,7 +44,7 @@ def score_once(
         crashed = {}
         for number, result in score_all(list(pending.values())) if pending else ():
             key = list(pending)[number]
-            if isinstance(result, _ENDING):
+            if isinstance(result, CannotDecide):
                 raise result
             if isinstance(result, Exception):
                 crashed[key] = result

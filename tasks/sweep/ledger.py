@@ -94,7 +94,7 @@ def open_ledger(
         place: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
-        DiskRefused: The state directory cannot be created.
+        DiskUnavailable: The state directory cannot be created.
     """
     directory = (place or home() / "sweeps") / scoring[:_NAME]
     with disk_errors_refused(directory):
@@ -112,7 +112,7 @@ def open_ledger(
 
 def study_key(space: Space, settings: SweepSettings) -> str:
     """Return the key of a search: the recipe with its free parameters and the search settings, but not the budget."""
-    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
+    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 

@@ -137,7 +137,7 @@ def objective_of(settings: SweepSettings, names: Mapping[str, str]) -> Objective
 
     Raises:
         InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is
-            missing or superfluous, or ``several`` is set with a single objective.
+            missing or superfluous, or ``multi_objective`` is set with a single objective.
     """
     terms = [_term(term, names, f"sweep.objective[{index}]") for index, term in enumerate(settings.objective)]
     keys = [term.asked for term in terms]
@@ -149,13 +149,15 @@ def objective_of(settings: SweepSettings, names: Mapping[str, str]) -> Objective
                 expected="each number once",
                 remedy="one term with the sum of their weights",
             )
-    if settings.several and len(terms) < 2:
-        raise InvalidInput("sweep.several", found="one objective", expected="two or more terms under 'objective'")
+    if settings.multi_objective and len(terms) < 2:
+        raise InvalidInput(
+            "sweep.multi_objective", found="one objective", expected="two or more terms under 'objective'"
+        )
     total = sum(term.weight for term in terms)
     return Objective(
         terms=tuple(Term(term.asked, term.weight / total, term.clip, term.cluster_by) for term in terms),
         limits=tuple(_limit(item, names, f"sweep.constraints[{i}]") for i, item in enumerate(settings.constraints)),
-        several=settings.several,
+        several=settings.multi_objective,
         change_penalty=settings.change_penalty,
     )
 

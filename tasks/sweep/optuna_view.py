@@ -94,7 +94,7 @@ class StudyView:
     def _distribution(self, coordinate: Coordinate) -> Any:
         distributions = self._optuna.distributions
         if coordinate.free.type == "category":
-            return distributions.CategoricalDistribution(coordinate.free.among)
+            return distributions.CategoricalDistribution(coordinate.free.choices)
         if coordinate.free.type == "integer":
             return distributions.IntDistribution(int(coordinate.low), int(coordinate.high))
         return distributions.FloatDistribution(coordinate.low, coordinate.high, log=coordinate.free.type == "log")
@@ -119,7 +119,7 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
-        DiskRefused: The file cannot be written.
+        DiskUnavailable: The file cannot be written.
     """
     optuna = installed("optuna")
     objectives = len(objective.terms) if objective.several else 1
@@ -190,7 +190,9 @@ def serve_dashboard(place: str, port: int = 8080) -> None:
 
 def _optuna_value(coordinate: Coordinate, value: Value) -> Value:
     if coordinate.free.type == "category":
-        return next(choice for choice in coordinate.free.among if coordinate.encode(choice) == coordinate.encode(value))
+        return next(
+            choice for choice in coordinate.free.choices if coordinate.encode(choice) == coordinate.encode(value)
+        )
     return int(value) if coordinate.free.type == "integer" else float(value)
 
 

@@ -32,7 +32,7 @@ def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Ite
     layers = max(free.layers or 1 for free in settings.parameters.values())
     space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
-        for choice in coordinate.free.among:
+        for choice in coordinate.free.choices:
             if choice != space.start[coordinate.name]:
                 yield space.recipe_of({**space.start, coordinate.name: choice})
 

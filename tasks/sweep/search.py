@@ -157,7 +157,7 @@ class _Search:
 
     def _baseline_due(self, proposed: int) -> int:
         """Return how many random search trials are due after ``proposed`` trials of the sampler."""
-        requested = self.settings.baseline
+        requested = self.settings.random_trials
         if requested is None:
             limit = self.settings.budget.trials // (_BASELINE + 1)
             return 0 if self.settings.sampler == "random" else min(limit, proposed // _BASELINE)
@@ -343,7 +343,7 @@ class _Search:
         return [trial for trial in self.trials if trial.origin != "hand-written"]
 
     def _spent(self) -> float | None:
-        rate = self.settings.budget.per_hour
+        rate = self.settings.budget.cost_per_hour
         return None if rate is None else self.ledger.used / 3600 * self.workers * rate
 
     def _tell_progress(self, generation: int) -> None:

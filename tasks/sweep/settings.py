@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,10 +32,14 @@ class _Settings(BaseModel):
 class FreeParameter(_Settings):
     """A free parameter, used in the recipe as ``$name``, and its possible values."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"among": "choices"}
+
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float | None = None
     high: float | None = None
-    among: tuple[Value, ...] = Field(default=(), description="Of a category: the choices (models, methods, numbers).")
+    choices: tuple[Value, ...] = Field(
+        default=(), description="Possible values of a category (models, methods, numbers)."
+    )
     start: Value = Field(description="The hand-written value: where the search begins, and what it must beat.")
     layers: int | None = Field(
         default=None, ge=1, description="One value for each of so many groups of layers; absent: one for all."
@@ -86,15 +91,17 @@ class SetSizes(_Settings):
 class Budget(_Settings):
     """Limits of a search. The search ends at the first limit that it reaches."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"per_hour": "cost_per_hour"}
+
     trials: int = Field(default=60, ge=1)
     hours: float | None = Field(default=None, gt=0, description="Of wall time, since it was first started.")
-    cost: float | None = Field(default=None, gt=0, description="Money: worker hours times per_hour.")
-    per_hour: float | None = Field(default=None, gt=0, description="What one worker costs an hour.")
+    cost: float | None = Field(default=None, gt=0, description="Money: worker hours times cost_per_hour.")
+    cost_per_hour: float | None = Field(default=None, gt=0, description="What one worker costs an hour.")
 
     @model_validator(mode="after")
     def _money_has_a_rate(self) -> Self:
-        if self.cost is not None and self.per_hour is None:
-            raise ValueError("cost needs per_hour")
+        if self.cost is not None and self.cost_per_hour is None:
+            raise ValueError("cost needs cost_per_hour")
         return self
 
 
@@ -113,13 +120,22 @@ class Racing(_Settings):
 class SweepSettings(_Settings):
     """A search over the free parameters of a recipe."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "hand_written": "baselines",
+        "several": "multi_objective",
+        "baseline": "random_trials",
+        "view": "optuna_storage",
+    }
+
     parameters: dict[str, FreeParameter] = Field(min_length=1)
     sum_to_one: tuple[tuple[str, ...], ...] = Field(default=(), description="Groups of parameters that sum to one.")
-    hand_written: tuple[str, ...] = Field(
+    baselines: tuple[str, ...] = Field(
         default=(), description="Further recipes that the winner must beat: files, beside the one that is searched."
     )
     objective: tuple[ObjectiveTerm, ...] = Field(min_length=1)
-    several: bool = Field(default=False, description="Terms are objectives of their own, and the result is a front.")
+    multi_objective: bool = Field(
+        default=False, description="Terms are objectives of their own, and the result is a front."
+    )
     change_penalty: float = Field(
         default=0.0, ge=0, description="Subtracted, times the relative size of the change from the base."
     )
@@ -128,14 +144,16 @@ class SweepSettings(_Settings):
     seed: int = Field(default=0, ge=0, lt=2**32)
     population: int | None = Field(default=None, ge=2, description="Candidates of a generation; absent: by dimension.")
     sigma: float = Field(default=0.2, gt=0, le=1, description="cma: first step, as a share of each range.")
-    baseline: int | None = Field(default=None, ge=0, description="Trials of random search beside; absent: a quarter.")
+    random_trials: int | None = Field(
+        default=None, ge=0, description="Trials of random search beside; absent: a quarter."
+    )
     documents: SetSizes = SetSizes()
     confidence: float = Field(
         default=0.975, gt=0.5, lt=1, description="One-sided, of the one confirmation: 0.975 is 0.95 two-sided."
     )
     budget: Budget = Budget()
     racing: Racing = Racing()
-    view: str | None = Field(
+    optuna_storage: str | None = Field(
         default=None,
         description="Where the study is written for Optuna's dashboard: a file, or the address of a database; absent: "
         "nowhere, unless the dashboard is asked for.",

@@ -62,7 +62,7 @@ class Coordinate:
     def choices(self) -> int:
         """Number of values, or 0 for a continuous coordinate."""
         if self.free.type == "category":
-            return len(self.free.among)
+            return len(self.free.choices)
         return int(self.high - self.low) + 1 if self.free.type == "integer" else 0
 
     @property
@@ -76,7 +76,7 @@ class Coordinate:
     def encode(self, value: Value) -> float:
         """Return the position of ``value`` in [0, 1]. A choice is at the middle of its share."""
         if self.free.type == "category":
-            return (_index(self.free.among, value) + 0.5) / self.choices
+            return (_index(self.free.choices, value) + 0.5) / self.choices
         if self.free.type == "integer":
             return (float(value) - self.low + 0.5) / self.choices
         low, high, position = (
@@ -89,7 +89,7 @@ class Coordinate:
         unit = min(max(float(unit), 0.0), 1.0)
         if self.choices:
             index = min(int(unit * self.choices), self.choices - 1)
-            return self.free.among[index] if self.free.type == "category" else int(self.low) + index
+            return self.free.choices[index] if self.free.type == "category" else int(self.low) + index
         if self.free.type == "log":
             value = math.exp(math.log(self.low) + unit * (math.log(self.high) - math.log(self.low)))
             rounded = float(f"{value:.{DIGITS - 1}e}")
@@ -231,8 +231,8 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
     for hole in holes:
         # Check all methods now, not when the sampler first draws one of them.
         if hole.where == f"{where}: merge_method":
-            for method in settings.parameters[hole.name].among:
-                fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.among")
+            for method in settings.parameters[hole.name].choices:
+                fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.choices")
     coordinates = tuple(
         coordinate for name, free in settings.parameters.items() for coordinate in _coordinates(name, free)
     )
@@ -307,25 +307,25 @@ def _check(free: FreeParameter, location: str) -> None:
 
 def _check_category(free: FreeParameter, location: str) -> None:
     if free.low is not None or free.high is not None:
-        raise InvalidInput(location, found="a category with low or high", expected="choices, under 'among'")
-    if not free.among:
-        raise InvalidInput(f"{location}.among", found="nothing", expected="the choices of a category")
+        raise InvalidInput(location, found="a category with low or high", expected="choices, under 'choices'")
+    if not free.choices:
+        raise InvalidInput(f"{location}.choices", found="nothing", expected="the choices of a category")
     # Compare texts, because 1 and True are equal in Python.
-    if len({_value_text(choice) for choice in free.among}) < len(free.among):
-        raise InvalidInput(f"{location}.among", found=f"{list(free.among)}", expected="each choice once")
-    if _value_text(free.start) not in {_value_text(choice) for choice in free.among}:
+    if len({_value_text(choice) for choice in free.choices}) < len(free.choices):
+        raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice once")
+    if _value_text(free.start) not in {_value_text(choice) for choice in free.choices}:
         raise InvalidInput(
             f"{location}.start",
             found=repr(free.start),
             expected="one of the choices",
-            remedy=suggest(str(free.start), [str(choice) for choice in free.among]),
+            remedy=suggest(str(free.start), [str(choice) for choice in free.choices]),
         )
 
 
 def _check_range(free: FreeParameter, location: str) -> None:
-    if free.among:
+    if free.choices:
         raise InvalidInput(
-            f"{location}.among", found=f"choices of a {free.type}", expected="low and high, or type: category"
+            f"{location}.choices", found=f"choices of a {free.type}", expected="low and high, or type: category"
         )
     low, high, start = free.low, free.high, free.start
     if low is None or high is None:
@@ -379,8 +379,8 @@ def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[C
     ]
 
 
-def _index(among: Sequence[Value], value: Value) -> int:
-    return [_value_text(choice) for choice in among].index(_value_text(value))
+def _index(choices: Sequence[Value], value: Value) -> int:
+    return [_value_text(choice) for choice in choices].index(_value_text(value))
 
 
 def _value_text(value: Value) -> str:

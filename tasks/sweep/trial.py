@@ -24,7 +24,7 @@ import numpy as np
 
 from mergegate.merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
-from mergegate.merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
+from mergegate.merge_core.errors import CannotDecide, ChangedInput, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
 from mergegate.tasks.checkpoints import (
@@ -239,7 +239,7 @@ class _Workspace:
         """Return the candidate's scores, or its problem."""
         try:
             change = self._fill(request, watch)
-        except (DiskRefused, ChangedInput, OutOfModelMemory):
+        except (CannotDecide, OutOfModelMemory):
             self.network = None
             raise
         except MergegateError as problem:
@@ -294,15 +294,17 @@ class _Workspace:
 
     def _plan(self, request: TrialRequest) -> MergePlan:
         where = f"{request.directory / 'sweep' if request.directory else 'sweep'}: recipe"
-        recipe = load_recipe(request.recipe, where=where)
+        recipe = load_recipe(request.recipe, location=where)
         if recipe.output is not None:
-            raise InvalidInput(recipe.where, found="a recipe that makes an adapter", expected="one that makes a model")
+            raise InvalidInput(
+                recipe.location, found="a recipe that makes an adapter", expected="one that makes a model"
+            )
         if recipe.texts:
             if unread := next(
                 (asked for asked in recipe.calibration_requests if asked not in self.setting.measured), None
             ):
                 raise InvalidInput(
-                    f"{recipe.where}: {unread.model}",
+                    f"{recipe.location}: {unread.model}",
                     found=f"{unread.text}, which was not read for {recipe.merge_method} in this way",
                     expected="texts that were read before the search",
                     remedy="search over methods, or over how texts are read, not over both",
@@ -315,7 +317,7 @@ class _Workspace:
             if reference not in self._checkpoints:
                 if reference not in by_ref:
                     raise InvalidInput(
-                        recipe.where,
+                        recipe.location,
                         found=f"{reference}, which is not among the parents of the sweep",
                         expected="models that were resolved when it began",
                     )

@@ -84,8 +84,8 @@ class Trial:
         origin: ``hand-written``, ``sampler`` or ``baseline``.
         label: Name of a hand-written recipe. Empty for other trials.
         point: Values by name of coordinate.
-        scores: One number per objective (a single one unless ``several`` is set). More is better. A dropped trial has
-            the value that ranks it: the incumbent's score plus the observed mean paired difference. NaN: see
+        scores: One number per objective (a single one unless ``multi_objective`` is set). More is better. A dropped
+            trial has the value that ranks it: the incumbent's score plus the observed mean paired difference. NaN: see
             ``problem``.
         violation: Sum of all constraint violations, in the unit of the scores. 0: feasible.
         documents: Share of the search documents that it was evaluated on, in (0, 1].

@@ -240,12 +240,12 @@ def test_a_mixture_can_be_a_step_and_be_made_of_steps(models: Path, tmp_path: Pa
     [
         (document("qwen2", ["qwen2"] * 2), "without a shared expert"),
         (document("llama", ["llama"] * 2, architecture="DeepSeek MoE"), "DeepSeek"),
-        (document("llama", ["llama"] * 2, architecture="Qwen3"), "Qwen3 MoE, of a llama base"),
+        (document("llama", ["llama"] * 2, architecture="Qwen3"), "Qwen3 MoE for a base of type llama"),
         (document("llama", ["qwen3"] * 2), "qwen3"),
         (document("window", ["window"] * 2, shared_experts=[{"source_model": "window"}]), "4"),
         (document("wide-heads", ["wide-heads"], experts_per_token=1, architecture="Qwen",
                   shared_experts=[{"source_model": "wide-heads"}]), "16"),
-        (document("qwen3-biased", ["qwen3"] * 2, architecture="Mixtral"), "Mixtral, of a qwen3 base"),
+        (document("qwen3-biased", ["qwen3"] * 2, architecture="Mixtral"), "Mixtral for a base of type qwen3"),
     ],
 )  # fmt: skip
 def test_what_no_family_can_compute_is_refused(models: Path, content: dict[str, Any], found: str) -> None:

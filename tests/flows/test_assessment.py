@@ -14,8 +14,9 @@ from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import document_scores, find_backend
+from mergegate.tasks.evaluation.document_order import document_ranges
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring import Scoring, document_ranges
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.guards import CHAMPION, GateRule, Guard

@@ -1,4 +1,4 @@
-"""``mergegate deploy`` synchronizes a real Prefect server on loopback with ``nights.yaml``."""
+"""``mergegate deploy`` synchronizes a real Prefect server on loopback with ``schedules.yaml``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Served:
         wanted = desired_deployments(nights, self.root)
         done = sync_deployments(self.client, wanted, here)
         rules = sync_rules(
-            self.client, desired_rules(nights, wanted), nights.tell, {one.name: one.id for one in done}, here
+            self.client, desired_rules(nights, wanted), nights.notify, {one.name: one.id for one in done}, here
         )
         return {one.name: one.change for one in done} | dict(rules)
 
@@ -105,7 +105,7 @@ def _served(root: Path, begin_records: Begin) -> Iterator[Served]:
 
 
 def nights(*profiles: dict[str, str], **more: object) -> Schedules:
-    return parse_schedules({"profiles": list(profiles), **more}, "nights.yaml")
+    return parse_schedules({"profiles": list(profiles), **more}, "schedules.yaml")
 
 
 def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> None:
@@ -214,7 +214,7 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
 
 def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served, told: Received) -> None:
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
-    file = nights(DEMO, tell=[{"to": "webhook", "address": "$HOOK"}])
+    file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
     deployment = find_deployment(served.client, "release/demo")
     assert deployment is not None

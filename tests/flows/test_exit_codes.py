@@ -16,13 +16,21 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.app import app
 from mergegate.flows.prefect_api.runs import FinishedRun
 from mergegate.flows.preflight import Problems
-from mergegate.merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, InvalidInput, Refused, state_name
+from mergegate.merge_core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    DiskUnavailable,
+    Finding,
+    InvalidInput,
+    Refused,
+    state_name,
+)
 from mergegate.tasks.report import read_history
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 
 
-@pytest.mark.parametrize(("kind", "code"), [(InvalidInput, 2), (Refused, 3), (DiskRefused, 3)])
+@pytest.mark.parametrize(("kind", "code"), [(InvalidInput, 2), (Refused, 3), (DiskUnavailable, 3)])
 def test_what_is_wrong_and_what_is_refused_have_codes_of_their_own(kind: type[InvalidInput], code: int) -> None:
     assert kind("here", found="this").exit_code == code
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from demo_project import PROFILES, Project, make_project
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "evidence"))
 from lm_eval_runs import run_lm_eval
 
 DEMO = PROFILES / "demo"

@@ -1,4 +1,4 @@
-"""``nights.yaml``: which settings it accepts, and which deployments and rules it creates on the server.
+"""``schedules.yaml``: which settings it accepts, and which deployments and rules it creates on the server.
 
 All functions under test are pure, so no server runs.
 """
@@ -26,7 +26,7 @@ DEMO = {"profile": "profiles/demo.yaml"}
 
 
 def nights(*profiles: Mapping[str, object], **more: object) -> Schedules:
-    return parse_schedules({"profiles": list(profiles) or [DEMO], **more}, "nights.yaml")
+    return parse_schedules({"profiles": list(profiles) or [DEMO], **more}, "schedules.yaml")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_file_that_is_shipped_means_something() -> None:
-    found = desired_deployments(load_schedules(PROJECT / "nights.yaml"), PROJECT)
+    found = desired_deployments(load_schedules(PROJECT / "schedules.yaml"), PROJECT)
     assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "shadow/shadow", "release/demo"]
     assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
 
@@ -53,9 +53,9 @@ def test_the_file_that_is_shipped_means_something() -> None:
         ({"profiles": [{**DEMO, "schedule": "every night"}]}, "20 s, 90 min, 6 h or 3 d"),
         ({"profiles": [{**DEMO, "schedule": "every 1 s"}]}, "at least 10 s"),
         ({"profiles": [{**DEMO, "timezone": "Europe/Berln"}]}, "did you mean 'Europe/Berlin'?"),
-        ({"profiles": [DEMO], "tell": [{"to": "webhook", "address": "https://x/secret"}]}, "an environment variable"),
-        ({"profiles": [DEMO], "tell": [{"to": "block", "address": "$X"}]}, "TYPE/NAME"),
-        ({"profiles": [DEMO], "tell": [{"to": "slack", "address": "$X", "of": ["refusal"]}]}, "refused"),
+        ({"profiles": [DEMO], "notify": [{"to": "webhook", "address": "https://x/secret"}]}, "an environment variable"),
+        ({"profiles": [DEMO], "notify": [{"to": "block", "address": "$X"}]}, "TYPE/NAME"),
+        ({"profiles": [DEMO], "notify": [{"to": "slack", "address": "$X", "events": ["refusal"]}]}, "refused"),
         ({"profiles": [DEMO], "server": {"database": "postgresql://me:secret@db/x"}}, "holds a password"),
         ({"profiles": [DEMO], "server": {"database": "mysql://db/x"}}, "postgresql://"),
         ({"profiles": [DEMO], "server": {"address": "http://me:secret@db"}}, "http://host:port"),
@@ -63,14 +63,14 @@ def test_the_file_that_is_shipped_means_something() -> None:
 )
 def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse_schedules(data, "nights.yaml")
+        parse_schedules(data, "schedules.yaml")
     assert said in str(refused.value)
-    assert str(refused.value).startswith("nights.yaml")
+    assert str(refused.value).startswith("schedules.yaml")
 
 
 def test_an_absent_file_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
-        load_schedules(tmp_path / "nights.yaml")
+        load_schedules(tmp_path / "schedules.yaml")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
 def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(project: Path) -> None:
     told = nights(
         DEMO,
-        tell=[{"to": "slack", "address": "$A", "of": ["refused"]}, {"to": "webhook", "address": "$B"}],
+        notify=[{"to": "slack", "address": "$A", "events": ["refused"]}, {"to": "webhook", "address": "$B"}],
     )
     rules = desired_rules(told, desired_deployments(told, project))
     names = [rule.name for rule in rules]
@@ -166,7 +166,7 @@ def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(pr
 
 
 def test_two_of_a_kind_are_told_apart(project: Path) -> None:
-    told = nights(DEMO, tell=[{"to": "slack", "address": "$A", "of": ["late"]}] * 2)
+    told = nights(DEMO, notify=[{"to": "slack", "address": "$A", "events": ["late"]}] * 2)
     names = [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
     assert names[2:] == ["mergegate: tell slack 1 of late", "mergegate: tell slack 2 of late"]
 

@@ -110,13 +110,13 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
             assert not (clone / ".mergegate" / "prefect" / "prefect.db").exists()  # The records are in PostgreSQL.
             # First, a schedule that fires within a minute; later, the one from the page.
             assert WRITTEN_SCHEDULE in nights
-            (clone / "nights.yaml").write_text(nights.replace(WRITTEN_SCHEDULE, "every 30 s"))
+            (clone / "schedules.yaml").write_text(nights.replace(WRITTEN_SCHEDULE, "every 30 s"))
             assert "+ release/demo " in me.types(deploy)
             with in_a_terminal_of_its_own(me.typed(worker), clone, environment) as work, asked(clone, port) as client:
                 until(lambda: ended(client, "Released", scheduled=True), "a night", work)
                 assert (clone / "releases" / "demo" / "latest").is_dir()
                 assert me.types(report)
-                (clone / "nights.yaml").write_text(nights)
+                (clone / "schedules.yaml").write_text(nights)
                 assert "~ release/demo " in me.types(deploy)
 
                 assert "NothingNew" in me.types(by_hand)

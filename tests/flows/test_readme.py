@@ -27,7 +27,7 @@ def blocks(heading: str) -> list[str]:
 def clone(tmp_path: Path) -> Path:
     """Return a project as a user would have it, with its environment installed."""
     make_project(tmp_path)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "prefect.yaml", "nights.yaml"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "prefect.yaml", "schedules.yaml"):
         shutil.copy(PROJECT / name, tmp_path / name)
         os.utime(tmp_path / name, (0, 0))  # Older than the environment, so nothing is installed again.
     environment = tmp_path / ".venv"

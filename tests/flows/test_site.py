@@ -89,7 +89,7 @@ def test_a_run_by_hand_does_not_depend_on_that_server(here: Path, monkeypatch: p
 
 
 def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = parse_schedules({"profiles": [], "server": {"address": "http://in-nights:1/"}}, "nights.yaml")
+    file = parse_schedules({"profiles": [], "server": {"address": "http://in-nights:1/"}}, "schedules.yaml")
     assert find_site().address == "http://127.0.0.1:4200"
     assert find_site(file).address == "http://in-nights:1"
     monkeypatch.setenv("PREFECT_API_URL", "http://in-environment:2/api")
@@ -124,7 +124,7 @@ def test_the_server_asks_for_the_secret_and_keeps_its_slots_on_disk(here: Path) 
 
 
 def test_a_team_names_its_database(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = parse_schedules({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "nights.yaml")
+    file = parse_schedules({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "schedules.yaml")
     assert database_url(None) is None
     assert database_url(file) == "postgresql+asyncpg://me@db/one"
     monkeypatch.setenv("MERGEGATE_DATABASE", "postgres://me:secret@db/two")

@@ -109,7 +109,7 @@ def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_i
         name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, set=name))])  # type: ignore[arg-type]
         for name in ("search", "confirmation")
     }
-    loaded = load_recipe(recipe, where=f"{DEMO / 'recipes/linear-searched.yaml'}")
+    loaded = load_recipe(recipe, location=f"{DEMO / 'recipes/linear-searched.yaml'}")
     parents = {str(ref): open_checkpoint(DEMO / "recipes" / str(ref)) for ref in loaded.references()}
     merge_weights(plan_merge(loaded, parents), tmp_path / "merged", seed=0, device="cpu")
     for task in small_sweeps.TASKS:
@@ -162,8 +162,8 @@ def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: 
     for guard in profile["evaluate"]["tasks"]:
         guard["guarded_by"] = "best parent"  # The best parent differs from candidate to candidate.
     profile["sweep"]["parameters"] = {
-        "method": {"type": "category", "among": ["ties", "dare_ties"], "start": "ties"},
-        "who": {"type": "category", "among": models, "start": models[0]},
+        "method": {"type": "category", "choices": ["ties", "dare_ties"], "start": "ties"},
+        "who": {"type": "category", "choices": models, "start": models[0]},
     }
     result = project.mergegate("sweep", small_sweeps.write_profile(project, profile))
     assert result.exit_code == 3, result.output
@@ -228,7 +228,7 @@ def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
     searched = {**recipe, "parameters": {"weight": "$weight"}}
     sweep = {
         "parameters": {"weight": {"low": 0.1, "high": 1.0, "start": 0.5}},
-        "hand_written": ["a/mean.yaml", "b/mean.yaml"],
+        "baselines": ["a/mean.yaml", "b/mean.yaml"],
         "objective": [{"task": "t.yaml"}],
     }
     profile = parse_profile({"root": tmp_path, "name": "two", "recipe": searched, "sweep": sweep}, "two.yaml")

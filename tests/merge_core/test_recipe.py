@@ -83,7 +83,7 @@ def test_what_has_no_meaning_is_refused_with_place_and_suggestion(change: tuple[
     text = TIES.replace(*change)
     assert text != TIES
     with pytest.raises(InvalidInput, match=said) as caught:
-        load_recipe(text, where="r.yaml")
+        load_recipe(text, location="r.yaml")
     assert str(caught.value).startswith("r.yaml")
 
 
@@ -109,7 +109,7 @@ def test_what_has_no_meaning_is_refused_with_place_and_suggestion(change: tuple[
     ],
 )
 def test_what_mergekit_ignores_is_a_warning_with_a_remedy(change: tuple[str, str], where: str, remedy: str) -> None:
-    recipe = load_recipe(TIES.replace(*change), where="r.yaml")
+    recipe = load_recipe(TIES.replace(*change), location="r.yaml")
     (finding,) = recipe.findings
     assert finding.severity == "warn"
     assert finding.where.startswith("r.yaml: ")

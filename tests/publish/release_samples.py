@@ -11,7 +11,7 @@ from typing import Any
 
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.merge import Merged, Numerics
@@ -21,7 +21,7 @@ from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.licenses.use import Use
 from mergegate.tasks.publish.content import ReleaseFile, written_file
-from mergegate.tasks.publish.step import ReleaseParts, publish
+from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report

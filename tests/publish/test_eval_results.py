@@ -7,7 +7,7 @@ import pytest
 import yaml
 from release_samples import content, share
 
-from mergegate.tasks.evaluation.scoring import Scoring
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.publish.eval_results import BENCHMARKS, eval_results
 
 

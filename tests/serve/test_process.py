@@ -25,7 +25,7 @@ from mergegate.tasks.serve.settings import ServeSettings
 
 
 def settings(**changes: float) -> ServeSettings:
-    return ServeSettings(ready_within=changes.pop("ready_within", HANG_S), answer_within=HANG_S, **changes)
+    return ServeSettings(startup_timeout=changes.pop("startup_timeout", HANG_S), request_timeout=HANG_S, **changes)
 
 
 def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
@@ -156,7 +156,7 @@ def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, trace
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
     with (
         ServerProcess(
-            stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(ready_within=5)
+            stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(startup_timeout=5)
         ) as server,
         pytest.raises(ServerEnded, match="not ready in 5 s; last: loading weights") as end,
     ):
@@ -167,7 +167,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
 
 @pytest.mark.slow
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings(timeout=2)) as server:
         server.await_ready()
         assert server.has_died(within=HANG_S)
         assert "longer than 2 s" in server.ended().cause

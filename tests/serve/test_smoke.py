@@ -38,7 +38,7 @@ def settings(*arguments: str, **changes: object) -> ServeSettings:
     """Return settings that start the stand-in; ``--model {model}`` serves a checkpoint instead of canned answers."""
     command = (sys.executable, STAND_IN, "--port", "{port}", "--name", "{name}", *arguments)
     asked = {"prompts": ("rev: abcd>", "the old "), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
-    return ServeSettings.model_validate({"command": command, "answer_within": HANG_S, **asked, **changes})
+    return ServeSettings.model_validate({"command": command, "request_timeout": HANG_S, **asked, **changes})
 
 
 def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdict:
@@ -101,7 +101,7 @@ def test_a_server_that_dies_while_it_is_asked_is_the_models_failure(
 
 
 def test_a_server_that_hangs_is_the_models_failure(checkpoint: Path, tmp_path: Path) -> None:
-    verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", "silent", answer_within=0.5))
+    verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", "silent", request_timeout=0.5))
     assert verdict.checks[-1].seen == "no answer in 0.5 s"
     assert verdict.refuses()
 

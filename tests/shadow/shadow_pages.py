@@ -91,7 +91,7 @@ def page_content(
         for n in range(requests)
     ]
     hours = 27.5 if pairs else 0.0
-    verdict = shadow_verdict("3f9a0c71b2de", scores, 0.86, rows, hours, settings.rule, settings.switch)
+    verdict = shadow_verdict("3f9a0c71b2de", scores, 0.86, rows, hours, settings)
     said = {"candidate": "3f9a0c71b2de", "mode": mode, "share": 0.1, "serving": serving, "since": BEGAN}
     routing = Routing(**said, why=why or verdict.reason)  # type: ignore[arg-type]
     return shadow_report(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks.shadow.traffic.arm import goes_to_candidate, session_key, session_of
-from mergegate.tasks.shadow.traffic.effects import may_be_copied
+from mergegate.tasks.shadow.routing import goes_to_candidate
+from mergegate.tasks.shadow.traffic.request import may_be_copied, session_hash, session_key
 
 QUESTION = {"model": "m", "messages": []}
 CHAT = "/v1/chat/completions"
@@ -39,8 +39,8 @@ def test_what_a_request_belongs_to_goes_from_session_to_address() -> None:
     assert session_key(said, body, "X-Session-Id", "1.2.3.4") == "user u"
     assert session_key(said, {"user": 7}, "X-Session-Id", "1.2.3.4") == "token Bearer t"
     assert session_key({}, None, "X-Session-Id", "1.2.3.4") == "client 1.2.3.4"
-    assert "Bearer t" not in session_of("token Bearer t", "v1")
-    assert session_of("token Bearer t", "v1") != session_of("token Bearer t", "v2")
+    assert "Bearer t" not in session_hash("token Bearer t", "v1")
+    assert session_hash("token Bearer t", "v1") != session_hash("token Bearer t", "v2")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from watched_project import Watched, make_project
 
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
 from mergegate.tasks.shadow.records import open_records
-from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 pytestmark = pytest.mark.slow
@@ -77,13 +77,13 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
         routing = Routing(candidate="v1", mode="mirror", share=1.0, since=time.time())
         write_routing(routing_file("watched"), routing)
         recorder = Recorder(
-            lambda: open_records(records_url("watched", settings)), open_redaction((), None), most=10_000,
-            body_limit=1 << 20, keep_days=1,
+            lambda: open_records(records_url("watched", settings)), open_redaction((), None), queue_size=10_000,
+            max_body_bytes=1 << 20, retention_days=1,
         )  # fmt: skip
         proxy = ShadowProxy(settings, FollowedRouting(routing_file("watched"), routing), recorder)
         traffic = read_traffic(PROFILES / "demo" / "traffic.jsonl", "demo")[:240]
         with serving(proxy.application()) as url:
-            done = replay(traffic, url, header=settings.session_header, rate=1000, at_once=2)
+            done = replay(traffic, url, ReplaySettings(settings.session_header, rate=1000, concurrency=2))
             assert dict(done.statuses) == {"200": 240}
             while recorder.counts().get("copies", 0) < 240:
                 time.sleep(0.05)

@@ -99,8 +99,8 @@ def test_each_decision_says_its_numbers() -> None:
         "roll back: the win rate over 20 pairs is 0.0 %; with 95 % confidence it is below 33.2 %, worse than even"
     )
     assert said([1, 0] * 20, 30) == (
-        "wait: the win rate over 40 pairs is 50.0 %; it may be anything from 29.7 % to 70.3 %, and above 47.0 % is "
-        "to be shown; besides, 40 of at least 100 pairs are judged"
+        "wait: the win rate over 40 pairs is 50.0 %, in an interval from 29.7 % to 70.3 %; a promotion requires "
+        "that it is above 47.0 %. Also, 40 of at least 100 pairs are judged"
     )
 
 

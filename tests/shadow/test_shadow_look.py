@@ -52,7 +52,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
         monkeypatch.setattr(
             DirectoryTarget,
-            "aliased",
+            "resolve_alias",
             lambda self, root, name: str((root / self.path / name).readlink()),
             raising=False,
         )
@@ -151,7 +151,7 @@ def test_a_judge_that_likes_whatever_comes_first_promotes_nobody(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times as late")], ids=["fails", "slow"]
+    ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )
 def test_what_fails_or_is_far_too_slow_is_killed_without_statistics(
     tmp_path: Path, prefect_api: None, judge: Asked, failing: float, first: float, says: str

@@ -20,7 +20,7 @@ from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:
-    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged=judged or {}, most=most)
+    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged=judged or {}, limit=most)
 
 
 TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", ""])), max_size=30)
@@ -36,7 +36,7 @@ def test_each_session_has_one_pair_whatever_was_answered(traffic: list[tuple[int
     chosen = sampled(pairs)
     assert {one.session for one in chosen.pairs} == {one.session for one in pairs}
     assert len(chosen.pairs) == len({one.session for one in chosen.pairs})
-    assert [one.given.id for one in sampled(exchanged).pairs] == [one.given.id for one in chosen.pairs]
+    assert [one.answers.id for one in sampled(exchanged).pairs] == [one.answers.id for one in chosen.pairs]
     assert [one.at for one in chosen.pairs] == sorted(one.at for one in chosen.pairs)
     assert chosen.left_out.get(SAME_SESSION, 0) + len(chosen.pairs) == len(pairs)
 
@@ -49,14 +49,14 @@ def test_later_looks_only_add_pairs_and_leave_none_out(traffic: list[tuple[int, 
         look = sampled(pairs[:seen], judged, most)
         assert len(look.pairs) <= most
         assert judged.keys().isdisjoint(one.session for one in look.pairs)
-        judged |= {one.session: one.given.id for one in look.pairs}
+        judged |= {one.session: one.answers.id for one in look.pairs}
     assert judged.keys() == {one.session for one in pairs}
 
 
 def test_a_pair_that_a_killed_look_has_begun_is_finished_before_others_and_not_exchanged() -> None:
     pairs = [pair(n, f"s{n % 5}") for n in range(40)]
-    look = sample_pairs(lambda: pairs, judged={"s4": "request-39"}, begun=["request-39"], most=2)
-    assert look.pairs[0].given.id == "request-39"
+    look = sample_pairs(lambda: pairs, judged={"s4": "request-39"}, half_judged=["request-39"], limit=2)
+    assert look.pairs[0].answers.id == "request-39"
     assert len({one.session for one in look.pairs}) == 2
 
 
@@ -69,8 +69,8 @@ def test_what_one_of_the_two_did_not_answer_is_counted_and_not_replaced_by_anoth
         pair(4),
     ]
     look = sampled(broken)
-    assert [one.given.id for one in look.pairs] == ["request-4"]
-    assert look.left_out == {FAILED: 2, "a stream that was cut off": 1, "neither chat nor completion": 1}
+    assert [one.answers.id for one in look.pairs] == ["request-4"]
+    assert look.left_out == {FAILED: 2, "a truncated stream": 1, "neither a chat nor a completion request": 1}
 
 
 def test_a_conversation_is_read_with_its_speakers_tools_and_parts() -> None:
@@ -141,12 +141,15 @@ def test_however_an_answer_was_sent_it_is_the_same_text(same: Same) -> None:
 @pytest.mark.parametrize(
     ("request_body", "reason"),
     [
-        (b"{", "a request that is no JSON"),
+        (b"{", "the request is not JSON"),
         (chat("x", n=2), "several answers to one request"),
         (chat(), "a chat without messages"),
-        (chat("x", "and then"), "an answer that goes on with one that was begun"),
-        (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(), "parts that are"),
-        (json.dumps({"messages": [{"role": "oracle", "content": "x"}] * 2}).encode(), "a message of nobody"),
+        (chat("x", "and then"), "a request to continue a partial answer"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(),
+            "not text",
+        ),
+        (json.dumps({"messages": [{"role": "oracle", "content": "x"}] * 2}).encode(), "a message with an unknown role"),
     ],
 )
 def test_a_request_that_is_no_text_says_why(request_body: bytes, reason: str) -> None:

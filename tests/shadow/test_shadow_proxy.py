@@ -105,7 +105,7 @@ def test_everything_else_of_the_api_passes_and_is_asked_once(tmp_path: Path) -> 
 
 
 def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_path: Path) -> None:
-    with watched(tmp_path, candidate="hang", copies=2) as one:
+    with watched(tmp_path, candidate="hang", max_copies=2) as one:
         for _ in range(5):
             assert one.client.post(one.url + CHAT, json=question()).status_code == 200
         while one.status()["counts"].get("not copied: too many copies", 0) < 3:
@@ -117,7 +117,7 @@ def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_
 
 
 def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
-    with watched(tmp_path, parent="hang", in_flight=1) as one, httpx.Client(timeout=60) as other:
+    with watched(tmp_path, parent="hang", max_requests=1) as one, httpx.Client(timeout=60) as other:
         with one.client.stream("GET", f"{one.url}/v1/models") as _:
             pass  # This request is answered, because only chat requests hang.
         while one.status()["in_flight"]:
@@ -149,7 +149,7 @@ def test_where_the_candidate_fails_the_parent_answers_and_both_are_kept(tmp_path
 
 
 def test_a_candidate_that_fails_too_often_is_taken_off_at_once_and_for_everybody(tmp_path: Path) -> None:
-    with watched(tmp_path, candidate="error", switch={"of": 20, "errors": 10}) as one:
+    with watched(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):
             one.client.post(one.url + CHAT, json=question())
         routing = read_routing(tmp_path / "routing.json")

@@ -105,9 +105,11 @@ class Slow:
         pass
 
 
-def recorder(database: Any, most: int = 10, body_limit: int = 1 << 20, redaction: Redaction | None = None) -> Recorder:
+def recorder(
+    database: Any, most: int = 10, max_body_bytes: int = 1 << 20, redaction: Redaction | None = None
+) -> Recorder:
     redaction = redaction or Redaction([])
-    return Recorder(lambda: database, redaction, most=most, body_limit=body_limit, keep_days=1)
+    return Recorder(lambda: database, redaction, queue_size=most, max_body_bytes=max_body_bytes, retention_days=1)
 
 
 def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() -> None:
@@ -127,7 +129,7 @@ def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() ->
 def test_bodies_that_are_too_long_or_cannot_be_read_are_left_out_and_counted() -> None:
     database = Slow()
     database.go.set()
-    keeping = recorder(database, body_limit=1024, redaction=Redaction(["secret"]))
+    keeping = recorder(database, max_body_bytes=1024, redaction=Redaction(["secret"]))
     keeping.put(record("long", request=b'"' + b"x" * 2000 + b'"', response=b'"a secret"'))
     keeping.put(record("odd", request=b"secret, and no JSON", response=b'"fine"'))
     keeping.close()

@@ -97,5 +97,5 @@ def test_a_function_of_the_users_has_the_last_word() -> None:
 
 @pytest.mark.parametrize("named", ["nowhere_at_all:f", "json:nothing", "json:__name__"])
 def test_a_function_that_is_not_there_is_said_before_anything_is_served(named: str) -> None:
-    with pytest.raises(InvalidInput, match="redact_with"):
+    with pytest.raises(InvalidInput, match="redactor"):
         open_redaction([], named)

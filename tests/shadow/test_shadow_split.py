@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.tasks.shadow import compare_arms
-from mergegate.tasks.shadow.split import error_rate
+from mergegate.tasks.shadow.arm_comparison import error_rate
 
 
 def exact_mixture(failed: int, answered: int) -> Fraction:

@@ -66,8 +66,8 @@ def test_what_the_parent_answered_in_its_place_is_not_the_parents() -> None:
 def test_first_bytes_twice_as_late_end_it_from_200_of_each_on() -> None:
     late, usual = rows("candidate", 200, first_byte=0.41), rows("parent", 200, first_byte=0.2)
     assert kill_reason(late, usual, RULE) == (
-        "95 % of the candidate's last 200 first bytes came within 0.41 s, of the parent's within 0.2 s: "
-        "more than 2 times as late"
+        "95 % of the candidate's last 200 first bytes arrived within 0.41 s, the parent's within 0.2 s, "
+        "so the candidate is more than 2 times slower"
     )
     for few in ((late[1:], usual), (late, usual[1:])):
         assert kill_reason(*few, RULE) is None
@@ -91,7 +91,7 @@ def test_an_equal_candidate_is_not_killed_for_its_luck() -> None:
 
 @given(st.lists(st.sampled_from([200, 400, 503]), max_size=60), st.lists(st.sampled_from([200, 400]), max_size=60))
 def test_one_more_fault_never_saves_it(ours: list[int], theirs: list[int]) -> None:
-    rule = SwitchRule(errors=20, of=50)
+    rule = SwitchRule(max_error_percent=20, window=50)
     candidate = tuple(row for status in ours for row in rows("candidate", 1, status=status))
     parent = tuple(row for status in theirs for row in rows("parent", 1, status=status))
     if kill_reason(candidate, parent, rule):

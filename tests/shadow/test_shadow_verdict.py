@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import pytest
 from watched_project import rows
 
-from mergegate.tasks.shadow import ArmRow, ShadowRule, ShadowVerdict, SwitchRule, shadow_verdict
+from mergegate.tasks.shadow import ArmRow, ShadowSettings, ShadowVerdict, shadow_verdict
 
-RULE = ShadowRule(minimum_pairs=50)
+SERVER = {"url": "http://127.0.0.1:9/v1"}
+SETTINGS = ShadowSettings.model_validate(
+    {"parent": SERVER, "candidate": SERVER, "judge": {"model": "judge", **SERVER}, "rule": {"minimum_pairs": 50}}
+)
 WELL, FAILS = rows(0.0, 250), rows(0.0, 250, failing=0.2)
 
 
 def verdict(
     scores: Sequence[float], consistency: float | None = 1.0, traffic: Sequence[ArmRow] = WELL
 ) -> ShadowVerdict:
-    return shadow_verdict("v1", scores, consistency, traffic, 30.0, RULE, SwitchRule())
+    return shadow_verdict("v1", scores, consistency, traffic, 30.0, SETTINGS)
 
 
 BETTER, WORSE, TIES = [1.0, 0.5] * 100, [0.0, 0.5] * 100, [0.5] * 2000
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome", "as_all_others"),
+    ("shadow", "outcome", "stage_outcome"),
     [
         (verdict(BETTER), "promote", "pass"),
         (verdict(TIES, None), "promote", "pass"),
@@ -34,8 +37,9 @@ BETTER, WORSE, TIES = [1.0, 0.5] * 100, [0.0, 0.5] * 100, [0.5] * 2000
         (verdict(BETTER, traffic=FAILS), "kill", "fail"),
     ],
 )
-def test_what_follows(found: ShadowVerdict, outcome: str, as_all_others: str) -> None:
-    said = found.as_verdict()
-    assert (found.outcome, said.outcome, said.publishable) == (outcome, as_all_others, outcome == "promote")
-    assert said.reasons == (() if outcome == "promote" else (found.reason,))
-    assert said.evidence == found
+def test_the_kill_switch_comes_first_then_the_evidence(shadow: ShadowVerdict, outcome: str, stage_outcome: str) -> None:
+    stage_verdict = shadow.as_verdict()
+    assert (shadow.outcome, stage_verdict.outcome) == (outcome, stage_outcome)
+    assert stage_verdict.publishable == (outcome == "promote")
+    assert stage_verdict.reasons == (() if outcome == "promote" else (shadow.reason,))
+    assert stage_verdict.evidence == shadow

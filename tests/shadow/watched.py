@@ -67,10 +67,10 @@ def watched(
         )
         recorder = Recorder(
             connect or (lambda: open_records(records_at(place))),
-            open_redaction(settings.redact, settings.redact_with),
-            most=settings.queue,
-            body_limit=settings.body_limit,
-            keep_days=settings.keep_days,
+            open_redaction(settings.redact, settings.redactor),
+            queue_size=settings.record_queue,
+            max_body_bytes=settings.max_body_bytes,
+            retention_days=settings.retention_days,
         )
         routing = Routing(candidate="v1", mode=settings.mode, share=settings.share, since=0.0)
         proxy = ShadowProxy(settings, FollowedRouting(place / "routing.json", routing), recorder)

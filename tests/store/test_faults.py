@@ -12,7 +12,7 @@ import pytest
 from faults import disk_fails, files_below
 from pydantic import BaseModel
 
-from mergegate.merge_core.errors import DiskRefused
+from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import disk_errors_refused, disk_refusal, is_disk_error, open_journal
 from mergegate.merge_core.files.records import JOURNAL, JournalPlace
 from mergegate.tasks.store import MANIFEST, Store
@@ -47,12 +47,12 @@ def artifacts(root: Path) -> dict[str, bytes]:
     return {name: content for name, content in files_below(root).items() if "hashes.sqlite" not in name}
 
 
-def refused(root: Path) -> DiskRefused | None:
+def refused(root: Path) -> DiskUnavailable | None:
     """Return the refusal of a build, or None. A build that loses only its journal or its hash memo succeeds."""
     try:
         with disk_errors_refused(root):
             builds(root)
-    except DiskRefused as refusal:
+    except DiskUnavailable as refusal:
         return refusal
     return None
 
@@ -110,7 +110,7 @@ def merge_on_a_failing_disk(parents: Path, merge: Callable[[str], object], numbe
         merge("counted")
     tried = range(1, calls.count + 1, every)
     for at in tried:
-        with disk_fails(at, number) as calls, pytest.raises(DiskRefused) as refused:
+        with disk_fails(at, number) as calls, pytest.raises(DiskUnavailable) as refused:
             merge(f"at-{at}")
         assert refused.value.remedy, calls.failed
         there = files_below(parents / f"at-{at}")

@@ -94,7 +94,7 @@ def test_a_front_is_what_nobody_dominates() -> None:
         (({"task": "copy", "measure": "metric"},), {}, "no metric"),
         (({"task": "copy", "metric": "acc"},), {}, "only there"),
         (({"task": None, "measure": "exact"},), {}, "held-out text"),
-        (({"task": "copy"},), {"several": True}, "two or more"),
+        (({"task": "copy"},), {"multi_objective": True}, "two or more"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(terms: Any, more: Any, said: str) -> None:

@@ -26,7 +26,7 @@ TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), several
 LIMITED = Objective((Term(REV, 1.0),), (Limit(REV, "", 0.0),))
 MIXED = {
     **TIES_PARAMETERS,
-    "how": {"type": "category", "among": ["ties", "dare_ties", "breadcrumbs"], "start": "ties"},
+    "how": {"type": "category", "choices": ["ties", "dare_ties", "breadcrumbs"], "start": "ties"},
     "rank": {"type": "integer", "low": 1, "high": 9, "start": 5},
     "pair": {"type": "integer", "low": 0, "high": 1, "start": 0},
 }

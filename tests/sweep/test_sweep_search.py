@@ -16,7 +16,7 @@ import pytest
 from spaces import TIES
 from toy_search import COPY, REV, ToyModels, by_weights, run_toy, toy_settings, toy_space
 
-from mergegate.merge_core.errors import DiskRefused, InvalidInput, Refused
+from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
 from mergegate.tasks.sweep.search import hand_written_recipes
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress
@@ -125,7 +125,7 @@ def test_the_trials_are_those_of_people_then_of_the_sampler_and_of_random_search
 def test_the_share_of_random_search_is_as_asked_for(
     baseline: int | None, sampler: str, expected: int, tmp_path: Path
 ) -> None:
-    study = run_toy(ToyModels(), tmp_path, toy_settings(baseline=baseline, sampler=sampler, budget={"trials": 30}))
+    study = run_toy(ToyModels(), tmp_path, toy_settings(random_trials=baseline, sampler=sampler, budget={"trials": 30}))
     assert [trial.origin for trial in study.trials].count("baseline") == expected
     assert len(study.trials) == 30
 
@@ -155,8 +155,8 @@ def test_halving_asks_a_quarter_and_ranks_who_was_left_behind_below_who_went_on(
 
 
 def test_equal_recipes_are_scored_once(tmp_path: Path) -> None:
-    three = {"type": "category", "among": [0.5, 1.0, 1.5], "start": 1.0}
-    settings = toy_settings(parameters={"math": three, "code": three, "density": {**three, "among": [1.0]}})
+    three = {"type": "category", "choices": [0.5, 1.0, 1.5], "start": 1.0}
+    settings = toy_settings(parameters={"math": three, "code": three, "density": {**three, "choices": [1.0]}})
     models = ToyModels()
     study = run_toy(models, tmp_path, settings)
     recipes = {tuple(sorted(trial.point.items())) for trial in study.trials}
@@ -205,9 +205,9 @@ def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: P
         run_toy(dead, tmp_path / "c")
 
     def full(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        yield 0, DiskRefused("disk", found="full")
+        yield 0, DiskUnavailable("disk", found="full")
 
-    with pytest.raises(DiskRefused):
+    with pytest.raises(DiskUnavailable):
         run_toy(full, tmp_path / "d")
 
 
@@ -267,7 +267,7 @@ def test_time_and_money_end_a_search_between_generations_and_a_resumed_one_knows
     assert said(run_toy(resumed, tmp_path / "a", settings).trials) == said(study.trials)
     assert not resumed.scored
     by_cost = run_toy(
-        Slow(), tmp_path / "b", toy_settings(budget={"trials": 60, "cost": 2.0, "per_hour": 2.0}), workers=2
+        Slow(), tmp_path / "b", toy_settings(budget={"trials": 60, "cost": 2.0, "cost_per_hour": 2.0}), workers=2
     )
     assert by_cost.stopped == "cost"
     assert by_cost.spent == pytest.approx(2.0, rel=0.4)
@@ -285,7 +285,7 @@ def test_a_constraint_is_kept_by_the_winner(tmp_path: Path) -> None:
 
 
 def test_several_objectives_end_in_a_front_that_the_best_is_on(tmp_path: Path) -> None:
-    study = run_toy(ToyModels(), tmp_path, toy_settings(several=True, sampler="nsga2"))
+    study = run_toy(ToyModels(), tmp_path, toy_settings(multi_objective=True, sampler="nsga2"))
     assert study.best in study.front
     assert not any(trial.dropped for trial in study.trials)
     assert {trial.number for trial in study.front} <= set(study.sheets)

@@ -58,7 +58,7 @@ def test_every_point_is_a_recipe_within_its_ranges_and_survives_its_yaml(unit: t
         {"type": "log", "low": 1e-6, "high": 10, "start": 0.01},
         {"type": "float", "low": 0, "high": 1e-3, "start": 5e-4},
         {"type": "integer", "low": -3, "high": 7, "start": 2},
-        {"type": "category", "among": [0.1, "x", True, 1], "start": 1},
+        {"type": "category", "choices": [0.1, "x", True, 1], "start": 1},
     ],
 )
 def test_encoding_is_undone_by_decoding(free: dict[str, Any]) -> None:
@@ -108,8 +108,8 @@ def test_a_hole_stands_wherever_a_value_stands() -> None:
     space = space_of(
         recipe,
         {
-            "how": {"type": "category", "among": ["ties", "linear"], "start": "ties"},
-            "which": {"type": "category", "among": ["math", "law"], "start": "math"},
+            "how": {"type": "category", "choices": ["ties", "linear"], "start": "ties"},
+            "which": {"type": "category", "choices": ["math", "law"], "start": "math"},
             "w": {**WEIGHT, "layers": 2},
         },
     )
@@ -130,7 +130,7 @@ def test_what_a_method_does_not_have_makes_no_second_recipe() -> None:
         "parameters": {"density": "$d", "weight": 1},
         "models": ["math"],
     }
-    how = {"type": "category", "among": ["ties", "linear"], "start": "ties"}
+    how = {"type": "category", "choices": ["ties", "linear"], "start": "ties"}
     space = space_of(recipe, {"how": how, "d": {"low": 0, "high": 1, "start": 0.5}})
     one, other = ({"how": "linear", "d": d} for d in (0.1, 0.9))
     assert recipe_key(space.recipe_of(one)) == recipe_key(space.recipe_of(other))
@@ -181,9 +181,9 @@ def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
         (LINEAR, {"w": {"type": "integer", "low": 0, "high": 1.5, "start": 1}}, {}, "whole numbers"),
         (LINEAR, {"w": {"type": "integer", "low": 0, "high": 3, "start": 1, "layers": 2}}, {}, "use filters"),
         (LINEAR, {"w": {"type": "category", "start": 1}}, {}, "the choices of a category"),
-        (LINEAR, {"w": {"type": "category", "among": ["ties", "ties"], "start": "ties"}}, {}, "each choice once"),
-        (LINEAR, {"w": {"type": "category", "among": ["ties"], "start": "tie"}}, {}, "did you mean 'ties'"),
-        (LINEAR, {"w": {**WEIGHT, "among": [1]}}, {}, "type: category"),
+        (LINEAR, {"w": {"type": "category", "choices": ["ties", "ties"], "start": "ties"}}, {}, "each choice once"),
+        (LINEAR, {"w": {"type": "category", "choices": ["ties"], "start": "tie"}}, {}, "did you mean 'ties'"),
+        (LINEAR, {"w": {**WEIGHT, "choices": [1]}}, {}, "type: category"),
         (LINEAR, {"w": {**WEIGHT, "layers": 9}}, {}, "9 groups of 4 layers"),
         (LINEAR, {"w": {**WEIGHT, "filters": ["mlp", "mlp"]}}, {}, "different parts"),
         ({**LINEAR, "dtype": "$w"}, {"w": {**WEIGHT, "filters": ["mlp"]}}, {}, "r.yaml: dtype: .w, which has a value"),
@@ -191,7 +191,7 @@ def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
         ({**LINEAR, "$w": 1}, {"w": WEIGHT}, {}, "holes in values only"),
         (
             {"merge_method": "$how", "models": ["math"]},
-            {"how": {"type": "category", "among": ["ties", "dare_tie"], "start": "ties"}},
+            {"how": {"type": "category", "choices": ["ties", "dare_tie"], "start": "ties"}},
             {},
             r"parameters\.how\.among.*did you mean 'dare_ties'",
         ),

@@ -43,7 +43,7 @@ def test_a_view_of_a_mixed_space_with_problems_and_constraints(tmp_path: Path) -
         parameters={
             "math": {"low": 0.2, "high": 1.8, "start": 1.0},
             "code": {"type": "log", "low": 0.1, "high": 2.0, "start": 1.0},
-            "density": {"type": "category", "among": [0.5, 1, True], "start": 1},
+            "density": {"type": "category", "choices": [0.5, 1, True], "start": 1},
         },
         constraints=[{"task": "copy", "max_drop": 1}],
         budget={"trials": 20},

@@ -16,8 +16,8 @@ from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, pin_checkpoints, resolve_parents
 from mergegate.tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
+from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
-from mergegate.tasks.evaluation.scoring import DocumentRange, ordered
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
 from mergegate.tasks.sweep.trials import TEXT, MetricKey
@@ -77,7 +77,7 @@ def demo(place: Path, documents: int) -> Path:
 def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSetting:
     """Return a study over the models base, reverser and shifter."""
     hashes = HashMemo(place / "hashes.db")
-    recipe = load_recipe(ties(), where="demo")
+    recipe = load_recipe(ties(), location="demo")
     names = dict.fromkeys(one.task for one in asked if one.task != TEXT)
     text = pin_documents(PerplexitySettings(documents=place / "data/held-out.jsonl"), place, hashes)
     documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", place, hashes) for name in names), text)
@@ -121,7 +121,7 @@ def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) ->
     rows: dict[tuple[str, int], DocumentScore] = {
         (row.task, row.doc_id): row for row in scored.outcomes if row.metric == metric
     }
-    return [rows[document].outcome for document in ordered({task.name: part.last}, scoring.seed)]
+    return [rows[document].outcome for document in order_documents({task.name: part.last}, scoring.seed)]
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
 """Handle mixtures of experts: split fused experts, match experts across models, and build mixtures of dense models."""
 
-from mergegate.merge_core.architecture.experts.constant_tensors import ConstantTensor, constant_tensor
+from mergegate.merge_core.architecture.experts.computed_tensors import ConstantTensor, constant_tensor
 from mergegate.merge_core.architecture.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts
-from mergegate.merge_core.architecture.experts.naming import expert_names
 from mergegate.merge_core.architecture.experts.outputs import (
     OUTPUT_FAMILIES,
     OutputFamily,
     choose_output,
     mixture_config,
 )
-from mergegate.merge_core.architecture.experts.pieces import DiskTensor, disk_name, split_experts, to_disk_tensors
+from mergegate.merge_core.architecture.experts.pieces import (
+    DiskTensor,
+    disk_name,
+    expert_names,
+    split_experts,
+    to_disk_tensors,
+)
 
 __all__ = [
     "OUTPUT_FAMILIES",

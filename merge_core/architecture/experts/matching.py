@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture.experts.permutation import permuted_rows
+from mergegate.merge_core.architecture.experts.computed_tensors import permuted_rows
 from mergegate.merge_core.architecture.experts.pieces import split_experts
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
@@ -129,7 +129,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     is_sliced = any(source.layers is not None for source in recipe.sources)
     if recipe.align_experts and (recipe.steps or is_sliced):
         raise InvalidInput(
-            f"{recipe.where}: align_experts",
+            f"{recipe.location}: align_experts",
             found="a recipe of several documents" if recipe.steps else "a recipe of slices",
             expected="whole models, merged in one step",
             remedy="align and merge the models first, then use the result",
@@ -142,7 +142,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     modules = _modules(donor_checkpoint)
     if recipe.align_experts and not modules:
         raise InvalidInput(
-            f"{recipe.where}: align_experts",
+            f"{recipe.location}: align_experts",
             found=f"{donor} has no experts",
             expected="mixtures of experts",
             remedy="remove the key",
@@ -153,14 +153,15 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     for name in dict.fromkeys(names):
         if name not in table or not modules:
             continue  # The result of a step has the order of the step's parents.
-        other = split_experts(table[name])
-        matched, orders = _match(donor_checkpoint, modules, name, other, recipe)
+        parent = split_experts(table[name])
+        matched, orders = _match(donor_checkpoint, modules, name, parent, recipe)
         layers += matched
         findings += _findings(str(donor), name, matched, is_aligned=recipe.align_experts)
         if recipe.align_experts:
-            table[name] = _reorder(other, orders)
-            if measured and name in measured:
-                measured[name] = _reorder_measurements(measured[name], _modules(other), orders)
+            measurements = measured.get(name) if measured else None
+            table[name], measurements = _renumber(parent, measurements, orders)
+            if measured and measurements:
+                measured[name] = measurements
     recipe = replace(recipe, experts_in_order=True, measured=measured)
     return MatchedExperts(recipe, table, tuple(layers), tuple(findings))
 
@@ -190,22 +191,22 @@ def assign(similarity: Floats, groups: int = 1) -> list[int]:
 
 
 def _match(
-    donor: Checkpoint,
-    modules: Mapping[str, _Module],
-    name: str,
-    other: Checkpoint,
-    recipe: Recipe,
+    donor: Checkpoint, modules: Mapping[str, _Module], name: str, parent: Checkpoint, recipe: Recipe
 ) -> tuple[list[MatchedLayer], dict[str, list[int]]]:
     """Return the correspondence for each module, and the new order of the experts for each module to renumber."""
-    other_modules, layers = _modules(other), []
+    other_modules, layers = _modules(parent), []
     orders: dict[str, list[int]] = {}
     with _Samples() as samples:
         for module_name, module in modules.items():
             other_module = other_modules.get(module_name)
             if other_module is None or len(other_module.experts) != len(module.experts):
                 continue  # The plan refuses missing experts.
-            if not _is_comparable(module, other_module):
+            tables = [*module.experts, *other_module.experts, module.router, other_module.router]
+            *experts, router, other_router = ({part: tensor.shape for part, tensor in t.items()} for t in tables)
+            if any(shapes != experts[0] for shapes in experts) or router != other_router:
                 continue  # The plan refuses other shapes.
+            if any(tensor.dtype.kind != "float" for table in tables for tensor in table.values()):
+                continue
             similarity = samples.similarity(module, other_module)
             groups = _groups(donor.config, len(module.experts))
             order = assign(similarity, groups)
@@ -239,9 +240,9 @@ def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, is_align
         yield Finding(
             "warn",
             f"{name}: {worst.module}.experts",
-            found=f"experts in another order than in {donor}, in {len(crossed)} of {len(layers)} layers: mean cosine "
-            f"{worst.diagonal:.2f} as they stand, {worst.best:.2f} in the best order",
-            expected="expert i of one model merged with the expert of the other that does the same",
+            found=f"the order of the experts differs from {donor} in {len(crossed)} of {len(layers)} layers: mean "
+            f"cosine {worst.diagonal:.2f} in the current order, {worst.best:.2f} in the best order",
+            expected="experts with the same number have the same function in both models",
             remedy="set align_experts: true",
         )
     if unrelated:
@@ -249,10 +250,10 @@ def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, is_align
         yield Finding(
             "warn",
             f"{name}: {worst.module}.experts",
-            found=f"experts that have little in common with those of {donor} in any order, in {len(unrelated)} of "
+            found=f"the experts are not related to those of {donor} in any order, in {len(unrelated)} of "
             f"{len(layers)} layers: mean cosine {worst.best:.2f}",
-            expected="relatives: a merge of strangers is seldom of use",
-            remedy="merge mixtures that come from one base",
+            expected="related experts: merging unrelated ones rarely helps",
+            remedy="merge mixtures that were fine-tuned from one base",
         )
 
 
@@ -291,61 +292,49 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
     return modules
 
 
-def _is_comparable(first: _Module, second: _Module) -> bool:
-    """Return whether all experts of both modules have the same floating-point parts of the same shapes."""
-    tables = [*first.experts, *second.experts, first.router, second.router]
-    shapes = [{part: tensor.shape for part, tensor in table.items()} for table in tables]
-    experts, routers = shapes[:-2], shapes[-2:]
-    are_floats = all(tensor.dtype.kind == "float" for table in tables for tensor in table.values())
-    return are_floats and all(expert == experts[0] for expert in experts) and routers[0] == routers[1]
-
-
 def _require_known_tensors(name: str, module_name: str, module: _Module) -> None:
     rows = [part for part, tensor in module.router.items() if len(tensor.shape) == 2]
     if module.unknown or not rows:
         tensor_name = f"{module_name}.{module.unknown[0]}" if module.unknown else f"{module_name}.experts"
         raise InvalidInput(
             f"{name}: {tensor_name}",
-            found="a tensor of which nobody knows how it belongs to experts" if module.unknown else "no router beside",
-            expected="a router that can be put in order with its experts",
-            remedy="merge without align_experts, or put the experts in order before",
+            found=(
+                "mergegate does not know how this tensor depends on the order of the experts"
+                if module.unknown
+                else "the experts have no router"
+            ),
+            expected="a router that can be reordered together with its experts",
+            remedy="remove align_experts, or reorder the experts of the model first",
         )
 
 
-def _reorder(checkpoint: Checkpoint, orders: Mapping[str, Sequence[int]]) -> Checkpoint:
-    """Return ``checkpoint`` with expert ``order[i]`` of each module, and its part of the router, at position ``i``."""
+def _renumber(
+    checkpoint: Checkpoint, measured: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
+) -> tuple[Checkpoint, InputMeasurements | None]:
+    """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``."""
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
+    importance = dict(measured.importance) if measured else {}
+    names = {name: name for name in (*measured.moments, *importance)} if measured else {}
     for module_name, order in orders.items():
-        for new_name, name in _renamed_experts(module_name, modules[module_name], order):
-            table[new_name] = replace(checkpoint.tensors[name], name=new_name)
+        new_names = {
+            f"{module_name}.experts.{number}.{part}": f"{module_name}.experts.{old_number}.{part}"
+            for number, old_number in enumerate(order)
+            for part in modules[module_name].experts[old_number]
+        }
+        names |= new_names
+        table |= {new_name: replace(checkpoint.tensors[name], name=new_name) for new_name, name in new_names.items()}
         for part, tensor in modules[module_name].router.items():
-            table[f"{module_name}.{part}"] = permuted_rows(tensor, order)
-    return replace(checkpoint, tensors=table)
-
-
-def _reorder_measurements(
-    measured: InputMeasurements, modules: Mapping[str, _Module], orders: Mapping[str, Sequence[int]]
-) -> InputMeasurements:
-    """Return the measurements of a model with its experts under their new numbers."""
-    names = {name: name for name in (*measured.moments, *measured.importance)}
-    importance = dict(measured.importance)
-    for module_name, order in orders.items():
-        names |= _renamed_experts(module_name, modules[module_name], order)
-        for part in modules[module_name].router:
-            if (tensor := importance.get(f"{module_name}.{part}")) is not None:
-                importance[f"{module_name}.{part}"] = permuted_rows(tensor, order)
-    return replace(
-        measured,
-        moments={name: measured.moments[old] for name, old in names.items() if old in measured.moments},
-        importance={name: importance[old] for name, old in names.items() if old in importance},
-    )
-
-
-def _renamed_experts(module_name: str, module: _Module, order: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield ``(new name, name)`` for every tensor of an expert."""
-    for number, old_number in enumerate(order):
-        for part in module.experts[old_number]:
-            yield f"{module_name}.experts.{number}.{part}", f"{module_name}.experts.{old_number}.{part}"
+            name = f"{module_name}.{part}"
+            table[name] = permuted_rows(tensor, order)
+            if name in importance:
+                importance[name] = permuted_rows(importance[name], order)
+    if measured is not None:
+        measured = replace(
+            measured,
+            moments={name: measured.moments[old] for name, old in names.items() if old in measured.moments},
+            importance={name: importance[old] for name, old in names.items() if old in importance},
+        )
+    return replace(checkpoint, tensors=table), measured
 
 
 def _groups(config: Mapping[str, Any], experts: int) -> int:

@@ -41,7 +41,7 @@ class OutputFamily:
         biased: Whether the query, key and value projections have biases. They are zero for a source without biases.
         correction_bias: Whether the router has a bias that affects only the choice of experts.
         residual: Default factor of the down projections.
-        says: Settings of its configuration other than sizes.
+        settings: Settings of its configuration other than sizes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class OutputFamily:
     biased: bool = False
     correction_bias: bool = False
     residual: float = 1.0
-    says: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -82,7 +82,7 @@ OUTPUT_FAMILIES = (
         projections=_PROJECTIONS,
         carried=(*_NORMS, *_ATTENTION, *_BIASES, "self_attn.o_proj.bias", *_QK_NORMS),
         sizes=("num_experts", "moe_intermediate_size", None),
-        says={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+        settings={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     ),
     OutputFamily(
         name="GLM-4 MoE",
@@ -96,7 +96,7 @@ OUTPUT_FAMILIES = (
         shared="shared_experts",
         correction_bias=True,
         residual=1 / 2,  # The outputs of the chosen experts and of the shared expert are added.
-        says={
+        settings={
             "n_shared_experts": 1,
             "first_k_dense_replace": 0,
             "norm_topk_prob": True,
@@ -121,7 +121,7 @@ OUTPUT_FAMILIES = (
         shared_gate=True,
         biased=True,
         residual=2 / 3,  # Without prompts, the gate of the shared expert is half open: 1 + 1/2.
-        says={
+        settings={
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -164,7 +164,7 @@ _DROPPED = (
 )  # fmt: skip
 
 
-def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, where: str) -> OutputFamily:
+def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, location: str) -> OutputFamily:
     """Return the mixture family for dense models.
 
     Args:
@@ -173,7 +173,7 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
         source: ``model_type`` of the base.
         shared: Whether the mixture has a shared expert.
         prompts: Whether the shared expert has prompts, which require a gate of its own.
-        where: Location of the recipe, for error messages.
+        location: Location of the recipe, for error messages.
 
     Raises:
         InvalidInput: No family has this name, or none is suitable.
@@ -187,36 +187,39 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
         if fitting:
             return fitting[0]
         raise InvalidInput(
-            where,
-            found=f"a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
+            location,
+            found=f"a base of type {source or 'unknown'} {'with' if shared else 'without'} a shared expert",
             expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
             remedy=_remedy(source, shared),
         )
-    matches = [family for family in OUTPUT_FAMILIES if _plain(family.name).startswith(_plain_name(architecture))]
+    wanted_name = _plain(architecture)
+    wanted_name = _ALIASES.get(wanted_name.removesuffix("forcausallm"), wanted_name)
+    matches = [family for family in OUTPUT_FAMILIES if _plain(family.name).startswith(wanted_name)]
     if not matches or not architecture.strip():
         is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
-            f"{where}: architecture",
+            f"{location}: architecture",
             found=f"{architecture!r:.60}",
-            expected=f"the beginning of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
+            expected=f"a prefix of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
             remedy=(
-                "GLM-4 MoE computes the same from the same models, and needs no code of its own"
+                "use GLM-4 MoE, which computes the same from the same models and needs no custom code"
                 if is_deepseek
-                else "leave it out to take the first that fits"
+                else "remove the key to use the first suitable family"
             ),
         )
     if fitting_matches := [family for family in matches if family in fitting]:
         return fitting_matches[0]
     raise InvalidInput(
-        f"{where}: architecture",
-        found=f"{matches[0].name}, of a {source or 'nameless'} base {'with' if shared else 'without'} a shared expert",
+        f"{location}: architecture",
+        found=f"{matches[0].name} for a base of type {source or 'unknown'}, "
+        f"{'with' if shared else 'without'} a shared expert",
         expected=_describe(matches[0]),
-        remedy=f"leave architecture out: {fitting[0].name} fits" if fitting else _remedy(source, shared),
+        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else _remedy(source, shared),
     )
 
 
 def mixture_config(
-    base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, where: str
+    base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, location: str
 ) -> dict[str, Any]:
     """Return the configuration of the mixture, which states all settings that the base leaves to its family's defaults.
 
@@ -225,31 +228,36 @@ def mixture_config(
         family: Family of the mixture.
         experts: Number of routed experts.
         per_token: Number of routed experts per token.
-        where: Name of the base in error messages.
+        location: Name of the base in error messages.
 
     Raises:
         InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """
     kind = str(base.get("model_type", ""))
     if base.get("auto_map"):
-        raise _misfit(where, "auto_map", "code of its own", "a model that transformers knows")
+        raise _misfit(location, "auto_map", "the model has custom code", "a model that transformers supports")
     defaults = {**_DEFAULTS, **_DEFAULTS_BY_TYPE[kind]}
     stated = {key: value for key, value in base.items() if value is not None}
     full = {**defaults, **stated}
     full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
     for key in (*_SIZES, *(["head_dim"] if "head_dim" in full else [])):
         if type(full.get(key)) is not int or full[key] < 1:
-            raise _misfit(where, key, f"{full.get(key)!r:.40}", "a whole number, from 1")
+            raise _misfit(location, key, f"{full.get(key)!r:.40}", "a whole number of at least 1")
     heads = full["num_attention_heads"]
     head_dim = full.get("head_dim", full["hidden_size"] // heads)
-    window = _window(base, kind, full, where)
+    window = _window(base, kind, full, location)
     if window is not None and family.model_type != "mixtral":
-        raise _misfit(where, "sliding_window", f"{window}", f"full attention: {family.name} has no such window")
+        raise _misfit(location, "sliding_window", f"{window}", f"full attention: {family.name} has no sliding window")
     if family.biased and head_dim * heads != full["hidden_size"]:
-        raise _misfit(where, "head_dim", f"{head_dim}", f"hidden_size / num_attention_heads: servers of {family.name}")
+        raise _misfit(
+            location,
+            "head_dim",
+            f"{head_dim}",
+            f"hidden_size / num_attention_heads, as servers of {family.name} require",
+        )
     config: dict[str, Any] = {key: copy.deepcopy(value) for key, value in full.items() if key not in _DROPPED}
     number, width, shared_width = family.sizes
-    config |= copy.deepcopy(dict(family.says))
+    config |= copy.deepcopy(dict(family.settings))
     config |= {"model_type": family.model_type, "architectures": [family.architecture], "head_dim": head_dim}
     config |= {number: experts, "num_experts_per_tok": per_token}
     if family.model_type == "mixtral":
@@ -261,13 +269,17 @@ def mixture_config(
             config[width_key] = full["intermediate_size"]
     if not config.get("rope_parameters"):
         config.setdefault("rope_theta", _ROPE_THETA)
-    if "partial_rotary_factor" in family.says:
-        config["rope_parameters"] = {**_rope(config), "partial_rotary_factor": 1.0}
-        config.pop("rope_scaling", None)
+    if "partial_rotary_factor" in family.settings:  # Write rotary positions in the form of transformers 5.
+        rope, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
+        if not (isinstance(rope, Mapping) and rope):
+            older = dict(scaling) if isinstance(scaling, Mapping) else {}
+            rope_type = older.pop("type", None) or "default"
+            rope = {"rope_theta": config.get("rope_theta", _ROPE_THETA), "rope_type": rope_type, **older}
+        config["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
     return config
 
 
-def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: str) -> int | None:
+def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], location: str) -> int | None:
     """Return the attention window of all layers in tokens, or None for full attention.
 
     Raises:
@@ -279,7 +291,7 @@ def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: 
         if isinstance(kinds, list):
             has_windows = any(layer != "full_attention" for layer in kinds)
         if has_windows:
-            raise _misfit(where, "use_sliding_window", "true", "full attention in every layer")
+            raise _misfit(location, "use_sliding_window", "true", "full attention in every layer")
         return None
     if kind != "mistral":
         return None
@@ -288,30 +300,14 @@ def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], where: 
     return window if type(window) is int and window < full["max_position_embeddings"] else None
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of rotary positions in the form of transformers 5, from either form."""
-    parameters = config.get("rope_parameters")
-    if isinstance(parameters, Mapping) and parameters:
-        return dict(parameters)
-    scaling = config.get("rope_scaling")
-    older = dict(scaling) if isinstance(scaling, Mapping) else {}
-    kind = older.pop("type", None)
-    return {"rope_theta": config.get("rope_theta", _ROPE_THETA), "rope_type": kind or "default", **older}
-
-
-def _misfit(where: str, key: str, found: str, expected: str) -> InvalidInput:
+def _misfit(location: str, key: str, found: str, expected: str) -> InvalidInput:
     return InvalidInput(
-        f"{where}: config.json: {key}", found=found, expected=expected, remedy="make the mixture of other models"
+        f"{location}: config.json: {key}", found=found, expected=expected, remedy="use other models for the mixture"
     )
 
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _plain_name(architecture: str) -> str:
-    plain = _plain(architecture)
-    return _ALIASES.get(plain.removesuffix("forcausallm"), plain)
 
 
 def _describe(family: OutputFamily) -> str:
@@ -321,4 +317,4 @@ def _describe(family: OutputFamily) -> str:
 def _remedy(source: str, shared: bool) -> str:
     if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
         return "remove shared_experts" if shared else "add one model under shared_experts"
-    return "make the mixture of models of one of these families"
+    return "use models of one of these families"

@@ -13,18 +13,20 @@ the layout: ``[E, 2I, H]`` with ``[E, H, I]`` cannot be read as ``[E, H', 2I']``
 
 Each piece records the tensor that contains it, so that :func:`to_disk_tensors` can write the merge in the layout of its
 donor.
+
+Sources of the names: the checkpoints of the families, and the output of transformers 5 with and without
+``save_original_format``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from mergegate.merge_core.architecture import parse_layer_place
-from mergegate.merge_core.architecture.experts.naming import ExpertNames, expert_names
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -38,10 +40,6 @@ from mergegate.merge_core.checkpoint import (
     promote,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 # No router chooses among more experts. A tensor with more rows is something else.
 MOST_EXPERTS = 4096
 _FUSED = re.compile(r"^(?P<module>.+)\.experts\.(?P<part>[A-Za-z][A-Za-z0-9_]*)$")
@@ -52,7 +50,47 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 
 @dataclass(frozen=True)
-class DiskPlace:
+class ExpertNames:
+    """Names of a family's single experts on disk.
+
+    Args:
+        gate: Name of the projection that the activation is applied to.
+        up: Name of the projection that is multiplied with the gate.
+        down: Name of the projection back to the hidden size.
+        renamed: Prefixes of names inside a layer that differ, in memory and on disk.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def on_disk(self, part: str) -> str:
+        """Return the name on disk of ``part``, a name inside a layer."""
+        for memory, disk in self.renamed:
+            if part.startswith(memory):
+                return disk + part.removeprefix(memory)
+        return part
+
+
+_PLAIN = ExpertNames()
+_NUMBERED = ExpertNames("w1", "w3", "w2")
+_BLOCK_SPARSE = ExpertNames("w1", "w3", "w2", (("mlp.", "block_sparse_moe."),))
+_GRANITE = ExpertNames(renamed=(("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),))
+_BY_MODEL_TYPE = {
+    "mixtral": _BLOCK_SPARSE,
+    "minimax": _BLOCK_SPARSE,
+    "minimax_m2": _BLOCK_SPARSE,
+    "phimoe": ExpertNames("w1", "w3", "w2", (("mlp.router.", "block_sparse_moe.gate."), ("mlp.", "block_sparse_moe."))),
+    "lfm2_moe": _NUMBERED,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+}
+
+
+@dataclass(frozen=True)
+class DiskLocation:
     """Location of a piece on disk.
 
     Args:
@@ -69,7 +107,7 @@ class DiskPlace:
 class StoredPiece(StoredTensor):
     """Range of a stored tensor with its own name."""
 
-    place: DiskPlace
+    location: DiskLocation
 
 
 @dataclass(frozen=True)
@@ -77,12 +115,12 @@ class DerivedPiece(DerivedTensor):
     """Range of a computed tensor with its own name.
 
     Args:
-        place: Location on disk.
+        location: Location on disk.
         whole: Tensor that contains the piece.
         start: Index of the first element in that tensor.
     """
 
-    place: DiskPlace
+    location: DiskLocation
     whole: DerivedTensor
     start: int
 
@@ -95,11 +133,17 @@ class DerivedPiece(DerivedTensor):
 
     def open(self, read: ReadStored) -> ReadElements:
         elements = self.whole.open(read)
+        return lambda first, into: elements(self.start + first, into)
 
-        def piece_elements(first: int, into: NDArray[np.uint8]) -> None:
-            elements(self.start + first, into)
 
-        return piece_elements
+def expert_names(config: Mapping[str, Any]) -> ExpertNames:
+    """Return the names that the model family of ``config`` uses on disk for the parts of its experts.
+
+    The family is the first known ``model_type`` in the config or in one of its parts, such as the text model. For other
+    families, return the default names (``gate_proj``, ``up_proj``, ``down_proj``).
+    """
+    kinds = (part.get("model_type") for part in config_parts(config))
+    return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)
 
 
 Piece: TypeAlias = StoredPiece | DerivedPiece
@@ -111,20 +155,20 @@ def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     fused = _fused_modules(checkpoint.tensors)
     if not fused and not names.renamed:
         return checkpoint
-    size = _hidden_size(checkpoint.config)
+    size = next((part["hidden_size"] for part in config_parts(checkpoint.config) if "hidden_size" in part), None)
     stored_names = set(checkpoint.tensors)
     table: dict[str, AnyTensor] = {}
     for tensor in checkpoint.tensors.values():
         pieces = list(_pieces(tensor, fused, names, size))
-        if any(piece.name in stored_names or piece.name in table for piece in pieces if place_of(piece)):
+        if any(piece.name in stored_names or piece.name in table for piece in pieces if disk_location(piece)):
             pieces = [tensor]  # The name is already in use, and one of the two tensors would be lost.
         table |= {piece.name: piece for piece in pieces}
     return replace(checkpoint, tensors=table)
 
 
-def place_of(tensor: AnyTensor) -> DiskPlace | None:
+def disk_location(tensor: AnyTensor) -> DiskLocation | None:
     """Return the location of a piece on disk, or None for a tensor that is stored under its own name."""
-    return tensor.place if isinstance(tensor, StoredPiece | DerivedPiece) else None
+    return tensor.location if isinstance(tensor, StoredPiece | DerivedPiece) else None
 
 
 @dataclass(frozen=True)
@@ -170,24 +214,21 @@ def _pieces(
 ) -> Iterator[AnyTensor]:
     split = _split(tensor.name)
     module = fused.get(split[0]) if split else None
-    if split is None or module is None or split[1] not in module.tensors or not _is_plain(tensor):
+    if split is None or module is None or split[1] not in module.tensors or tensor.dtype.kind != "float":
+        # Payloads of quantized models are not plain weights and stay as they are.
         name = _disk_layout_name(tensor.name, names)
-        yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, DiskPlace(tensor.name, (name,)))
+        location = DiskLocation(tensor.name, (name,))
+        yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, location)
         return
     parts = _parts(split[1], module, names, hidden)
     prefix = _disk_layout_name(f"{split[0]}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]
-    place, size = DiskPlace(tensor.name, form), math.prod(shape)
+    location, size = DiskLocation(tensor.name, form), math.prod(shape)
     for expert in range(module.experts):
         for number, name in enumerate(form):
             start = (expert * len(form) + number) * size
-            yield _piece(tensor, name.replace("*", str(expert)), shape, start, place)
-
-
-def _is_plain(tensor: AnyTensor) -> bool:
-    """Return whether the elements of a tensor are plain weights. Payloads of quantized models are not."""
-    return tensor.dtype.kind == "float"
+            yield _piece(tensor, name.replace("*", str(expert)), shape, start, location)
 
 
 def _parts(part: str, module: _Module, names: ExpertNames, hidden: int | None) -> tuple[str, ...]:
@@ -209,10 +250,10 @@ def _sizes(tensor: AnyTensor) -> tuple[int, int]:
     return (tensor.shape[1], tensor.shape[2]) if len(tensor.shape) == 3 else (0, 0)
 
 
-def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, place: DiskPlace) -> Piece:
+def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, location: DiskLocation) -> Piece:
     if isinstance(tensor, DerivedTensor):
-        return DerivedPiece(name, tensor.dtype, shape, place, tensor, start)
-    return StoredPiece(name, tensor.file, tensor.dtype, shape, tensor.offset + start * tensor.dtype.size, place)
+        return DerivedPiece(name, tensor.dtype, shape, location, tensor, start)
+    return StoredPiece(name, tensor.file, tensor.dtype, shape, tensor.offset + start * tensor.dtype.size, location)
 
 
 def _disk_layout_name(name: str, names: ExpertNames) -> str:
@@ -220,10 +261,6 @@ def _disk_layout_name(name: str, names: ExpertNames) -> str:
     if place is None or not names.renamed:
         return name
     return f"{place.stack}.{place.index}.{names.on_disk(place.part)}"
-
-
-def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    return next((part["hidden_size"] for part in config_parts(config) if "hidden_size" in part), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,25 +291,28 @@ def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor:
         outputs: Format and shape of each computed tensor by name.
         donor: Donor checkpoint from :func:`split_experts`.
     """
-    forms = _forms(donor.tensors.values())
+    forms: dict[tuple[str, str], DiskLocation] = {}
+    for tensor in donor.tensors.values():
+        if (location := disk_location(tensor)) is not None:
+            forms.setdefault(_key(tensor.name), location)
     disk_tensors: list[DiskTensor] = []
-    done: set[str] = set()
+    written_names: set[str] = set()
     for name, (dtype, shape) in outputs.items():
-        if name in done:
+        if name in written_names:
             continue
         form = forms.get(_key(name)) if forms else None
         disk = _fuse(name, form, outputs) if form else None
         disk_tensors.append(disk := disk or DiskTensor(name, dtype, shape, (name,)))
-        done.update(disk.pieces)
+        written_names.update(disk.pieces)
     return disk_tensors
 
 
-def _fuse(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
+def _fuse(name: str, location: DiskLocation, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
     """Return the tensor that contains ``name``, or None if one of its pieces is missing or does not fit."""
-    layer, target = parse_layer_place(name), place
+    layer, target = parse_layer_place(name), location
     if layer is not None:  # Use the form of the donor's layer for this layer.
-        form = tuple(_in_layer(part, layer.index) for part in place.form)
-        target = DiskPlace(_in_layer(place.whole, layer.index), form)
+        form = tuple(_in_layer(part, layer.index) for part in location.form)
+        target = DiskLocation(_in_layer(location.whole, layer.index), form)
     dtype, shape = outputs[name]
     if "*" not in target.form[0]:
         return DiskTensor(target.whole, dtype, shape, target.form) if target.form == (name,) else None
@@ -290,14 +330,6 @@ def _fuse(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[
     return DiskTensor(target.whole, promote(dtypes), (experts, *rows), tuple(pieces))
 
 
-def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], DiskPlace]:
-    forms: dict[tuple[str, str], DiskPlace] = {}
-    for tensor in tensors:
-        if (place := place_of(tensor)) is not None:
-            forms.setdefault(_key(tensor.name), place)
-    return forms
-
-
 def _key(name: str) -> tuple[str, str]:
     """Return the location of a tensor without the numbers of its layer and expert."""
     place = parse_layer_place(name)
@@ -312,5 +344,5 @@ def _in_layer(name: str, index: int) -> str:
 
 def disk_name(tensor: AnyTensor) -> str:
     """Return the name of the tensor on disk that contains ``tensor``, or of ``tensor`` itself."""
-    place = place_of(tensor)
-    return place.whole if place else tensor.name
+    location = disk_location(tensor)
+    return location.whole if location else tensor.name

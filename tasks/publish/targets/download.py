@@ -21,9 +21,7 @@ _RETENTION_S = 30 * 24 * 3600
 _log = logging.getLogger(__name__)
 
 
-def download_release(
-    location: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]
-) -> Path:
+def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]) -> Path:
     """Return a directory that contains exactly ``files``; download them if they are not cached.
 
     The sha256 of every downloaded file is added to the store's cache of hashes.

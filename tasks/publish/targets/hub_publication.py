@@ -85,7 +85,11 @@ def publish_hub(
         Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
             not answer, or does not store the files.
     """
-    desired = DesiredState(request.version, {file.name: _desired_file(file) for file in request.files}, visibility, gated)
+    files = {
+        file.name: DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)
+        for file in request.files
+    }
+    desired = DesiredState(request.version, files, visibility, gated)
     connection = _Connection(request, access, repo, desired)
     changed, accepted, failures = False, False, 0
     previous: object = None
@@ -269,10 +273,6 @@ class _Connection:
         actual = self.request.hashes.sha256(file.source, trust=False) if file.source.is_file() else ""
         if actual != file.sha256:
             raise file.altered(actual)
-
-
-def _desired_file(file: ReleaseFile) -> DesiredFile:
-    return DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)
 
 
 def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, hub_access, is_retryable
 from mergegate.tasks.publish.content import is_content_version, sha256_of
 from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, no_such_anchor
@@ -49,7 +49,7 @@ def download_earlier(repo: str, version: str, access: HubAccess) -> CurrentRelea
             history = [commit.commit_id for commit in access.api().list_repo_commits(repo)]  # newest first
             commit = max(tags.values(), key=lambda item: history.index(item) if item in history else -1)
             return CurrentRelease(_download(repo, commit, access), commit)
-    except Refused:
+    except MergegateError:
         raise
     except Exception as error:
         raise _unreachable(repo, error, access) from None

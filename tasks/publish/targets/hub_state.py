@@ -37,6 +37,12 @@ class DesiredFile:
     sha256: str
     blob: str | None
 
+    def matches(self, remote: RemoteFile | None) -> bool:
+        """Return whether the Hub's own hash confirms that ``remote`` has exactly this content."""
+        if remote is None or remote.size != self.size:
+            return False
+        return remote.sha256 == self.sha256 if remote.sha256 is not None else remote.blob == self.blob
+
 
 @dataclass(frozen=True)
 class Head:
@@ -61,15 +67,8 @@ class DesiredState:
         return STAGING + self.version
 
     def missing(self, head: Head) -> tuple[str, ...]:
-        """Return the files that ``head`` lacks or that differ by the Hub's own hash."""
-        names = []
-        for name, file in sorted(self.files.items()):
-            remote = head.files.get(name)
-            if remote is None or remote.size != file.size:
-                names.append(name)
-            elif remote.sha256 != file.sha256 if remote.sha256 is not None else remote.blob != file.blob:
-                names.append(name)
-        return tuple(names)
+        """Return the files that ``head`` lacks or has with different content."""
+        return tuple(name for name, file in sorted(self.files.items()) if not file.matches(head.files.get(name)))
 
     def stale(self, head: Head) -> tuple[str, ...]:
         """Return files of ``head`` that are not in the release, such as shards of an older one."""

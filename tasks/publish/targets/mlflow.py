@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -29,17 +30,18 @@ _NAME = re.compile(r"models:/(?P<model>[^/@\s]+)(?:/(?P<version>\d+)|@(?P<alias>
 
 
 class MlflowTarget(PublishTarget):
-    """A registered model in MLflow whose versions point to releases at ``place``. An alias marks the current version.
+    """A registered model in MLflow whose versions point to releases at ``storage``. An alias marks the current version.
 
     The token comes from ``MLFLOW_TRACKING_TOKEN``. An alias has no guard against concurrent writers: the last one wins.
-    ``place`` has a guard and is published to first.
+    ``storage`` has a guard and is published to first.
     """
 
     reference_form: ClassVar[str] = "models:/name@champion of MLflow"
+    renamed_keys: ClassVar[Mapping[str, str]] = {"place": "storage"}
 
     to: Literal["mlflow"]
     model: str = Field(pattern=r"^[A-Za-z0-9][\w. -]*$", description="Name of the registered model.")
-    place: Annotated[
+    storage: Annotated[
         HubTarget | S3Target | OciTarget, Field(discriminator="to", description="Target that stores the release.")
     ]
     tracking_uri: str | None = Field(
@@ -55,26 +57,26 @@ class MlflowTarget(PublishTarget):
 
     @property
     def is_public(self) -> bool:
-        return self.place.is_public
+        return self.storage.is_public
 
     @property
     def address(self) -> str:
-        return self.place.address
+        return self.storage.address
 
     def check(self, root: Path) -> None:
-        """Check ``place``, and that MLflow's server answers."""
+        """Check ``storage``, and that MLflow's server answers."""
         registry = self._registry()
-        self.place.check(root)
+        self.storage.check(root)
         registry.check()
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Return the current release at ``place``, which has the guard. It is complete once the alias points to it."""
-        release = self.place.current_release(root)
+        """Return the current release at ``storage``. It is complete once the alias points to it."""
+        release = self.storage.current_release(root)
         if release is None:
             return None
         source = self._registry().alias_source(self.model, self.alias)
         is_registered = source == str(release.location)
-        if isinstance(self.place, HubTarget):  # on the Hub a version is a tag, so compare the commits
+        if isinstance(self.storage, HubTarget):  # on the Hub a version is a tag, so compare the commits
             try:
                 registered = HubTarget.open(source)
                 is_registered = registered is not None and registered.commit == release.head
@@ -83,14 +85,14 @@ class MlflowTarget(PublishTarget):
         return replace(release, complete=release.complete and is_registered)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return an earlier release at ``place``."""
-        return self.place.earlier_release(root, version)
+        """Return an earlier release at ``storage``."""
+        return self.storage.earlier_release(root, version)
 
     def publish(self, request: PublishRequest) -> Release:
-        """Publish to ``place``, then register the version and point the alias to it."""
+        """Publish to ``storage``, then register the version and point the alias to it."""
         registry, version = self._registry(), request.version
-        release = self.place.publish(request)
-        source = f"{self.place.address}@{version}" if isinstance(self.place, HubTarget) else str(release.location)
+        release = self.storage.publish(request)
+        source = f"{self.storage.address}@{version}" if isinstance(self.storage, HubTarget) else str(release.location)
         registration = describe_release(request.files, self.model, version, self.alias, source)
         number, has_changed = registry.register(registration)
         location = f"models:/{self.model}/{number}"

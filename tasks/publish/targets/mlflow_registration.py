@@ -2,35 +2,35 @@
 
 A run records scores, drops with their intervals, and the inputs of the merge. A version of the registered model points
 to the location of the release and to the run. The alias is written last. Run and version are found again by the
-release's digest, so a lost answer or a kill is just another state to start from. mergegate calls MLflow's REST API
-directly: it needs eight requests, and MLflow's client would pin other versions of half of mergegate's dependencies.
+release's digest, so a lost answer or a kill is just another state to start from.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
-from urllib.parse import urlencode
 
-from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable
-from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, file_identities
 from mergegate.tasks.store import digest, merkle
+from mergegate.tasks.telemetry import (
+    MlflowClient,
+    MlflowError,
+    member,
+    metric_entries,
+    mlflow_key,
+    param_entries,
+    tag_entries,
+)
 
-DIGEST_TAG, VERSION_TAG = "mergegate.digest", "mergegate.version"
-TIMEOUT_S = 60.0
-_API = "/api/2.0/mlflow"
+_DIGEST_TAG, _VERSION_TAG = "mergegate.digest", "mergegate.version"
+_TIMEOUT_S = 60.0
 _ROUNDS, _FAILURES, _MAX_WAIT_S = 60, 6, 16.0
-_MAX_PARAM_LENGTH, _MAX_TAG_LENGTH = 6000, 5000  # characters; limits of MLflow
 NextWrite = Literal["experiment", "run", "log", "finish", "model", "version", "alias", "done"]
-
-
-class TryAgain(Exception):
-    """The server gave no answer, or a transient error. The message says which."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Registration:
     @property
     def tags(self) -> list[dict[str, str]]:
         """Tags of the run and of the model version."""
-        values = {DIGEST_TAG: self.digest, VERSION_TAG: self.version, **self.facts}
-        return [{"key": key, "value": value[:_MAX_TAG_LENGTH]} for key, value in values.items()]
+        return tag_entries({_DIGEST_TAG: self.digest, _VERSION_TAG: self.version, **self.facts})
 
 
 @dataclass(frozen=True)
@@ -59,59 +58,56 @@ class ObservedRegistry:
     experiment: str
     run: str
     run_status: str
-    logged: bool
-    model: bool
-    registered: str  # number of the version of this release
-    champion: str  # number of the version that the alias points to
+    has_metrics: bool
+    has_model: bool
+    registered_version: str  # number of the version of this release
+    alias_version: str  # number of the version that the alias points to
 
 
-def registration_of(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
+def describe_release(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
     """Convert the provenance of a release to a registration."""
     provenance = next((file for file in files if file.name == PROVENANCE), None)
-    statement = json.loads(provenance.read()) if provenance else {}
-    predicate = _mapping(statement.get("predicate"))
-    definition, verdict = _mapping(predicate.get("buildDefinition")), _mapping(predicate.get("mergegate_verdict"))
+    predicate = member(json.loads(provenance.read()) if provenance else {}, "predicate")
     metrics: dict[str, float] = {}
-    for guard in verdict.get("guards") or ():
+    for guard in member(predicate, "mergegate_verdict", "guards") or ():
         name = f"{guard['task']}/{guard['reference']}"
-        metrics[_metric(f"score/{guard['task']}")] = float(guard["merge_score"])
+        metrics[mlflow_key(f"score/{guard['task']}")] = float(guard["merge_score"])
         for statistic in ("drop", "low", "high"):
-            metrics[_metric(f"{statistic}/{name}")] = float(guard[statistic])
-    drift = _mapping(verdict.get("drift"))
-    metrics |= {
-        f"perplexity/{statistic}": float(drift[statistic])
-        for statistic in ("ratio", "low", "high")
-        if _number(drift.get(statistic))
-    }
+            metrics[mlflow_key(f"{statistic}/{name}")] = float(guard[statistic])
+    for statistic in ("ratio", "low", "high"):
+        value = member(predicate, "mergegate_verdict", "drift", statistic)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            metrics[f"perplexity/{statistic}"] = float(value)
+    parameters = member(predicate, "buildDefinition", "externalParameters")
     facts = {
-        "mergegate.verdict": str(verdict.get("outcome", "")),
-        "mergegate.recipe": digest(_mapping(definition.get("externalParameters")).get("recipe")),
-        "mergegate.profile": str(_mapping(definition.get("externalParameters")).get("profile", "")),
+        "mergegate.verdict": str(member(predicate, "mergegate_verdict", "outcome")),
+        "mergegate.recipe": digest(member(parameters, "recipe") or None),
+        "mergegate.profile": str(member(parameters, "profile")),
     }
-    for number, parent in enumerate(definition.get("resolvedDependencies") or ()):
+    for number, parent in enumerate(member(predicate, "buildDefinition", "resolvedDependencies") or ()):
         facts[f"mergegate.parent.{number}"] = f"{parent['name']} {parent['uri']}"
-    content = merkle({file.name: (file.size, file.sha256) for file in files})
-    return Registration(model, version, alias, source, content, metrics, {k: v for k, v in facts.items() if v})
+    facts = {name: value for name, value in facts.items() if value}
+    return Registration(model, version, alias, source, merkle(file_identities(files)), metrics, facts)
 
 
 def next_registry_write(observed: ObservedRegistry) -> NextWrite:
     """Return the next entry to write. The alias comes last, so it always points to a complete registration."""
-    if not observed.registered:
+    if not observed.registered_version:
         if not observed.experiment:
             return "experiment"
         if not observed.run:
             return "run"
-        if not observed.logged:
+        if not observed.has_metrics:
             return "log"
         if observed.run_status != "FINISHED":
             return "finish"
-        return "version" if observed.model else "model"
-    return "done" if observed.champion == observed.registered else "alias"
+        return "version" if observed.has_model else "model"
+    return "done" if observed.alias_version == observed.registered_version else "alias"
 
 
 @dataclass(frozen=True)
 class MlflowRegistry:
-    """The requests to MLflow's server that a release needs."""
+    """The requests to MLflow's server that a release needs. After a transient error they are sent again."""
 
     url: str
     token: str = ""
@@ -125,44 +121,44 @@ class MlflowRegistry:
         Raises:
             Refused: The server rejects a request or does not answer.
         """
-        changed, failures = False, 0
+        has_changed, failures = False, 0
         for _ in range(_ROUNDS):
             try:
-                observed = self._look(desired)
+                observed = self._observe(desired)
                 write = next_registry_write(observed)
                 if write == "done":
-                    return observed.registered, changed
-                changed = True
+                    return observed.registered_version, has_changed
+                has_changed = True
                 self._write(write, desired, observed)
                 failures = 0
-            except TryAgain as error:
+            except MlflowError as error:
                 failures += 1
-                if failures >= _FAILURES:
-                    raise self._silent(error) from None
+                if failures >= _FAILURES or not error.is_transient:
+                    raise self._refusal(error) from None
                 time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
-        raise self._silent(TryAgain("what was written is not there afterwards"))
+        raise self._refusal(MlflowError("the written entries are missing afterwards"))
 
-    def source_of(self, model: str, version: str = "", alias: str = "") -> str:
+    def version_source(self, model: str, number: str) -> str:
         """Return the location of a registered version, or an empty string if there is no such version.
 
         Raises:
             Refused: The server rejects the request or does not answer.
         """
-        if alias:
-            answer = self._patiently("registered-models/alias", {"name": model, "alias": alias})
-        else:
-            answer = self._patiently("model-versions/get", {"name": model, "version": version})
-        return str(_mapping(answer.get("model_version")).get("source", ""))
+        answer = self._retry(lambda: self._client.get("model-versions/get", name=model, version=number))
+        return str(member(answer, "model_version", "source"))
 
-    def version_at(self, model: str, alias: str) -> str:
+    def alias_source(self, model: str, alias: str) -> str:
+        """Like ``version_source``, for the version that an alias points to."""
+        return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
+
+    def alias_version(self, model: str, alias: str) -> str:
         """Return the release version that an alias points to, or an empty string.
 
         Raises:
             Refused: The server rejects the request or does not answer.
         """
-        answer = self._patiently("registered-models/alias", {"name": model, "alias": alias})
-        tags = _mapping(answer.get("model_version")).get("tags") or ()
-        return next((str(tag["value"]) for tag in tags if tag["key"] == VERSION_TAG), "")
+        tags = member(self._retry(lambda: self._alias(model, alias)), "tags") or ()
+        return next((str(tag["value"]) for tag in tags if tag["key"] == _VERSION_TAG), "")
 
     def move_alias(self, model: str, version: str, alias: str) -> bool:
         """Point ``alias`` to the release ``version``; to its last registration if there are several. Idempotent.
@@ -173,156 +169,101 @@ class MlflowRegistry:
         Raises:
             Refused: The server rejects a request or does not answer.
         """
-        condition = f"name = '{model}' and tags.`{VERSION_TAG}` = '{version}'"
-        versions = self._patiently("model-versions/search", {"filter": condition}).get("model_versions") or []
+        versions = self._retry(lambda: self._versions(model, _VERSION_TAG, version))
         if not versions:
             return False
         number = str(max(int(item["version"]) for item in versions))
-        current = self._patiently("registered-models/alias", {"name": model, "alias": alias})
-        if str(_mapping(current.get("model_version")).get("version", "")) != number:
-            self._patiently("registered-models/alias", {"name": model, "alias": alias, "version": number}, post=True)
+        if str(member(self._retry(lambda: self._alias(model, alias)), "version")) != number:
+            body = {"name": model, "alias": alias, "version": number}
+            self._retry(lambda: self._client.post("registered-models/alias", body))
         return True
 
     def check(self) -> None:
         """Raise Refused if the server does not answer or denies access."""
-        self._patiently("registered-models/search", {"max_results": "1"})
+        self._retry(lambda: self._client.get("registered-models/search", max_results="1"))
 
     @cached_property
-    def _client(self) -> JsonClient:
-        return JsonClient(self.url, TIMEOUT_S, self.token, connections=1)
+    def _client(self) -> MlflowClient:
+        return MlflowClient(self.url, _TIMEOUT_S, self.token)
 
-    def _look(self, desired: Registration) -> ObservedRegistry:
-        experiment = _mapping(
-            self._get("experiments/get-by-name", {"experiment_name": desired.model}).get("experiment")
-        )
-        experiment_id = str(experiment.get("experiment_id", ""))
+    def _observe(self, desired: Registration) -> ObservedRegistry:
+        experiment = self._client.experiment_id(desired.model)
         runs: list[Any] = []
-        if experiment_id:
-            condition = f"tags.`{DIGEST_TAG}` = '{desired.digest}' and tags.`{VERSION_TAG}` = '{desired.version}'"
-            runs = self._post("runs/search", {"experiment_ids": [experiment_id], "filter": condition}).get("runs") or []
-        run = _mapping(runs[-1]) if runs else {}
-        info, data = _mapping(run.get("info")), _mapping(run.get("data"))
-        model = bool(self._get("registered-models/get", {"name": desired.model}))
-        condition = f"name = '{desired.model}' and tags.`{DIGEST_TAG}` = '{desired.digest}'"
-        versions = (
-            self._get("model-versions/search", {"filter": condition}).get("model_versions") or [] if model else []
-        )
-        ours = [item for item in versions if item.get("source") == desired.source]
-        alias = self._get("registered-models/alias", {"name": desired.model, "alias": desired.alias}) if model else {}
+        if experiment:
+            condition = f"tags.`{_DIGEST_TAG}` = '{desired.digest}' and tags.`{_VERSION_TAG}` = '{desired.version}'"
+            query = {"experiment_ids": [experiment], "filter": condition}
+            runs = self._client.post("runs/search", query).get("runs") or []
+        run = runs[-1] if runs else {}
+        has_model = bool(self._client.get("registered-models/get", name=desired.model))
+        versions = self._versions(desired.model, _DIGEST_TAG, desired.digest) if has_model else []
+        numbers = [int(item["version"]) for item in versions if item.get("source") == desired.source]
+        alias = self._alias(desired.model, desired.alias) if has_model else {}
         return ObservedRegistry(
-            experiment=experiment_id,
-            run=str(info.get("run_id", "")),
-            run_status=str(info.get("status", "")),
-            logged=len(data.get("metrics") or ()) >= len(desired.metrics),
-            model=model,
-            registered=str(min((int(item["version"]) for item in ours), default="")),
-            champion=str(_mapping(alias.get("model_version")).get("version", "")),
+            experiment=experiment,
+            run=str(member(run, "info", "run_id")),
+            run_status=str(member(run, "info", "status")),
+            has_metrics=len(member(run, "data", "metrics") or ()) >= len(desired.metrics),
+            has_model=has_model,
+            registered_version=str(min(numbers, default="")),
+            alias_version=str(member(alias, "version")),
         )
+
+    def _versions(self, model: str, tag: str, value: str) -> list[Any]:
+        condition = f"name = '{model}' and tags.`{tag}` = '{value}'"
+        return self._client.get("model-versions/search", filter=condition).get("model_versions") or []
+
+    def _alias(self, model: str, alias: str) -> Any:
+        """Return the model version that an alias points to, or an empty value."""
+        return member(self._client.get("registered-models/alias", name=model, alias=alias), "model_version")
 
     def _write(self, write: NextWrite, desired: Registration, observed: ObservedRegistry) -> None:
-        now = round(time.time() * 1000)
+        now, post = round(time.time() * 1000), self._client.post
         match write:
             case "experiment":
-                self._post("experiments/create", {"name": desired.model})
+                post("experiments/create", {"name": desired.model})
             case "run":
-                body = {"experiment_id": observed.experiment, "run_name": desired.version, "start_time": now}
-                self._post("runs/create", {**body, "tags": desired.tags})
+                run = {"experiment_id": observed.experiment, "run_name": desired.version, "start_time": now}
+                post("runs/create", {**run, "tags": desired.tags})
             case "log":
-                metrics = [
-                    {"key": key, "value": value, "timestamp": now, "step": 0} for key, value in desired.metrics.items()
-                ]
-                params = [{"key": key, "value": value[:_MAX_PARAM_LENGTH]} for key, value in desired.facts.items()]
-                self._post("runs/log-batch", {"run_id": observed.run, "metrics": metrics, "params": params})
+                batch = {"metrics": metric_entries(desired.metrics, now), "params": param_entries(desired.facts)}
+                post("runs/log-batch", {"run_id": observed.run, **batch})
             case "finish":
-                self._post("runs/update", {"run_id": observed.run, "status": "FINISHED", "end_time": now})
+                post("runs/update", {"run_id": observed.run, "status": "FINISHED", "end_time": now})
             case "model":
-                self._post("registered-models/create", {"name": desired.model})
+                post("registered-models/create", {"name": desired.model})
             case "version":
-                body = {"name": desired.model, "source": desired.source, "run_id": observed.run}
                 verdict = desired.facts.get("mergegate.verdict", "")
-                self._post(
-                    "model-versions/create",
-                    {**body, "tags": desired.tags, "description": f"Release {desired.version} by mergegate: {verdict}"},
-                )
+                version = {"name": desired.model, "source": desired.source, "run_id": observed.run}
+                version["description"] = f"Release {desired.version} by mergegate: {verdict}"
+                post("model-versions/create", {**version, "tags": desired.tags})
             case "alias":
-                body = {"name": desired.model, "alias": desired.alias, "version": observed.registered}
-                self._post("registered-models/alias", body)
+                alias = {"name": desired.model, "alias": desired.alias, "version": observed.registered_version}
+                post("registered-models/alias", alias)
 
-    def _get(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
-        return self._answered(f"{_API}/{path}?{urlencode(parameters)}", None)
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._answered(f"{_API}/{path}", body)
-
-    def _patiently(self, path: str, parameters: Mapping[str, str], *, post: bool = False) -> dict[str, Any]:
+    def _retry(self, request: Callable[[], Any]) -> Any:
         for failures in range(_FAILURES):
             try:
-                return self._post(path, parameters) if post else self._get(path, parameters)
-            except TryAgain as error:
-                last_error = error
-                if failures < _FAILURES - 1:
-                    time.sleep(min(2.0**failures, _MAX_WAIT_S))
-        raise self._silent(last_error)
+                return request()
+            except MlflowError as error:
+                if failures == _FAILURES - 1 or not error.is_transient:
+                    raise self._refusal(error) from None
+                time.sleep(min(2.0**failures, _MAX_WAIT_S))
+        raise AssertionError("the last failure raises")
 
-    def _answered(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Send a request and return the answer, or an empty dict if the entry does not exist or exists already."""
-        try:
-            answer = self._client.request(path, body)
-        except Unreachable as error:
-            raise TryAgain(str(error)) from None
-        if answer.ok:
-            return dict(_mapping(answer.body))
-        code = str(_mapping(answer.body).get("error_code", ""))
-        if code in ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS") or self._is_no_alias(path, answer):
-            return {}
-        if answer.status in TRANSIENT_STATUSES:
-            raise TryAgain(answer.complaint)
-        raise Refused(
-            self.url,
-            found=f"MLflow says no: {answer.complaint}",
-            expected="a registry that takes a model version",
-            remedy="export MLFLOW_TRACKING_TOKEN of somebody who may"
-            if answer.status in (401, 403)
-            else "see what it says",
-        )
-
-    @staticmethod
-    def _is_no_alias(path: str, answer: Answer) -> bool:
-        return "registered-models/alias?" in path and answer.status in (400, 404)
-
-    def _silent(self, error: TryAgain) -> Refused:
+    def _refusal(self, error: MlflowError) -> Refused:
+        if error.is_transient:
+            return Refused(
+                self.url,
+                found=f"MLflow does not answer as expected: {error}",
+                expected="a valid answer",
+                remedy="run again later; mergegate resumes the registration",
+            )
+        is_denied = error.status in (401, 403)
         return Refused(
             self.url,
-            found=f"MLflow does not answer as it should: {error}",
-            expected="a server that answers",
-            remedy="run again later: it resumes where it left off",
+            found=f"MLflow rejects the request: {error}",
+            expected="a registry that accepts a model version",
+            remedy="export MLFLOW_TRACKING_TOKEN of a user with write access"
+            if is_denied
+            else "correct what the server reports",
         )
-
-
-def require_tracking(uri: str | None, location: str) -> str:
-    """Return the address of the MLflow server.
-
-    Raises:
-        InvalidInput: The address is missing or not an HTTP URL.
-    """
-    if not uri or not uri.startswith(("http://", "https://")):
-        raise InvalidInput(
-            location,
-            found=repr(uri) if uri else "no address",
-            expected="http(s)://host of MLflow's server",
-            remedy="set 'tracking_uri', or export MLFLOW_TRACKING_URI",
-        )
-    return uri.rstrip("/")
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _metric(name: str) -> str:
-    """Return a metric name that MLflow accepts: letters, digits and a few punctuation marks."""
-    return "".join(character if character.isalnum() or character in "_-. /" else "_" for character in name)[:250]

@@ -298,9 +298,9 @@ class _ObservedTags:
 
 
 def _observe(request: PublishRequest, registry: Registry) -> _ObservedTags:
-    tags = [manifest[1] if (manifest := registry.manifest(tag)) else "" for tag in (_LATEST, request.version)]
+    latest, tagged = (manifest[1] if (manifest := registry.manifest(tag)) else "" for tag in (_LATEST, request.version))
     digests = dict.fromkeys([f"sha256:{file.sha256}" for file in request.files] + [digest_of(_EMPTY)])
-    return _ObservedTags(*tags, tuple(digest for digest in digests if not registry.has(digest)))
+    return _ObservedTags(latest, tagged, tuple(digest for digest in digests if not registry.has(digest)))
 
 
 def _next_oci_write(

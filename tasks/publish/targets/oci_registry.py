@@ -270,9 +270,7 @@ def digest_of(content: bytes) -> str:
 
 
 def _wrong_bytes(location: str) -> Refused:
-    return Refused(
-        location, found="bytes that do not match the digest", expected="the bytes that the digest names"
-    )
+    return Refused(location, found="bytes that do not match the digest", expected="the bytes that the digest names")
 
 
 @contextmanager
@@ -288,8 +286,6 @@ def _hidden_requests() -> Iterator[None]:
         raise NoAnswer(f"the connection broke ({type(error).__name__})") from None
 
 
-
 def _is_loopback(host: str) -> bool:
     name = urlsplit(f"//{host}").hostname or ""
     return name in ("localhost", "::1") or name.startswith("127.")
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -35,6 +36,7 @@ class S3Target(PublishTarget):
     """
 
     reference_form: ClassVar[str] = "s3://bucket/prefix@version"
+    renamed_keys: ClassVar[Mapping[str, str]] = {"parts_above": "multipart_threshold"}
 
     to: Literal["s3"]
     url: str = Field(
@@ -47,12 +49,12 @@ class S3Target(PublishTarget):
         description="Address http(s)://host[:port] of a store other than Amazon's. "
         "Default: AWS_ENDPOINT_URL_S3, or Amazon.",
     )
-    parts_above: int = Field(
+    multipart_threshold: int = Field(
         default=MAX_SINGLE_REQUEST,
         ge=5 << 20,
         le=MAX_SINGLE_REQUEST,
-        description="Largest file that is sent in one request, in bytes. Larger files are sent in parts, which is safer "
-        "on an unreliable connection, but 'verify' has to download them. Default: 5 GiB.",
+        description="Largest file that is sent in one request, in bytes. Larger files are sent in parts, which is "
+        "safer on bad connections, but requires 'verify' to download them. Default: 5 GiB.",
     )
 
     @property
@@ -79,7 +81,7 @@ class S3Target(PublishTarget):
     def publish(self, request: PublishRequest) -> Release:
         """Send the files of the version, then move the pointer."""
         location, version = self._location(), request.version
-        has_changed = publish_s3(request, location, self.parts_above)
+        has_changed = publish_s3(request, location, self.multipart_threshold)
         return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:

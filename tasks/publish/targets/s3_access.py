@@ -232,7 +232,7 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
             url,
             found="no credentials",
             expected="credentials in one of the places that boto3 searches",
-            remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or assign a role to this machine",
+            remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
         )
     status = status_code(error)
     if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
@@ -261,7 +261,8 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
             "AbortMultipartUpload)",
             remedy="use other credentials, or ask for these permissions",
         )
-    return Refused(url, found=message, expected="a store that accepts a release", remedy="correct what the store reports")
+    remedy = "correct what the store reports"
+    return Refused(url, found=message, expected="a store that accepts a release", remedy=remedy)
 
 
 def require_boto3(location: str) -> None:
@@ -270,7 +271,7 @@ def require_boto3(location: str) -> None:
 
     if find_spec("boto3") is None:
         raise InvalidInput(
-            location, found="boto3 is not installed", expected="boto3, the client for S3", remedy="install mergegate[s3]"
+            location, found="boto3 is not installed", expected="the client for S3", remedy="install mergegate[s3]"
         )
 
 
@@ -279,8 +280,6 @@ def is_of_client(error: BaseException) -> bool:
     from botocore.exceptions import BotoCoreError, ClientError
 
     return isinstance(error, (BotoCoreError, ClientError, ConnectionError, TimeoutError))
-
-
 
 
 @cache

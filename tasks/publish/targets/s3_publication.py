@@ -59,13 +59,13 @@ _ABANDONED = timedelta(days=7)
 _log = logging.getLogger(__name__)
 
 
-def publish_s3(request: PublishRequest, location: S3Location, parts_above: int = MAX_SINGLE_REQUEST) -> bool:
+def publish_s3(request: PublishRequest, location: S3Location, multipart_threshold: int = MAX_SINGLE_REQUEST) -> bool:
     """Publish exactly the files of ``request`` as its version and point ``latest.json`` to it. Idempotent.
 
     Args:
         request: Release to publish. Its ``expected_head`` is the entity tag of the pointer.
-        parts_above: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for which the
-            store has no sha256 of the whole object.
+        multipart_threshold: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for
+            which the store has no sha256 of the whole object.
 
     Returns:
         Whether anything changed.
@@ -75,7 +75,7 @@ def publish_s3(request: PublishRequest, location: S3Location, parts_above: int =
             gate, or the store rejects a request, does not answer, does not store the files, or ignores write guards.
         InvalidInput: Credentials are missing.
     """
-    publication = _Publication(request, location, parts_above)
+    publication = _Publication(request, location, multipart_threshold)
     expected_head = request.expected_head
     has_changed = has_sent = False
     try:
@@ -112,8 +112,8 @@ def publish_s3(request: PublishRequest, location: S3Location, parts_above: int =
 class _Publication:
     """The requests that one publication needs."""
 
-    def __init__(self, request: PublishRequest, location: S3Location, parts_above: int) -> None:
-        self.location, self.parts_above, self.on_progress = location, parts_above, request.on_progress
+    def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
+        self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
         self.files = {file.name: file for file in request.files}
         self.desired = DesiredVersion(request.version, file_identities(request.files))
         self.directory = f"{self.desired.entry.path}/"
@@ -204,7 +204,7 @@ class _Publication:
             Refused: The source file has changed since the gate.
         """
         key = self.location.key(self.directory + file.name)
-        if file.size > self.parts_above:
+        if file.size > self.multipart_threshold:
             self.send_in_parts(file, key, report)
             return
         checksum = _checksum(bytes.fromhex(file.sha256))

@@ -10,10 +10,8 @@
 from mergegate.tasks.report.history.archive import ArchivedPage, file_name, keep_run, run_facts
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
-from mergegate.tasks.report.history.metrics import export_metrics
 from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
 from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus
-from mergegate.tasks.report.history.tracking import export_to_trackers
 
 __all__ = [
     "HISTORY",
@@ -25,8 +23,6 @@ __all__ = [
     "RunStage",
     "RunStatus",
     "changes_since",
-    "export_metrics",
-    "export_to_trackers",
     "file_name",
     "format_run_time",
     "keep_run",

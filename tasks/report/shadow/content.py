@@ -76,7 +76,7 @@ class ShadowContent(_Part):
         left_out: Number of recorded pairs that are not judged, by reason.
         not_recorded: Number of requests that the proxy could not record, by reason.
         examples: Lost pairs, the newest first. They are stored no longer than the records.
-        keep_days: Number of days for which the records are stored.
+        retention_days: Number of days for which the records are stored.
         alias: Name of a promoted candidate at its target; empty if it has none.
     """
 
@@ -106,7 +106,7 @@ class ShadowContent(_Part):
     errors: str  # comparison of the two servers' errors, as a sentence
     not_recorded: tuple[tuple[str, int], ...] = ()
     examples: tuple[LostExample, ...] = ()
-    keep_days: float = 30.0
+    retention_days: float = 30.0
     alias: str = ""
 
     @property

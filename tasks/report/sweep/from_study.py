@@ -95,7 +95,7 @@ def sweep_content(
                 type=coordinate.free.type,
                 low=coordinate.low,
                 high=coordinate.high,
-                among=coordinate.free.among,
+                among=coordinate.free.choices,
                 start=coordinate.free.start,
                 importance=importance_by_name.get(coordinate.name),
             )

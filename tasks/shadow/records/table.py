@@ -8,6 +8,7 @@ that replaced it. An existing gateway may write these rows directly. ``docs/shad
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -16,15 +17,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import locked
-from mergegate.tasks.shadow.arms import ArmRow
-from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import ArmRow, RecordedAnswer, RecordedPair, ShadowRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _TIMEOUT_S = 5  # timeout for connections and for another writer's lock
-_PAIRS_IN_MEMORY = 200  # pairs in memory
+_PAIRS_IN_MEMORY = 200
 
 _TABLES = sa.MetaData()
 # The schema after the newest migration.
@@ -110,8 +110,8 @@ class Records:
         with self._engine.connect() as connection:
             for row in connection.execution_options(yield_per=_PAIRS_IN_MEMORY).execute(query):
                 names = RECORDS.columns.keys()
-                records = dict(zip(names, row[:width], strict=True)), dict(zip(names, row[width:], strict=True))
-                first, second = records
+                first = dict(zip(names, row[:width], strict=True))
+                second = dict(zip(names, row[width:], strict=True))
                 yield RecordedPair(
                     request_id=first["exchange"],
                     session=first["session"],
@@ -152,9 +152,19 @@ def open_records(url: str) -> Records:
         InvalidInput: If the driver for the URL is not installed.
         sqlalchemy.exc.SQLAlchemyError: If the database is not available or its schema cannot be changed.
     """
-    engine = sa.create_engine(
-        _with_driver(url), connect_args=_timeout_options(url), pool_pre_ping=True, hide_parameters=True
-    )
+    scheme, rest = url.split("://", 1)
+    if scheme == "postgresql":
+        try:
+            import_module("psycopg")
+        except ImportError:
+            raise InvalidInput(
+                "shadow.records",
+                found="a PostgreSQL address, but its driver psycopg is not installed",
+                remedy="pip install 'mergegate[postgresql]'",
+            ) from None
+        url = f"postgresql+psycopg://{rest}"
+    timeout = "timeout" if scheme.startswith("sqlite") else "connect_timeout"
+    engine = sa.create_engine(url, connect_args={timeout: _TIMEOUT_S}, pool_pre_ping=True, hide_parameters=True)
     try:
         if engine.dialect.name == "sqlite":
             _prepare_sqlite(engine)
@@ -163,6 +173,19 @@ def open_records(url: str) -> Records:
         engine.dispose()
         raise
     return Records(engine)
+
+
+def _prepare_sqlite(engine: sa.Engine) -> None:
+    """Switch the database file to WAL mode, so that readers and the proxy can work concurrently.
+
+    If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a deadlock
+    (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
+    """
+    path = Path(engine.url.database or "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous=normal"))
+    with locked(path.with_name(path.name + ".lock"), remove=True, required=False), engine.connect() as connection:
+        connection.exec_driver_sql("pragma journal_mode=wal")
 
 
 def _migrate(engine: sa.Engine) -> None:
@@ -178,43 +201,6 @@ def _migrate(engine: sa.Engine) -> None:
             connection.execute(sa.text("select pg_advisory_xact_lock(hashtext('mergegate shadow'))"))
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
-
-
-def _with_driver(url: str) -> str:
-    scheme, rest = url.split("://", 1)
-    if scheme != "postgresql":
-        return url
-    try:
-        import psycopg  # noqa: F401  # imported only to report a missing driver
-    except ImportError:
-        raise InvalidInput(
-            "shadow.records",
-            found="an address of PostgreSQL, and no driver for it",
-            expected="psycopg",
-            remedy="pip install 'mergegate[postgresql]'",
-        ) from None
-    return f"postgresql+psycopg://{rest}"
-
-
-def _timeout_options(url: str) -> dict[str, int]:
-    return {"timeout": _TIMEOUT_S} if url.startswith("sqlite") else {"connect_timeout": _TIMEOUT_S}
-
-
-def _prepare_sqlite(engine: sa.Engine) -> None:
-    """Switch the database file to WAL mode, so that readers and the proxy can work concurrently.
-
-    If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a deadlock
-    (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
-    """
-    path = Path(engine.url.database or "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sa.event.listen(engine, "connect", _set_synchronous_mode)
-    with locked(path.with_name(path.name + ".lock"), remove=True, required=False), engine.connect() as connection:
-        connection.exec_driver_sql("pragma journal_mode=wal")
-
-
-def _set_synchronous_mode(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
-    connection.execute("pragma synchronous=normal")
 
 
 def _answer(row: Mapping[str, object]) -> RecordedAnswer:

@@ -29,27 +29,33 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from mergegate.tasks.shadow.arms import ArmRow
-from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
-from mergegate.tasks.shadow.routing import FollowedRouting, Routing
+from mergegate.tasks.shadow.kill_switch import kill_reason
+from mergegate.tasks.shadow.recorded_traffic import ArmRow, ShadowRecord
+from mergegate.tasks.shadow.routing import FollowedRouting, goes_to_candidate
 from mergegate.tasks.shadow.settings import ShadowSettings
-from mergegate.tasks.shadow.switch import kill_reason
-from mergegate.tasks.shadow.traffic.arm import goes_to_candidate, session_of
-from mergegate.tasks.shadow.traffic.effects import may_be_copied
-from mergegate.tasks.shadow.traffic.exchange import ID_HEADER, MOST_BODY, Arm, ArmAnswer, AskedRequest, read_request
 from mergegate.tasks.shadow.traffic.recorder import Recorder
-from mergegate.tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
+from mergegate.tasks.shadow.traffic.request import (
+    ID_HEADER,
+    MAX_BODY_BYTES,
+    Arm,
+    ArmAnswer,
+    ProxiedRequest,
+    may_be_copied,
+    read_request,
+    session_hash,
+)
+from mergegate.tasks.shadow.traffic.upstream import Upstream, end_to_end_headers
 
-_COPY_S = 600.0
+_COPY_TIMEOUT_S = 600.0
 # A busy parent gets more time because it has no replacement. The parent replaces a candidate that does not connect.
 _PARENT_CONNECT_S, _CANDIDATE_CONNECT_S = 30.0, 2.0
-_LAST_COPIES_S = 2.0
-_SWITCH_EVERY_S = 1.0
+_PENDING_COPIES_S = 2.0
+_SWITCH_INTERVAL_S = 1.0
 _FAULT = 500
-_CLIENT_LEFT = "client left"  # not an error of a server
+_DISCONNECTED = "client left"  # not an error of a server
 
 
-class _Broken(Exception):  # not a failure of the proxy: raised to abort the client's connection
+class _BrokenAnswer(Exception):  # not a failure of the proxy: raised to abort the client's connection
     """A server stopped in the middle of its answer, so the proxy also aborts the client's connection."""
 
 
@@ -70,9 +76,11 @@ class ShadowProxy:
         }
         self._in_flight = 0
         self._copies: set[asyncio.Task[None]] = set()
-        self._last: dict[Arm, deque[ArmRow]] = {arm: deque(maxlen=settings.switch.of) for arm in self._servers}
-        self._switched = 0.0
-        self._began = time.time()
+        self._recent_rows: dict[Arm, deque[ArmRow]] = {
+            arm: deque(maxlen=settings.kill_switch.window) for arm in self._servers
+        }
+        self._switch_checked = 0.0
+        self._started = time.time()
 
     def application(self) -> Starlette:
         """Return the ASGI application, which serves ``/shadow/status`` and proxies all other paths."""
@@ -88,7 +96,7 @@ class ShadowProxy:
     async def close(self) -> None:
         """Wait briefly for pending copies, cancel the rest, write queued records and close all connections."""
         if self._copies:
-            await asyncio.wait(self._copies, timeout=_LAST_COPIES_S)
+            await asyncio.wait(self._copies, timeout=_PENDING_COPIES_S)
         for task in self._copies:
             task.cancel()
         await asyncio.gather(*self._copies, return_exceptions=True)
@@ -100,23 +108,27 @@ class ShadowProxy:
         """Handle one request."""
         if scope["type"] != "http":
             return
-        if self._in_flight >= self._settings.in_flight:
+        if self._in_flight >= self._settings.max_requests:
             self._count("answered 503: too many in flight")
-            await _send_error(send, 503, "too many requests at once", ((b"retry-after", b"1"),))
+            await _send_error(send, 503, "too many concurrent requests", ((b"retry-after", b"1"),))
             return
         self._in_flight += 1
         try:
             request = await read_request(scope, receive, self._settings.session_header)
             if request is None:
-                await _send_error(send, 413, f"a body of more than {MOST_BODY} bytes")
+                await _send_error(send, 413, f"the body exceeds {MAX_BODY_BYTES} bytes")
                 return
             await self._answer(request, receive, send)
         finally:
             self._in_flight -= 1
 
-    async def _answer(self, request: AskedRequest, receive: Receive, send: Send) -> None:
+    async def _answer(self, request: ProxiedRequest, receive: Receive, send: Send) -> None:
         routing = self._routing.now()
-        arm = self._select_arm(request, routing)
+        arm: Arm = "parent"
+        if routing.serving == "promoted":
+            arm = "candidate"
+        elif routing.watching and routing.mode == "split" and isinstance(request.body, bytes):
+            arm = "candidate" if goes_to_candidate(request.key, routing.candidate, routing.share) else "parent"
         self._count("requests")
         if arm == "candidate":
             answer, reply = await self._send_to_arm(request, arm)
@@ -137,21 +149,27 @@ class ShadowProxy:
             await self._answer_502(request, answer, send)
             return
         await self._forward_answer(request, answer, reply, receive, send)
-        if routing.watching and routing.mode == "mirror" and request.is_question and not answer.error:
-            self._start_copy(request, routing)
+        if not (routing.watching and routing.mode == "mirror" and request.is_generation) or answer.error:
+            return
+        if not goes_to_candidate(request.exchange, routing.candidate, routing.share):
+            return
+        if not may_be_copied(request.method, request.path, request.document):
+            self._count("not copied: may have effects")
+        elif len(self._copies) >= self._settings.max_copies:
+            self._count("not copied: too many copies")
+        else:
+            task = asyncio.create_task(self._copy_to_candidate(request))
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
 
-    def _select_arm(self, request: AskedRequest, routing: Routing) -> Arm:
-        if routing.serving == "promoted":
-            return "candidate"
-        split = routing.watching and routing.mode == "split" and isinstance(request.body, bytes)
-        return "candidate" if split and goes_to_candidate(request.key, routing.candidate, routing.share) else "parent"
-
-    async def _send_to_arm(self, request: AskedRequest, arm: Arm) -> tuple[ArmAnswer, httpx.Response | None]:
+    async def _send_to_arm(self, request: ProxiedRequest, arm: Arm) -> tuple[ArmAnswer, httpx.Response | None]:
         """Send a request to one arm. Without a response, the second value is None and the answer has an ``error``."""
         answer, server = ArmAnswer(arm), self._servers[arm]
         scope = request.scope
         path = scope.get("raw_path") or scope["path"].encode()
-        body = server.renamed(request.body, request.document) if isinstance(request.body, bytes) else request.body
+        body = (
+            server.with_model_name(request.body, request.document) if isinstance(request.body, bytes) else request.body
+        )
         try:
             reply = await server.send(scope["method"], path, scope["query_string"], request.headers, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -161,24 +179,38 @@ class ShadowProxy:
         return answer, reply
 
     async def _forward_answer(
-        self, request: AskedRequest, answer: ArmAnswer, reply: httpx.Response, receive: Receive, send: Send
+        self, request: ProxiedRequest, answer: ArmAnswer, reply: httpx.Response, receive: Receive, send: Send
     ) -> None:
         """Stream a server's response to the client, and record it."""
-        headers, most = passed_on(reply.headers.raw), self._settings.body_limit if request.is_question else 0
+        headers = end_to_end_headers(reply.headers.raw)
+        max_body_bytes = self._settings.max_body_bytes if request.is_generation else 0
         if not any(name == ID_HEADER for name, _ in headers):
             headers.append((ID_HEADER, request.request_id.encode("latin-1")))
-        transfer = asyncio.ensure_future(self._stream_answer(answer, reply, headers, send, most))
-        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+
+        async def stream_answer() -> None:
+            await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+            async for piece in reply.aiter_raw():
+                answer.add(piece, max_body_bytes)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            answer.is_complete = True  # A client that disconnects after this point has the complete answer.
+            await send({"type": "http.response.body", "body": b""})
+
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        transfer = asyncio.ensure_future(stream_answer())
+        disconnect = asyncio.ensure_future(wait_for_disconnect())
         try:
             await asyncio.wait((transfer, disconnect), return_when=asyncio.FIRST_COMPLETED)
-            if not transfer.done() and not answer.whole:
-                answer.error = _CLIENT_LEFT
+            if not transfer.done() and not answer.is_complete:
+                answer.error = _DISCONNECTED
                 transfer.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await transfer
         except httpx.HTTPError as error:
             answer.error = type(error).__name__
-            raise _Broken from None
+            raise _BrokenAnswer from None
         finally:
             disconnect.cancel()
             transfer.cancel()
@@ -186,43 +218,20 @@ class ShadowProxy:
                 await asyncio.shield(reply.aclose())
             self._record(request, answer, "answer")
 
-    @staticmethod
-    async def _stream_answer(answer: ArmAnswer, reply: httpx.Response, headers: Headers, send: Send, most: int) -> None:
-        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
-        async for piece in reply.aiter_raw():
-            answer.add(piece, most)
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        answer.whole = True  # A client that disconnects after this point has the complete answer.
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _answer_502(self, request: AskedRequest, answer: ArmAnswer, send: Send) -> None:
+    async def _answer_502(self, request: ProxiedRequest, answer: ArmAnswer, send: Send) -> None:
         self._count(f"answered 502: {answer.arm}")
         self._record(request, answer, "answer")
         await _send_error(send, 502, f"the server did not answer: {answer.error}")
 
-    def _start_copy(self, request: AskedRequest, routing: Routing) -> None:
-        """Send a copy of the request to the candidate in the background, if it is eligible."""
-        if not goes_to_candidate(request.exchange, routing.candidate, routing.share):
-            return
-        if not may_be_copied(request.method, request.path, request.document):
-            self._count("not copied: may have effects")
-            return
-        if len(self._copies) >= self._settings.copies:
-            self._count("not copied: too many copies")
-            return
-        task = asyncio.create_task(self._copy_to_candidate(request))
-        self._copies.add(task)
-        task.add_done_callback(self._copies.discard)
-
-    async def _copy_to_candidate(self, request: AskedRequest) -> None:
+    async def _copy_to_candidate(self, request: ProxiedRequest) -> None:
         answer = ArmAnswer("candidate")
         try:
-            async with asyncio.timeout(_COPY_S):
+            async with asyncio.timeout(_COPY_TIMEOUT_S):
                 answer, reply = await self._send_to_arm(request, "candidate")
                 if reply is not None:
                     try:
                         async for piece in reply.aiter_raw():
-                            answer.add(piece, self._settings.body_limit)
+                            answer.add(piece, self._settings.max_body_bytes)
                     finally:
                         await reply.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
@@ -230,8 +239,8 @@ class ShadowProxy:
         self._count("copies")
         self._record(request, answer, "copy")
 
-    def _record(self, request: AskedRequest, answer: ArmAnswer, role: Literal["answer", "copy"]) -> None:
-        if not request.is_question:
+    def _record(self, request: ProxiedRequest, answer: ArmAnswer, role: Literal["answer", "copy"]) -> None:
+        if not request.is_generation:
             return
         routing = self._routing.now()
         record = ShadowRecord(
@@ -240,33 +249,30 @@ class ShadowProxy:
             role=role,
             arm=answer.arm,
             request_id=request.request_id,
-            session=session_of(request.key, routing.candidate),
+            session=session_hash(request.key, routing.candidate),
             at=request.at,
             path=request.path,
             request=request.body if role == "answer" and isinstance(request.body, bytes) else b"",
             status=answer.status,
             response=bytes(answer.body),
-            error="" if answer.error == _CLIENT_LEFT else answer.error,
+            error="" if answer.error == _DISCONNECTED else answer.error,
             fallback=answer.fallback,
             first_byte=answer.first_byte,
-            seconds=answer.took(),
+            seconds=answer.elapsed(),
         )
-        if answer.error == _CLIENT_LEFT:
+        if answer.error == _DISCONNECTED:
             self._count("clients that left")
         self._recorder.put(record)
-        self._last[answer.arm].append(record.row)
-        if answer.arm == "candidate":
-            self._check_kill_switch(routing, immediately=bool(record.error) or record.status >= _FAULT)
-
-    def _check_kill_switch(self, routing: Routing, *, immediately: bool) -> None:
-        now = time.monotonic()
-        if not routing.watching or (now - self._switched < _SWITCH_EVERY_S and not immediately):
+        self._recent_rows[answer.arm].append(record.row)
+        if answer.arm != "candidate" or not routing.watching:
             return
-        self._switched = now
-        reason = kill_reason(tuple(self._last["candidate"]), tuple(self._last["parent"]), self._settings.switch)
-        if reason is not None:
-            self._count("switched off")
-            self._routing.decide("killed", reason)
+        now, failed = time.monotonic(), bool(record.error) or record.status >= _FAULT
+        if failed or now - self._switch_checked >= _SWITCH_INTERVAL_S:
+            self._switch_checked = now
+            rows = tuple(self._recent_rows["candidate"]), tuple(self._recent_rows["parent"])
+            if (reason := kill_reason(*rows, self._settings.kill_switch)) is not None:
+                self._count("switched off")
+                self._routing.decide("killed", reason)
 
     def _count(self, name: str) -> None:
         self._recorder.count(self._routing.now().candidate, name)
@@ -276,18 +282,12 @@ class ShadowProxy:
         return JSONResponse(
             {
                 **routing.model_dump(mode="json"),
-                "running_s": round(time.time() - self._began, 1),
+                "running_s": round(time.time() - self._started, 1),
                 "in_flight": self._in_flight,
                 "copies_in_flight": len(self._copies),
                 "counts": self._recorder.counts(),
             }
         )
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_error(send: Send, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

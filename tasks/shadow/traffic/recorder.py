@@ -23,10 +23,10 @@ from mergegate.tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
 _BATCH = 500
-_MOST_BYTES = 256 << 20  # largest total size of the bodies in the queue
+_MAX_QUEUE_BYTES = 256 << 20  # largest total size of the bodies in the queue
 _ATTEMPTS, _FIRST_WAIT_S = 3, 0.2
-_PURGE_EVERY_S = 3600.0
-_TALLY_EVERY_S = 2.0
+_PURGE_INTERVAL_S = 3600.0
+_TALLY_INTERVAL_S = 2.0
 _DAY_S = 86400.0
 
 
@@ -36,22 +36,28 @@ class Recorder:
     Args:
         connect: Function that opens the database. It is called again after a failure.
         redaction: Redaction of bodies, paths and request IDs.
-        most: Largest number of records in the queue.
-        body_limit: Largest size of a stored body, in bytes. Longer bodies are not stored.
-        keep_days: Days after which records are deleted.
+        queue_size: Largest number of records in the queue.
+        max_body_bytes: Largest size of a stored body, in bytes. Longer bodies are not stored.
+        retention_days: Days after which records are deleted.
     """
 
     def __init__(
-        self, connect: Callable[[], Records], redaction: Redaction, *, most: int, body_limit: int, keep_days: float
+        self,
+        connect: Callable[[], Records],
+        redaction: Redaction,
+        *,
+        queue_size: int,
+        max_body_bytes: int,
+        retention_days: float,
     ) -> None:
         self._connect, self._redaction = connect, redaction
-        self._body_limit, self._keep_s = body_limit, keep_days * _DAY_S
-        self._waiting: queue.Queue[ShadowRecord | None] = queue.Queue(most)  # None wakes up the thread
+        self._body_limit, self._keep_s = max_body_bytes, retention_days * _DAY_S
+        self._queue: queue.Queue[ShadowRecord | None] = queue.Queue(queue_size)  # None wakes up the thread
         self._bytes = 0
         self._records: Records | None = None
-        self._purged = self._told = 0.0
+        self._last_purge = self._tallies_written = 0.0
         self._lock = threading.Lock()
-        self._all, self._new = Counter[str](), Counter[tuple[str, str]]()
+        self._totals, self._increments = Counter[str](), Counter[tuple[str, str]]()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shadow records", daemon=True)
         self._thread.start()
@@ -60,59 +66,53 @@ class Recorder:
         """Add a record to the queue, or count it as not recorded if the queue is full."""
         size = len(record.request) + len(record.response)
         with self._lock:
-            fits = self._bytes + size <= _MOST_BYTES
+            fits = self._bytes + size <= _MAX_QUEUE_BYTES
             self._bytes += size if fits else 0
         if fits:
             try:
-                self._waiting.put_nowait(record)
+                self._queue.put_nowait(record)
                 return
             except queue.Full:
                 with self._lock:
                     self._bytes -= size
         self.count(record.candidate, "not recorded: queue full")
 
-    def count(self, candidate: str, name: str, more: int = 1) -> None:
+    def count(self, candidate: str, name: str) -> None:
         """Increase a count, which is also written to the database."""
         with self._lock:
-            self._all[name] += more
-            self._new[candidate, name] += more
+            self._totals[name] += 1
+            self._increments[candidate, name] += 1
 
     def counts(self) -> dict[str, int]:
         """Return the counts since the start of the process, and the number of records in the queue."""
         with self._lock:
-            return {**self._all, "waiting for the database": self._waiting.qsize()}
+            return {**self._totals, "waiting for the database": self._queue.qsize()}
 
-    def close(self, within: float = 10.0) -> None:
-        """Write the queued records and stop the thread, waiting at most ``within`` seconds."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Write the queued records and stop the thread, waiting at most ``timeout`` seconds."""
         self._closing.set()
         with suppress(queue.Full):  # With a full queue, the thread is already awake.
-            self._waiting.put_nowait(None)
-        self._thread.join(within)
+            self._queue.put_nowait(None)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         while True:
-            batch = self._next_batch()
-            if batch or self._tallies_are_due():
+            entries: list[ShadowRecord | None] = []
+            with suppress(queue.Empty):
+                entries.append(self._queue.get(timeout=_TALLY_INTERVAL_S / 4))
+                while len(entries) < _BATCH:
+                    entries.append(self._queue.get_nowait())
+            batch = [record for record in entries if record is not None]
+            with self._lock:
+                self._bytes -= sum(len(record.request) + len(record.response) for record in batch)
+            tallies_due = self._increments and time.monotonic() - self._tallies_written >= _TALLY_INTERVAL_S
+            if batch or tallies_due:
                 self._write([self._redact(record) for record in batch])
-            if self._closing.is_set() and self._waiting.empty():
+            if self._closing.is_set() and self._queue.empty():
                 self._write([])
                 if self._records:
                     self._records.close()
                 return
-
-    def _next_batch(self) -> list[ShadowRecord]:
-        entries: list[ShadowRecord | None] = []
-        with suppress(queue.Empty):
-            entries.append(self._waiting.get(timeout=_TALLY_EVERY_S / 4))
-            while len(entries) < _BATCH:
-                entries.append(self._waiting.get_nowait())
-        batch = [record for record in entries if record is not None]
-        with self._lock:
-            self._bytes -= sum(len(record.request) + len(record.response) for record in batch)
-        return batch
-
-    def _tallies_are_due(self) -> bool:
-        return bool(self._new) and time.monotonic() - self._told >= _TALLY_EVERY_S
 
     def _redact(self, record: ShadowRecord) -> ShadowRecord:
         """Return the redacted record. Bodies that are too long or cannot be redacted are removed and counted."""
@@ -136,35 +136,30 @@ class Recorder:
 
     def _write(self, batch: Sequence[ShadowRecord]) -> None:
         with self._lock:
-            tallies, self._new = self._new, Counter()
+            tallies, self._increments = self._increments, Counter()
         for attempt in range(_ATTEMPTS):
             try:
                 if self._records is None:
                     self._records = self._connect()
                 self._records.write(batch, tallies)
-                self._told = time.monotonic()
+                self._tallies_written = time.monotonic()
                 with self._lock:
-                    self._all["recorded"] += len(batch)
-                self._purge()
+                    self._totals["recorded"] += len(batch)
+                if time.monotonic() - self._last_purge >= _PURGE_INTERVAL_S:
+                    self._records.purge(time.time() - self._keep_s)
+                    self._last_purge = time.monotonic()
                 return
             except (SQLAlchemyError, OSError) as error:
-                _log.warning("records: %s; attempt %d of %d", type(error).__name__, attempt + 1, _ATTEMPTS)
-                self._disconnect()
+                kind = type(error).__name__
+                _log.warning("could not write shadow records: %s (attempt %d of %d)", kind, attempt + 1, _ATTEMPTS)
+                if self._records is not None:
+                    with suppress(Exception):
+                        self._records.close()
+                self._records = None
                 if attempt + 1 < _ATTEMPTS and self._closing.wait(_FIRST_WAIT_S * 2**attempt):
                     break  # Another attempt would delay the shutdown.
         with self._lock:
-            self._new.update(tallies)
-        self._told = time.monotonic()
+            self._increments.update(tallies)
+        self._tallies_written = time.monotonic()
         for record in batch:
             self.count(record.candidate, "not recorded: database")
-
-    def _disconnect(self) -> None:
-        if self._records is not None:
-            with suppress(Exception):
-                self._records.close()
-        self._records = None
-
-    def _purge(self) -> None:
-        if self._records is not None and time.monotonic() - self._purged >= _PURGE_EVERY_S:
-            self._records.purge(time.time() - self._keep_s)
-            self._purged = time.monotonic()

@@ -33,7 +33,7 @@ class Redaction:
         self._function = function
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_configured(self) -> bool:
         """Whether any pattern or function is configured."""
         return bool(self._patterns or self._function)
 
@@ -49,16 +49,16 @@ class Redaction:
         Raises:
             ValueError: If the body has another format, so its content is unknown, or if the function failed.
         """
-        if not self.is_asked_for or not body:
+        if not self.is_configured or not body:
             return body
         try:
             if body.lstrip().startswith(_EVENT) or body.lstrip().startswith(b":"):
                 return self._stream(body)
             return json.dumps(_walk(json.loads(body), (), lambda _, text: self.text(text)), ensure_ascii=False).encode()
         except RecursionError:
-            raise ValueError("nested too deeply") from None
+            raise ValueError("the body is nested too deeply") from None
         except Exception as error:
-            raise ValueError(f"{type(error).__name__} while it was redacted") from None
+            raise ValueError(f"redaction failed with {type(error).__name__}") from None
 
     def _stream(self, body: bytes) -> bytes:
         lines = body.splitlines()
@@ -100,13 +100,15 @@ def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redact
     if function_path is None:
         return Redaction(patterns)
     module, _, name = function_path.partition(":")
-    expected = "a function of a text that can be imported"
+    expected = "an importable function from text to text"
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise InvalidInput("shadow.redact_with", found=f"{function_path} ({error})", expected=expected) from None
+        raise InvalidInput(
+            "shadow.redactor", found=f"{function_path!r}, which cannot be imported ({error})", expected=expected
+        ) from None
     if not callable(function):
-        raise InvalidInput("shadow.redact_with", found=f"{function_path}, which cannot be called", expected=expected)
+        raise InvalidInput("shadow.redactor", found=f"{function_path!r}, which is not callable", expected=expected)
     return Redaction(patterns, function)
 
 

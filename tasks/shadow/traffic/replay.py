@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_location, parse_line, read_plain
 
 _CHAT = "/v1/chat/completions"
-_FORMS = "a line with messages, prompt, turns, or path and body"
+_FORMS = "lines with messages, prompt, turns, or path and body"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Traffic:
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """Result of a replay.
 
     Attributes:
@@ -55,7 +57,7 @@ class Replayed:
     seconds: float = 0.0
 
     @property
-    def sent(self) -> int:
+    def request_count(self) -> int:
         """Number of requests sent."""
         return sum(self.statuses.values())
 
@@ -75,7 +77,7 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
         if line.strip():
             traffic.append(_parse_traffic(parse_line(line, file, number), line_location(file, number), model, number))
     if not traffic:
-        raise InvalidInput(str(file), found="no request", expected=_FORMS)
+        raise InvalidInput(str(file), found="a file without requests", expected=_FORMS)
     return tuple(traffic)
 
 
@@ -90,80 +92,66 @@ def _parse_traffic(line: Mapping[str, Any], location: str, model: str, number: i
     if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
         body = {"model": model, "messages": [{"role": "user", "content": turns[0]}]}
         return Traffic(session, _CHAT, body, tuple(turns[1:]))
-    raise InvalidInput(location, found=f"keys {', '.join(sorted(map(str, line)))}", expected=_FORMS)
+    raise InvalidInput(location, found=f"a line with the keys {', '.join(sorted(map(str, line)))}", expected=_FORMS)
 
 
-def replay(
-    traffic: Sequence[Traffic],
-    url: str,
-    *,
-    header: str,
-    rate: float,
-    at_once: int,
-    rounds: int = 1,
-    stream: bool = False,
-) -> Replayed:
-    """Send the traffic and count the responses.
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How traffic is replayed.
 
-    Args:
-        traffic: Traffic of the users.
-        url: URL of a proxy or server, without ``/v1``.
+    Attributes:
         header: Name of the session header.
         rate: Number of users that start per second.
-        at_once: Largest number of concurrent requests.
-        rounds: Number of repetitions. Each round has its own sessions. Default: 1.
-        stream: Whether to request streamed answers. Default: False.
+        concurrency: Largest number of concurrent requests.
+        rounds: Number of repetitions. Each round has its own sessions.
+        stream: Whether to request streamed answers.
     """
-    return asyncio.run(_replay(list(_rounds(traffic, rounds)), url, header, rate, at_once, stream))
+
+    header: str
+    rate: float
+    concurrency: int
+    rounds: int = 1
+    stream: bool = False
 
 
-def _rounds(traffic: Sequence[Traffic], rounds: int) -> Iterator[Traffic]:
-    for number in range(rounds):
-        for user in traffic:
-            session = user.session if number == 0 else f"{user.session}-{number + 1}"
-            yield Traffic(session, user.path, user.body, user.turns)
+def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
+    """Send the traffic of users to a proxy or server at ``url`` (without ``/v1``), and count the responses."""
+    return asyncio.run(_replay(traffic, url, settings))
 
 
-async def _replay(users: Sequence[Traffic], url: str, header: str, rate: float, at_once: int, stream: bool) -> Replayed:
+async def _replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
     import httpx
 
-    result, slots, began = Replayed(), asyncio.Semaphore(at_once), time.perf_counter()
-    limits = httpx.Limits(max_connections=at_once)
+    result, slots, started = ReplayResult(), asyncio.Semaphore(settings.concurrency), time.perf_counter()
+    limits = httpx.Limits(max_connections=settings.concurrency)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600, trust_env=False) as client:
 
-        async def user(traffic: Traffic) -> None:
-            body: dict[str, Any] = {**traffic.body, **({"stream": True} if stream else {})}
-            for turn in (None, *traffic.turns):
+        async def send_requests(user: Traffic, session: str) -> None:
+            body: dict[str, Any] = {**user.body, **({"stream": True} if settings.stream else {})}
+            for turn in (None, *user.turns):
                 if turn is not None:
                     body = {**body, "messages": [*body["messages"], {"role": "user", "content": turn}]}
                 async with slots:
                     try:
-                        answer = await client.post(traffic.path, json=body, headers={header: traffic.session})
+                        answer = await client.post(user.path, json=body, headers={settings.header: session})
                     except httpx.HTTPError as error:
                         result.statuses[type(error).__name__] += 1
                         return
                 result.statuses[str(answer.status_code)] += 1
                 if not answer.is_success:
                     return
-                if traffic.turns:
-                    body = {
-                        **body,
-                        "messages": [*body["messages"], {"role": "assistant", "content": _answer_text(answer)}],
-                    }
+                if user.turns:
+                    text = ""  # of a stream, which the replay does not parse
+                    with suppress(ValueError, KeyError, IndexError, TypeError):
+                        text = str(answer.json()["choices"][0]["message"]["content"])
+                    body = {**body, "messages": [*body["messages"], {"role": "assistant", "content": text}]}
 
         async with asyncio.TaskGroup() as group:
-            for number, traffic in enumerate(users):
-                delay = began + number / rate - time.perf_counter()
+            for number, (repetition, user) in enumerate(product(range(settings.rounds), traffic)):
+                delay = started + number / settings.rate - time.perf_counter()
                 if delay > 0:
                     await asyncio.sleep(delay)
-                group.create_task(user(traffic))
-    result.seconds = time.perf_counter() - began
+                session = user.session if repetition == 0 else f"{user.session}-{repetition + 1}"
+                group.create_task(send_requests(user, session))
+    result.seconds = time.perf_counter() - started
     return result
-
-
-def _answer_text(answer: Any) -> str:
-    """Return the text of an answer, or an empty string for a stream, which the replay does not parse."""
-    try:
-        return str(answer.json()["choices"][0]["message"]["content"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        return ""

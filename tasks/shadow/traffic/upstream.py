@@ -33,11 +33,22 @@ class Upstream:
         server: URL, model name and key of the server.
         timeout: Longest time without a byte, in seconds.
         connect: Timeout for opening a connection, in seconds.
+
+    Raises:
+        InvalidInput: If the environment variable of the API key is not set.
     """
 
     def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
         self.server = server
-        self._key = key_of(server)
+        self._key = ""  # replaces the client's key, if it is not empty
+        if server.api_key_env is not None:
+            self._key = os.environ.get(server.api_key_env, "").strip()
+            if not self._key:
+                raise InvalidInput(
+                    f"shadow: {server.api_key_env}",
+                    found="an environment variable that is not set or empty",
+                    expected="the API key of the server in this variable",
+                )
         self._url = httpx.URL(server.url)
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S),
@@ -58,12 +69,20 @@ class Upstream:
         Raises:
             httpx.HTTPError: If the server does not respond.
         """
-        request = httpx.Request(
-            method, self._address(path, query), headers=self._own_headers(headers, body), content=body
-        )
+        request_path = path.decode("latin-1")
+        if request_path == _API or request_path.startswith(f"{_API}/"):
+            request_path = self._url.raw_path.decode("latin-1").rstrip("/") + request_path[len(_API) :]
+        url = self._url.copy_with(raw_path=request_path.encode("latin-1") + (b"?" + query if query else b""))
+        # httpx sets the length of a body in memory, because the new model name may have changed it.
+        removed = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
+        removed |= {b"authorization"} if self._key else set()
+        forwarded = [(name, value) for name, value in headers if name not in removed]
+        if self._key:
+            forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
+        request = httpx.Request(method, url, headers=forwarded, content=body)
         return await self._client.send(request, stream=True)
 
-    def renamed(self, body: bytes, document: Mapping[str, Any] | None) -> bytes:
+    def with_model_name(self, body: bytes, document: Mapping[str, Any] | None) -> bytes:
         """Return the body with this server's model name, or the same bytes if the server has no name of its own."""
         if document is None or self.server.model is None or document.get("model") == self.server.model:
             return body
@@ -73,44 +92,11 @@ class Upstream:
         """Close the connections."""
         await self._client.aclose()
 
-    def _address(self, path: bytes, query: bytes) -> httpx.URL:
-        request_path = path.decode("latin-1")
-        if request_path == _API or request_path.startswith(f"{_API}/"):
-            full_path = self._url.raw_path.decode("latin-1").rstrip("/") + request_path[len(_API) :]
-        else:
-            full_path = request_path
-        return self._url.copy_with(raw_path=full_path.encode("latin-1") + (b"?" + query if query else b""))
 
-    def _own_headers(self, headers: Headers, body: bytes | Any) -> Headers:
-        # httpx sets the length of a body in memory, because the new model name may have changed it.
-        removed = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
-        forwarded = [(name, value) for name, value in headers if name not in removed]
-        if self._key:
-            forwarded = [(name, value) for name, value in forwarded if name != b"authorization"]
-            forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
-        return forwarded
-
-
-def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+def end_to_end_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers without hop-by-hop headers, which include those named by ``Connection``."""
     lower_case = [(name.lower(), value) for name, value in headers]
     hop_by_hop = {
         part.strip().lower() for name, value in lower_case if name == b"connection" for part in value.split(b",")
     } | _HOP_BY_HOP_HEADERS
     return [(name, value) for name, value in lower_case if name not in hop_by_hop]
-
-
-def key_of(server: ShadowServer) -> str:
-    """Return the API key that replaces the client's, or an empty string to forward the client's key.
-
-    Raises:
-        InvalidInput: If the environment variable of the key is not set.
-    """
-    if server.api_key_env is None:
-        return ""
-    key = os.environ.get(server.api_key_env, "").strip()
-    if not key:
-        raise InvalidInput(
-            f"shadow: {server.api_key_env}", found="not set, or empty", expected="the key of a server in this variable"
-        )
-    return key

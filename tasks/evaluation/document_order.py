@@ -1,0 +1,174 @@
+"""Divide the documents of a task into the ranges that are scored and the samples of interim looks.
+
+The documents of a task have a fixed random order. They are scored in parts, and interim looks use growing prefixes of
+the order. The order is a hash of seed, task and document, so the first 100 documents are among the first 200 on any
+machine and any version of Python. Scores have no influence: settings and the task's size alone determine the
+documents of a look. Documents that were scored before, under any look settings, are not scored again:
+``cover_documents`` assembles the documents of a look from ranges with known scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+CHUNK_SIZE = 500  # largest number of documents in one part
+
+
+class DocumentRange(BaseModel):
+    """Documents ``first`` to ``last`` (exclusive) in a task's order, which are scored and cached as a unit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if self.last <= self.first:
+            raise ValueError(f"documents {self.first} to {self.last} are none")
+        return self
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __str__(self) -> str:
+        return f"documents {self.first + 1} to {self.last}"
+
+
+class Piece(NamedTuple):
+    """A range that is scored as a unit, and the documents of this range that count in a look."""
+
+    scored: DocumentRange
+    counted: DocumentRange
+
+
+def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
+    """Return the cumulative number of documents after each interim look.
+
+    The first look uses ``first`` documents. Each further look doubles the number, and the last look uses all documents.
+
+    Args:
+        total: Number of documents of the task, at least 1.
+        first: Number of documents in the first look, at least 1. If it is None or more than ``total``, there is only
+            one look.
+
+    >>> interim_looks(1319, 500)
+    (500, 1000, 1319)
+    """
+    if total < 1 or (first is not None and first < 1):
+        raise ValueError(f"looks at {total} documents, the first at {first}: both must be at least 1")
+    ends = []
+    end = total if first is None else first
+    while end < total:
+        ends.append(end)
+        end *= 2
+    return (*ends, total)
+
+
+def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
+    """Divide a task's order into the ranges in which it is scored, without gaps or overlaps.
+
+    Every look ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
+
+    >>> [part.last for part in document_ranges(1319, 200)]
+    [200, 400, 800, 1300, 1319]
+    """
+    cut = []
+    for begin, end in pairwise((0, *interim_looks(total, first))):
+        cut += [DocumentRange(first=at, last=min(at + CHUNK_SIZE, end)) for at in range(begin, end, CHUNK_SIZE)]
+    return tuple(cut)
+
+
+def cover_documents(
+    documents: int, parts: Sequence[DocumentRange], scored: Sequence[DocumentRange]
+) -> tuple[Piece, ...]:
+    """Cover the first ``documents`` documents with pieces that overlap nowhere.
+
+    Scored ranges are used first, from the longest; ``parts`` fill the gaps. If a scored range extends beyond the
+    documents or overlaps a longer one, only part of it counts.
+
+    Args:
+        documents: Number of documents, from 1 to the number in ``parts``.
+        parts: Ranges from ``document_ranges``.
+        scored: Ranges that were scored before; they may overlap.
+
+    >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
+    >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]
+    ['documents 1 to 200', 'documents 201 to 500']
+    """
+    pieces: list[Piece] = []
+    missing = [(0, documents)]
+    # A range that is still to be scored is cut to the missing documents, so all of it counts.
+    for part in sorted(scored, key=lambda each: (-len(each), each.first)):
+        missing = _add_pieces(part, missing, pieces, is_scored=True)
+    for part in parts:
+        missing = _add_pieces(part, missing, pieces, is_scored=False)
+    return tuple(sorted(pieces, key=lambda piece: piece.counted.first))
+
+
+def _add_pieces(
+    part: DocumentRange, missing: Sequence[tuple[int, int]], pieces: list[Piece], *, is_scored: bool
+) -> list[tuple[int, int]]:
+    """Add the overlap of ``part`` with the missing documents to ``pieces``, and return the remaining gaps.
+
+    ``is_scored`` tells whether the part has been scored as a unit.
+    """
+    left = []
+    for begin, end in missing:
+        first, last = max(begin, part.first), min(end, part.last)
+        if first >= last:
+            left.append((begin, end))
+            continue
+        counted = DocumentRange(first=first, last=last)
+        pieces.append(Piece(part if is_scored else counted, counted))
+        left += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
+    return left
+
+
+def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
+    """Return all documents in the order in which they are scored.
+
+    The documents of all tasks are shuffled together. The same arguments always give the same order.
+
+    Args:
+        sizes: Number of documents of each task, by task name.
+        seed: Seed that determines the random order.
+
+    Returns:
+        One pair for each document: the name of its task and its position in the data of that task.
+    """
+    every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
+    return sorted(every, key=lambda item: document_sort_key(item[0], item[1], seed))
+
+
+def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
+    """Return a hash of a document. Sorting documents by this key puts them into a fixed random order."""
+    return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
+
+
+def documents_of_range(
+    sizes: Mapping[str, int], seed: int, part: DocumentRange, only: Container[tuple[str, int]] | None = None
+) -> dict[str, list[int]]:
+    """Return the documents in one range of the scoring order.
+
+    Args:
+        sizes: Number of documents of each task, by task name.
+        seed: Seed that determines the random order.
+        part: Range of the scoring order.
+        only: Documents to include, as pairs of task and position in its data. If it is None, all documents are
+            included.
+
+    Returns:
+        Ascending positions of the documents, by task. Tasks without documents in the range are left out.
+    """
+    every = order_documents(sizes, seed)
+    counted = every if only is None else [document for document in every if document in only]
+    by_task: dict[str, list[int]] = {}
+    for task, doc in sorted(counted[part.first : part.last]):
+        by_task.setdefault(task, []).append(doc)
+    return by_task

@@ -1,0 +1,165 @@
+"""Compare the error rates and the latency of both arms on user traffic.
+
+The functions are pure. Each request fails or succeeds, so the error rate ``p`` of an arm has an exact interval that is
+valid at every interim look. The interval contains all rates against which a mixture of Bernoulli likelihoods, with
+Beta(1/2, 1/2) weights, has gained less than ``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
+
+    { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f failed, s succeeded
+
+The interval needs neither a variance nor a normal approximation, which is inaccurate for rates near zero. Each arm uses
+half of the error probability, and the interval of the difference follows from the ends of the two intervals. It is
+slightly wider than necessary, but valid for any share of the traffic. It assumes independent errors. The errors of an
+outage are not independent, so the interval is then too narrow.
+
+Latency has no statistical rule here. The report shows the quantiles of both arms, and the kill switch reacts to severe
+delays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.tasks.shadow.recorded_traffic import ArmRow, is_fault, is_refusal, own_rows
+
+_HALVINGS = 60
+
+
+class ErrorRate(BaseModel):
+    """Error rate of one arm, with an interval that is valid at all interim looks together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests: int
+    failed: int
+    rate: float
+    low: float
+    high: float
+
+
+class LatencyQuantiles(BaseModel):
+    """Quantiles of latency in seconds: median, 95 % and 99 %."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int
+    median: float
+    p95: float
+    p99: float
+
+
+class ArmSummary(BaseModel):
+    """Errors and latency of one arm. Latency covers only good answers, and is None without any."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    errors: ErrorRate
+    fallbacks: int  # requests of the candidate that the parent answered instead
+    first_byte: LatencyQuantiles | None
+    seconds: LatencyQuantiles | None
+
+
+class ArmComparison(BaseModel):
+    """Comparison of both arms.
+
+    Attributes:
+        candidate: Summary of the candidate.
+        parent: Summary of the parent.
+        difference: Error rate of the candidate minus that of the parent.
+        low: Lower end of the difference, valid at all interim looks together.
+        high: Upper end of the difference, valid at all interim looks together.
+        outcome: Whether the candidate has significantly more or fewer errors.
+        reason: The rates and the interval, in words.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidate: ArmSummary
+    parent: ArmSummary
+    difference: float
+    low: float
+    high: float
+    outcome: Literal["more errors", "fewer errors", "not told apart"]
+    reason: str
+
+
+def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confidence: float = 0.95) -> ArmComparison:
+    """Compare the errors and the latency of two arms.
+
+    Every request without a good answer counts as failed, including 4xx, because users' own mistakes affect both arms
+    equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
+
+    Args:
+        candidate: Rows of the candidate.
+        parent: Rows of the parent.
+        confidence: Two-sided confidence of the difference over all interim looks.
+    """
+    ours, theirs = _summary(candidate, confidence), _summary(parent, confidence)
+    low, high = ours.errors.low - theirs.errors.high, ours.errors.high - theirs.errors.low
+    outcome: Literal["more errors", "fewer errors", "not told apart"] = "not told apart"
+    if low > 0:
+        outcome = "more errors"
+    elif high < 0:
+        outcome = "fewer errors"
+    return ArmComparison(
+        candidate=ours,
+        parent=theirs,
+        difference=ours.errors.rate - theirs.errors.rate,
+        low=low,
+        high=high,
+        outcome=outcome,
+        reason=f"{_rate_text('the candidate', ours.errors)}, {_rate_text('the parent', theirs.errors)}: {outcome} "
+        f"({100 * low:+.2f} to {100 * high:+.2f} points, {100 * confidence:g} % confidence at all looks)",
+    )
+
+
+def error_rate(failed: int, requests: int, confidence: float) -> ErrorRate:
+    """Return the error rate and its interval, whose coverage holds simultaneously for all numbers of requests."""
+    answered = requests - failed
+    if not requests:
+        return ErrorRate(requests=0, failed=0, rate=0.0, low=0.0, high=1.0)
+    mixture = _log_beta(failed + 0.5, answered + 0.5) - _log_beta(0.5, 0.5)
+    floor, rate = mixture + math.log1p(-confidence), failed / requests
+
+    def interval_end(refuted: float) -> float:
+        """Find an end of the interval by bisection, between a refuted rate and the observed rate."""
+        outer, inner = refuted, rate
+        for _ in range(_HALVINGS):
+            p = (outer + inner) / 2
+            likelihood = (failed * math.log(p) if failed else 0.0) + (answered * math.log1p(-p) if answered else 0.0)
+            outer, inner = (outer, p) if likelihood > floor else (p, inner)
+        return outer
+
+    low, high = (interval_end(0.0) if failed else 0.0), (interval_end(1.0) if answered else 1.0)
+    return ErrorRate(requests=requests, failed=failed, rate=rate, low=low, high=high)
+
+
+def _summary(rows: Sequence[ArmRow], confidence: float) -> ArmSummary:
+    arm_rows = own_rows(rows)
+    answered = [row for row in arm_rows if not is_fault(row) and not is_refusal(row)]
+    return ArmSummary(
+        # Each arm uses half of the error probability, so the difference has the requested confidence.
+        errors=error_rate(len(arm_rows) - len(answered), len(arm_rows), (1 + confidence) / 2),
+        fallbacks=sum(row.fallback for row in arm_rows),
+        first_byte=_quantiles([row.first_byte for row in answered if row.first_byte is not None]),
+        seconds=_quantiles([row.seconds for row in answered]),
+    )
+
+
+def _quantiles(seconds: Sequence[float]) -> LatencyQuantiles | None:
+    if not seconds:
+        return None
+    median, p95, p99 = (float(value) for value in np.quantile(seconds, (0.5, 0.95, 0.99)))
+    return LatencyQuantiles(answers=len(seconds), median=median, p95=p95, p99=p99)
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def _rate_text(arm: str, errors: ErrorRate) -> str:
+    return f"{arm} failed {errors.failed:,} of {errors.requests:,} requests ({100 * errors.rate:.2f} %)"

@@ -1,0 +1,195 @@
+"""Read a request of a client, identify its session, and decide whether a second server may get a copy.
+
+Only requests on an allowlist are copied, because the effects of other requests are unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from starlette.types import Receive, Scope
+
+from mergegate.tasks.shadow.traffic.upstream import Headers, end_to_end_headers
+
+Arm: TypeAlias = Literal["parent", "candidate"]
+ID_HEADER = b"x-request-id"
+MAX_BODY_BYTES = 64 << 20  # largest body of a generation request, which is held in memory; other bodies are streamed
+_MAX_ID_LENGTH = 200
+_GENERATION_PATHS = ("/chat/completions", "/completions")
+# These fields make a server store or look up data, which a copy would do a second time.
+_EFFECTS = ("store", "previous_response_id", "conversation", "container", "background")
+
+
+@dataclass(frozen=True)
+class ProxiedRequest:
+    """Request that the proxy forwards and records.
+
+    Attributes:
+        scope: ASGI scope of the request.
+        headers: Headers to forward, without those of the client's connection. They include a request ID.
+        body: Complete body of a generation request, or an iterator over the body of any other request.
+        document: Parsed body, if it is a JSON object.
+        key: Key of the session that the request belongs to.
+        request_id: Request ID sent by the client, otherwise generated.
+        exchange: Generated ID that all records of this request share.
+        at: Time of arrival, as Unix time.
+    """
+
+    scope: Scope
+    headers: Headers
+    body: bytes | AsyncIterator[bytes]
+    document: dict[str, Any] | None
+    key: str
+    request_id: str
+    exchange: str = field(default_factory=lambda: uuid.uuid4().hex)
+    at: float = field(default_factory=time.time)
+
+    @property
+    def method(self) -> str:
+        """HTTP method."""
+        return str(self.scope["method"])
+
+    @property
+    def path(self) -> str:
+        """Path without the query."""
+        return str(self.scope["path"])
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the request asks a model for text. Other requests are neither recorded nor compared."""
+        return is_generation(self.method, self.path)
+
+
+@dataclass
+class ArmAnswer:
+    """Outcome of a request at one arm, updated while the answer arrives.
+
+    Attributes:
+        arm: Server that received the request.
+        started: Start of the request, as a ``time.perf_counter`` value.
+        status: HTTP status, or 0 if the server sent none.
+        first_byte: Seconds until the first byte of the body, or None if no body arrived.
+        body: Recorded part of the body.
+        error: Failure of the server or of the connection. Empty if there was none.
+        fallback: Whether the candidate failed and the parent answered instead.
+        is_complete: Whether the complete body arrived.
+    """
+
+    arm: Arm
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    first_byte: float | None = None
+    body: bytearray = field(default_factory=bytearray)
+    error: str = ""
+    fallback: bool = False
+    is_complete: bool = False
+
+    def elapsed(self) -> float:
+        """Return the seconds since the start of the request."""
+        return time.perf_counter() - self.started
+
+    def add(self, piece: bytes, limit: int) -> None:
+        """Add a piece of the body.
+
+        If the body is longer than ``limit`` bytes, one additional byte is stored, which marks it as too long.
+        """
+        if self.first_byte is None:
+            self.first_byte = self.elapsed()
+        self.body += piece[: max(0, limit + 1 - len(self.body))]
+
+
+def is_generation(method: str, path: str) -> bool:
+    """Return whether a request only generates text, judging by its method and path."""
+    return method == "POST" and path.rstrip("/").endswith(_GENERATION_PATHS)
+
+
+def may_be_copied(method: str, path: str, body: Mapping[str, Any] | None) -> bool:
+    """Return whether the same request may be sent to a second server.
+
+    Tools of type ``function`` run at the client and therefore only once. All other tools run at the server, so requests
+    with such tools are not copied.
+    """
+    if not is_generation(method, path) or body is None:
+        return False
+    if any(body.get(key) not in (None, False) for key in _EFFECTS):
+        return False
+    tools = body.get("tools") or ()
+    return isinstance(tools, (list, tuple)) and all(
+        isinstance(tool, Mapping) and tool.get("type", "function") == "function" for tool in tools
+    )
+
+
+def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, header: str, client: str) -> str:
+    """Return the key of the session that a request belongs to.
+
+    The first available source wins: the session header, the ``user`` field of the body, the token, the client address.
+
+    Args:
+        headers: Headers by lower-case name.
+        body: JSON body of the request, if it has one.
+        header: Name of the session header.
+        client: Address of the client.
+    """
+    if session := headers.get(header.lower()):
+        return f"session {session}"
+    if body and isinstance(user := body.get("user"), str) and user:
+        return f"user {user}"
+    if token := headers.get("authorization") or headers.get("api-key"):
+        return f"token {token}"
+    return f"client {client}"
+
+
+def session_hash(key: str, salt: str) -> str:
+    """Return the recorded form of a session key: a hash that only shows which requests belong together."""
+    return hashlib.blake2b(f"kept:{salt}:{key}".encode(), digest_size=12).hexdigest()
+
+
+async def read_request(scope: Scope, receive: Receive, session_header: str) -> ProxiedRequest | None:
+    """Read a request. Return None if its body is too long to hold in memory.
+
+    Args:
+        scope: ASGI scope of the request.
+        receive: ASGI function that receives the body.
+        session_header: Name of the session header.
+    """
+    by_name = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = [pair for pair in end_to_end_headers(scope["headers"]) if pair[0] != ID_HEADER]
+    body: bytes | AsyncIterator[bytes] = b""
+    document = None
+    if is_generation(scope["method"], scope["path"]):
+        content = bytearray()
+        async for piece in _body_pieces(receive):
+            content += piece
+            if len(content) > MAX_BODY_BYTES:
+                return None
+        body = bytes(content)
+        with suppress(ValueError, RecursionError):
+            document = json.loads(body)
+    elif "content-length" in by_name or "transfer-encoding" in by_name:
+        body = _body_pieces(receive)
+    document = document if isinstance(document, dict) else None
+    request_id = by_name.get(ID_HEADER.decode(), "")[:_MAX_ID_LENGTH] or uuid.uuid4().hex
+    headers.append((ID_HEADER, request_id.encode("latin-1")))
+    client = scope["client"][0] if scope.get("client") else ""
+    return ProxiedRequest(
+        scope, headers, body, document, session_key(by_name, document, session_header, client), request_id
+    )
+
+
+async def _body_pieces(receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body as they arrive."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if piece := message.get("body", b""):
+            yield piece
+        if not message.get("more_body", False):
+            return

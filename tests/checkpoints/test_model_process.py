@@ -1,0 +1,312 @@
+"""The model process loads each model once for all calls, and never more models than fit in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import process_functions as functions
+import pytest
+import torch
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from traps import parent_of
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JOURNAL, JournalPlace, open_journal
+from mergegate.merge_core.system import Capacity
+from mergegate.tasks.checkpoints import model_cache, model_process
+from mergegate.tasks.checkpoints.model import Model, files_fingerprint
+from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.process import score_in_child
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import evaluate
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
+from mergegate.tasks.perplexity.measurement import WindowSettings
+from mergegate.tasks.perplexity.settings import PerplexitySettings
+from mergegate.tasks.perplexity.stage import perplexity, pin_documents, read_documents
+from mergegate.tasks.perplexity.text import HeldOutText
+
+TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    """Use one model process that can import ``process_functions``."""
+    places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+        end_model_process()
+        yield
+        end_model_process()
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start with an empty model process, and end it after the test."""
+    monkeypatch.setattr(model_process, "_alone", False)
+    end_model_process()
+    yield
+    end_model_process()
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> HeldOutText:
+    path = write_jsonl(tmp_path / "text.jsonl", ({"text": text} for text in TEXTS))
+    return pin_documents(PerplexitySettings(documents=path), tmp_path, HashMemo(tmp_path / "h.db"))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    path = write_choices(tmp_path / "tasks")
+    return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+
+def score(model: Model, task: EvalTask, first: int) -> None:
+    part = DocumentRange(first=first, last=first + 10)
+    score_in_child(model, task, Scoring(), part, "cpu", lambda done, total: None)
+
+
+@pytest.mark.slow
+def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
+    tmp_path: Path, documents: HeldOutText, task: EvalTask
+) -> None:
+    """Runs the order of an evaluation: perplexity of all models, two looks at all models, then the ensemble."""
+    models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
+    call_model_process(functions.count_loads, (), where="here")
+    for model in models:
+        (tmp_path / f"out-{model.name}").mkdir()
+        perplexity.work(tmp_path / f"out-{model.name}", model, documents, WindowSettings(), CPU)
+    for first in (0, 10):
+        for model in models:
+            score(model, task, first)
+    (tmp_path / "together").mkdir()
+    ensemble_likelihoods.work(tmp_path / "together", models[:2], documents, WindowSettings(), CPU)
+    assert call_model_process(functions.loads, (), where="here") == ["a", "b", "merge"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
+    models = [make_model(tmp_path / name) for name in ("a", "b")]
+    size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
+    call_model_process(functions.count_loads, (), where="here")
+    call_model_process(functions.have_memory, (3 * size,), where="here")  # half holds fewer than two models
+    for first in (0, 10):
+        for model in models:
+            score(model, task, first)
+            assert call_model_process(functions.held, (), where="here") == 1
+    assert call_model_process(functions.loads, (), where="here") == ["a", "b", "a", "b"]
+    end_model_process()  # discards its faked memory size
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_process")
+def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
+    models = [make_model(tmp_path / name) for name in ("a", "b")]
+    notes = tmp_path / "notes"
+    for model in (*models, *models):
+        assert call_model_process(functions.die_unless_alone, (model, notes), where=model.name, models=[model]) == 1
+    assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_process")
+def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
+        call_model_process(functions.die, (), where="x", models=[make_model(tmp_path / "a")])
+    assert "batch_size" in caught.value.remedy
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_process")
+def test_perplexity_is_killed_by_no_more_than_a_task_is(
+    tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An out-of-memory kill during perplexity is reported as for a task, and the flow survives."""
+    model = make_model(tmp_path / "a")
+    (tmp_path / "out").mkdir()
+
+    def die(done: int, total: int, unit: str) -> None:
+        place = model_process._places[0]
+        assert place.current is not None
+        child = place.current.process.pid
+        assert parent_of(parent_of(child)) == os.getpid()  # the grandparent is this process, the parent the supervisor
+        os.kill(child, signal.SIGKILL)
+
+    monkeypatch.setattr("mergegate.tasks.perplexity.stage.advance", die)
+    settings = WindowSettings(batch_size=1)
+    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
+        perplexity.work(tmp_path / "out", model, documents, settings, CPU)
+    assert caught.value.where == "perplexity of a"
+
+
+class Killed(BaseException):
+    """Simulated SIGKILL in this process."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "together"])
+def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
+    tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mergegate.tasks.perplexity import ensemble, measurement
+
+    models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
+    windows = WindowSettings(batch_size=5, max_length=9)
+    read: list[int] = []
+    limit = -1
+    read_batch = measurement.read_batch
+
+    def watched(loaded: model_cache.LoadedModel, batch: list[measurement.TextWindow]) -> object:
+        if len(read) == limit:
+            raise Killed
+        read.append(len(batch))
+        return read_batch(loaded, batch)
+
+    monkeypatch.setattr(measurement, "read_batch", watched)
+    monkeypatch.setattr(ensemble, "read_batch", watched)
+
+    def measured(name: str) -> measurement.TextMeasurement:
+        place = JournalPlace(tmp_path / name / JOURNAL, "key")
+        (tmp_path / name).mkdir(exist_ok=True)
+        given = (documents, windows, "cpu", place, lambda done, total: None)
+        return (
+            ensemble._measure_together(models, *given) if kind == "together" else measurement.measure(models[0], *given)
+        )
+
+    try:
+        wanted = measured("undisturbed")
+        batches = len(read)
+        assert batches >= 10
+        for limit in range(0, batches, 3):  # ``watched`` reads it
+            del read[:]
+            with pytest.raises(Killed):
+                measured(f"at-{limit}")
+            done, limit = limit, -1
+            assert measured(f"at-{done}") == wanted
+            assert len(read) == batches
+    finally:
+        model_cache.unload_models()
+
+
+@pytest.mark.slow
+def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documents: HeldOutText) -> None:
+    model = make_model(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    windows = WindowSettings(batch_size=4)
+    value = perplexity.work(tmp_path / "out", model, documents, windows, CPU)
+    rows = read_documents(tmp_path / "out")
+    key = perplexity.key(model, documents, windows, CPU) + files_fingerprint([model])
+    place = JournalPlace(tmp_path / "out" / JOURNAL, key)
+    with open_journal(place) as journal:
+        assert len(journal.records) == len(TEXTS) // 4
+    before = place.path.read_bytes()
+    assert perplexity.work(tmp_path / "out", model, documents, windows, CPU) == value
+    assert read_documents(tmp_path / "out") == rows
+    assert place.path.read_bytes() == before
+
+
+def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of a model are one artifact for all servers, so a resumed run must not combine answers of two servers."""
+    places: list[JournalPlace] = []
+
+    def noted(*given: object) -> None:
+        assert isinstance(given[-1], JournalPlace)
+        places.append(given[-1])
+        raise Killed
+
+    monkeypatch.setattr(process, "score_in_child", noted)
+    model = Model(name="merge", digest="0" * 64, directory=tmp_path)
+    for url in ("http://one/v1", "http://two/v1", "http://one/v1"):
+        scoring = Scoring.model_validate({"backend": "served", "server": {"url": url}})
+        with pytest.raises(Killed):
+            evaluate.work(tmp_path, model, task, scoring, DocumentRange(first=0, last=10), CPU)
+    assert places[0] == places[2] != places[1]
+
+
+MODELS = [Model(name=name, digest=name, directory=Path("/nowhere")) for name in "abcd"]
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str, int], asked: str) -> list[str]:
+    """Return the models in memory after loading the ``asked`` ones in turn, with sizes in bytes."""
+    held: dict[tuple[str, str, str], str] = {}
+    monkeypatch.setattr(model_cache, "_loaded", held)
+    monkeypatch.setattr(model_cache, "_bytes_of", lambda name: sizes[name])
+    monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
+    monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
+    monkeypatch.setattr(model_cache, "_other_holders", [])
+    monkeypatch.setattr(model_cache, "torch_threads", nullcontext)
+
+    def memory() -> Capacity | None:
+        return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name in held.values()))
+
+    monkeypatch.setattr(model_cache, "system_memory", memory)
+    for name in asked:
+        with model_cache.load_model(MODELS["abcd".index(name)], dtype="auto", device="cpu") as loaded:
+            assert loaded == name
+    return list(held.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capacity", "asked", "held"),
+    [
+        (100, "abcd", "abcd"),  # 40 of 100
+        (80, "abcd", "abcd"),  # exactly half
+        (79, "abcd", "bcd"),
+        (79, "abcad", "cad"),  # evicts the least recently used
+        (39, "abab", "b"),
+        (5, "a", "a"),  # one model is always tried
+        (None, "ab", "b"),  # the system does not report its memory
+    ],
+)
+def test_models_are_held_up_to_half_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capacity: int | None, asked: str, held: str
+) -> None:
+    assert keep(monkeypatch, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
+
+
+@pytest.mark.slow
+def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
+
+
+@pytest.mark.slow
+def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cache, "_most", 1)
+    assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
+
+
+@pytest.mark.parametrize(("parameters", "inside"), [(9_999_999, 1), (10_000_000, 3)])
+def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(parameters: int, inside: int) -> None:
+    network = torch.nn.ParameterList([torch.empty(parameters, device="meta")])
+    loaded = model_cache.LoadedModel(network, tokenizer=None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with model_cache.torch_threads(loaded, 3):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("said", [None, "ACTIVE"])
+def test_threads_that_wait_there_sleep_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    assert model_process._environment()["OMP_WAIT_POLICY"] == (said or "PASSIVE")

@@ -1,0 +1,282 @@
+"""Every generated answer records how it ended, and a run warns about truncated answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from completions_server import serving
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import LETTERS, make_model, write_choices
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
+from mergegate.tasks.evaluation.backends.server import _ends_in
+from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
+from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+
+WHOLE = DocumentRange(first=0, last=40)
+EOS = 2
+A, B, C, DOT = (3 + LETTERS.index(letter) for letter in ">: .")  # no prompt contains them
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(vllm, "_engine", None)
+    yield
+    unload_models()
+
+
+def generation_task(directory: Path, settings: str) -> EvalTask:
+    write_choices(directory)
+    path = directory / "free.yaml"
+    path.write_text(
+        "include: letters.yaml\ntask: free\noutput_type: generate_until\ndoc_to_choice: null\n"
+        f'doc_to_target: "{{{{choices[right]}}}}"\ngeneration_kwargs: {settings}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return pin_task(path.name, path.parent, HashMemo(directory / "hashes.db"))
+
+
+def model_that_writes(directory: Path, *ids: int) -> Model:
+    """Save a model that repeats ``ids`` in answer to every prompt. Each token may occur only once."""
+    model = make_model(directory)
+    network = AutoModelForCausalLM.from_pretrained(directory)
+    size = network.config.vocab_size
+    with torch.no_grad():
+        for layer in network.model.layers:  # only the current token determines the next one
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = torch.nn.functional.pad(torch.eye(size), (0, network.config.hidden_size - size))
+        network.model.embed_tokens.weight.copy_(embeddings)
+        head = torch.zeros_like(network.lm_head.weight)
+        following = dict.fromkeys(range(size), ids[0]) | dict(zip(ids, (*ids[1:], ids[0]), strict=True))
+        for token, after in following.items():
+            head[after, token] = 1.0
+        network.lm_head.weight.copy_(head)
+    network.save_pretrained(directory)
+    return model
+
+
+def ends_of(model: Model, task: EvalTask, **scoring: object) -> set[tuple[tuple[str, ...], tuple[int | None, ...]]]:
+    scored = score_documents(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None)
+    assert len(scored.outcomes) == 40
+    return {(row.ended, row.answer_tokens) for row in scored.outcomes}
+
+
+@pytest.mark.parametrize(
+    ("ids", "settings", "end"),
+    [
+        ((A, B, C), '{until: ["."], max_gen_toks: 6}', ("length", 6)),  # never stops
+        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 6}', ("eos", 4)),
+        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 4}', ("eos", 4)),  # exactly at the budget
+        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 3}', ("length", 3)),  # complete, but looks truncated
+        ((A, B, DOT), '{until: ["."], max_gen_toks: 6}', ("stop", 3)),
+        ((A, B, DOT), '{until: ["."], max_gen_toks: 3}', ("stop", 3)),
+        ((A, B, C), '{until: ["."], max_new_tokens: 5}', ("length", 5)),
+        ((A, B, C), '{until: ["</s>"], max_gen_toks: 40}', ("length", 40)),  # spans several chunks
+        ((A, B, C, EOS), "{until: [], max_gen_toks: 6, repetition_penalty: 1.0001}", ("eos", 4)),  # lm-eval's own path
+    ],
+)
+def test_an_answer_says_how_it_ended(tmp_path: Path, ids: Sequence[int], settings: str, end: tuple[str, int]) -> None:
+    model = model_that_writes(tmp_path / "model", *ids)
+    assert ends_of(model, generation_task(tmp_path / "tasks", settings)) == {((end[0],), (end[1],))}
+
+
+def test_choices_have_no_end(tmp_path: Path) -> None:
+    task = pin_task("letters.yaml", write_choices(tmp_path / "tasks").parent, HashMemo(tmp_path / "hashes.db"))
+    scored = score_documents(make_model(tmp_path / "m"), task, Scoring(), WHOLE, "cpu", lambda done, total: None)
+    assert {row.ended for row in scored.outcomes} == {()}
+    assert answer_ends("letters", scored.outcomes) == {}
+
+
+def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
+    """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
+    model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
+    scored = score_documents(model, task, Scoring(batch_size=7), WHOLE, "cpu", lambda done, total: None)
+    network = AutoModelForCausalLM.from_pretrained(model.directory)
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    prompts = [json.loads(line)["word"] for line in (tmp_path / "t/data/letters.jsonl").read_text().splitlines()]
+    for row in scored.outcomes:
+        ids = tokenizer(prompts[row.doc_id], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            new = network.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=EOS, pad_token_id=0)[0]
+        written = new[ids.shape[1] :].tolist()
+        ending = next((at for at, token in enumerate(written, 1) if token in (EOS, 3)), None)
+        expected = ("length", 9) if ending is None else ("eos" if written[ending - 1] == EOS else "stop", ending)
+        assert (row.ended, row.answer_tokens) == ((expected[0],), (expected[1],))
+    assert len({row.ended for row in scored.outcomes}) > 1
+
+
+def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
+    model = model_that_writes(tmp_path / "model", A, B, C)
+    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 6}')
+    place = JournalPlace(tmp_path / "journal", "key")
+    asked = ("cpu", lambda done, total: None, place)
+    first = score_documents(model, task, Scoring(), WHOLE, *asked)
+    unload_models()
+    assert score_documents(model, task, Scoring(), WHOLE, *asked) == first
+    assert first.outcomes[0].ended == ("length",)
+
+
+def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:
+    model = model_that_writes(tmp_path / "merge", A, B, DOT)
+    for budget, end in ((6, "stop"), (2, "length")):
+        task = generation_task(tmp_path / f"tasks{budget}", f'{{until: ["."], max_gen_toks: {budget}}}')
+        with serving({"merge": model}) as server:
+            assert ends_of(model, task, backend="served", server={"url": server.url}) == {((end,), (None,))}
+
+
+@pytest.mark.parametrize(
+    ("choice", "usage", "end"),
+    [
+        ({"finish_reason": "stop"}, None, AnswerEnd("stop")),
+        ({"finish_reason": "stop", "stop_reason": None}, {"completion_tokens": 4}, AnswerEnd("eos", 4)),
+        ({"finish_reason": "stop", "stop_reason": 128009}, None, AnswerEnd("eos")),
+        ({"finish_reason": "stop", "stop_reason": "\n"}, None, AnswerEnd("stop")),
+        ({"finish_reason": "length"}, {"completion_tokens": 24}, AnswerEnd("length", 24)),
+        ({"finish_reason": "content_filter"}, None, AnswerEnd()),
+        ({}, None, AnswerEnd()),
+    ],
+)
+def test_what_servers_say_of_the_end_is_understood(choice: dict[str, Any], usage: object, end: AnswerEnd) -> None:
+    assert _ends_in({"choices": [{"index": 0, **choice}], "usage": usage}) == [end]
+
+
+def test_ends_of_several_prompts_in_one_request_are_in_their_order() -> None:
+    choices = [{"index": 1, "finish_reason": "length"}, {"index": 0, "finish_reason": "stop"}]
+    answer = {"choices": choices, "usage": {"completion_tokens": 30}}
+    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # usage counts both together
+
+
+def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = {  # finish_reason, stop_reason, number of tokens
+        "a": ("stop", None, 3),
+        "b": ("stop", ".", 4),
+        "c": ("length", None, 8),
+        "d": ("length", None, 5),
+        "e": ("stop", 128009, 2),
+        "f": ("abort", None, 0),
+    }
+
+    class VLLM:
+        def __init__(self, **_: Any) -> None: ...
+
+        def set_cache_hook(self, hook: Any) -> None:
+            self.cache_hook = hook
+
+        def _model_generate(self, requests: Any, generate: bool = False, sampling_params: Any = None) -> Any:
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, stop_reason=by, token_ids=[0] * tokens)])
+                for reason, by, tokens in map(replies.get, requests)
+            ]
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            prompts = [request.args[0] for request in requests][::-1]
+            params = [SimpleNamespace(max_tokens=8)] * len(prompts)
+            self._model_generate(requests=prompts, generate=True, sampling_params=params)
+            for prompt in prompts:
+                self.cache_hook.add_partial("generate_until", (prompt, {"until": ["."], "max_gen_toks": 8}), prompt)
+            return prompts[::-1]
+
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = VLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = Model(name="m", digest="d", directory=tmp_path)
+    requests = [SimpleNamespace(args=(prompt, {"until": ["."]})) for prompt in replies]
+    with (
+        find_backend("vllm").opened(model, Scoring(backend="vllm"), "cpu") as lm,
+        open_journal(None) as journal,
+        journalled(lm, journal, ()) as asked,
+    ):
+        asked.generate_until(requests)
+    assert [end for _, end in asked.ended_answers] == [
+        ("eos", 3),
+        ("stop", 4),
+        ("length", 8),
+        ("context", 5),
+        ("eos", 2),
+        ("", 0),
+    ]
+
+
+@given(
+    answer=st.lists(st.sampled_from("abc."), max_size=12),
+    padding=st.integers(0, 4),
+    stop=st.lists(st.sampled_from(["", ".", "ab", "ca."]), max_size=3),
+    has_eos=st.booleans(),
+)
+def test_an_end_is_the_first_thing_that_ends_an_answer(
+    answer: list[str], padding: int, stop: list[str], has_eos: bool
+) -> None:
+    """The reference is a search that adds one token at a time."""
+    written = [*answer, *(["$"] if has_eos else []), *["$" if has_eos else "a"] * padding]
+    budget = len(written)
+    expected = AnswerEnd("length", budget)
+    for count in range(1, budget + 1):
+        if any(one in "".join(written[:count]) for one in stop if one):
+            expected = AnswerEnd("stop", count)
+            break
+        if written[count - 1] == "$":
+            expected = AnswerEnd("eos", count)
+            break
+    ids = [ord(letter) for letter in written]
+    assert answer_end(ids, {ord("$")}, stop, lambda ids: ["".join(map(chr, ids))], budget) == expected
+
+
+def scored(
+    doc_id: int, ended: tuple[str, ...], tokens: tuple[int | None, ...], metric: str = "acc,none"
+) -> DocumentScore:
+    return DocumentScore("t", metric, doc_id, "d", "p", "t", 1.0, ended=ended, answer_tokens=tokens)
+
+
+def test_ends_are_stored_with_the_scores_and_older_tables_have_none(tmp_path: Path) -> None:
+    rows = (scored(0, ("eos", "length"), (3, None)), scored(1, (), ()))
+    write_document_scores(tmp_path / "new.parquet", rows)
+    assert read_document_scores(tmp_path / "new.parquet") == rows
+    table = pq.read_table(tmp_path / "new.parquet").drop_columns(["ended", "answer_tokens"])
+    pq.write_table(table, tmp_path / "old.parquet")
+    assert [row.ended for row in read_document_scores(tmp_path / "old.parquet")] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ([("length", 24)] * 58 + [("eos", 24)] * 2, "58 of 60 answers reached max_gen_toks (24)"),
+        ([("length", 24), ("length", 512), ("stop", 3)], "2 of 3 answers reached max_gen_toks (24 to 512)"),
+        ([("length", None), ("", None)], "1 of 1 answers reached max_gen_toks"),
+        ([("context", 5), ("eos", 5)], "1 of 2 answers reached the end of the context"),
+        ([("eos", 24), ("stop", 3)], ""),
+    ],
+)
+def test_answers_that_were_cut_off_are_counted_once_a_document(ends: list[tuple[str, int | None]], text: str) -> None:
+    rows = [
+        scored(number, (reason,), (tokens,), metric)
+        for number, (reason, tokens) in enumerate(ends)
+        for metric in ("acc", "other")
+    ]
+    (found,) = answer_ends("t", rows).values()
+    assert found.described() == text
+    summary = Scores(model="m", tasks=(), lm_eval_version="0", ends={"t": found}).summary()
+    assert summary == text
+    assert AnswerEnds.model_validate_json(found.model_dump_json()) == found

@@ -1,0 +1,233 @@
+"""A part that was killed after any batch resumes with the batches and numbers of an uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import sampled
+from tiny_models import make_model, words, write_choices
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation import harness
+from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.evaluation.backends.token_rows import SharedRow
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
+
+HF = find_backend("hf").computes_in
+
+
+class Killed(BaseException):
+    """Simulated SIGKILL: no handler catches it, and only the journal survives."""
+
+
+class Requested:
+    """The attributes of lm-eval's ``Instance`` that a model reads."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Load a model in bfloat16, where a different batch yields different numbers."""
+    model = make_model(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16)
+    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    how = {"backend": "causal", "batch_size": 1, "max_length": 48}
+    return shared_prefix_type()(pretrained=network, tokenizer=tokenizer, **how)
+
+
+@pytest.fixture
+def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record the token ids of every batch, and kill the model in the batch after the first ``limit``."""
+    seen: list[Any] = Watched()
+
+    def watch(name: str) -> Any:
+        compute = getattr(lm, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs["context"] if "context" in kwargs else getattr(args[0], "tokens", args[0])
+            if len(seen) == seen.limit:  # type: ignore[attr-defined]
+                raise Killed
+            seen.append(ids.tolist())
+            return compute(*args, **kwargs)
+
+        return watched
+
+    for name in HF:
+        monkeypatch.setattr(lm, name, watch(name), raising=True)
+    return seen
+
+
+class Watched(list[Any]):
+    limit = -1
+
+
+def ask(lm: Any, kind: str, requests: list[Requested], place: JournalPlace | None, seed: int = 7) -> list[Any]:
+    torch.manual_seed(seed)
+    watched = {name: vars(lm)[name] for name in HF if name in vars(lm)}
+    try:
+        with open_journal(place) as journal, journalled(lm, journal, HF) as model:
+            return list(getattr(model, kind)(requests))
+    finally:
+        vars(lm).update(watched)  # the patched method from ``batches`` is an instance attribute, too
+
+
+def choices() -> list[Requested]:
+    """Return prompts with choices of one letter, which share a forward pass, and of several letters, with repeats."""
+    rng = random.Random(1)
+    prompts = [*words(20, 3), *words(8, 3)]
+    found = [Requested(prompt, letter) for prompt in prompts for letter in ("a", "b", "cde")]
+    rng.shuffle(found)
+    return found
+
+
+def generations(*, sampled: bool) -> list[Requested]:
+    """Return prompts that alternate between two settings; some prompts repeat."""
+    how = {"do_sample": True, "temperature": 1.5} if sampled else {"do_sample": False}
+    settings = [{"until": ["."], "max_gen_toks": most, **how} for most in (6, 9)]
+    prompts = [*words(9, 2), *["abc"] * 5]
+    return [Requested(prompt, settings[at % 3 == 1]) for at, prompt in enumerate(prompts)]
+
+
+ALL = {
+    "choices": ("loglikelihood", choices()),
+    "greedy": ("generate_until", generations(sampled=False)),
+    "sampled": ("generate_until", generations(sampled=True)),
+}
+
+
+@pytest.mark.parametrize("name", sampled(ALL, ["choices"]))
+def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
+    tmp_path: Path, lm: Any, batches: Watched, name: str
+) -> None:
+    kind, requests = ALL[name]
+    wanted = ask(lm, kind, requests, None)
+    undisturbed = list(batches)
+    assert len(undisturbed) >= 5
+    for killed in range(len(undisturbed)):
+        place = JournalPlace(tmp_path / f"{killed}.journal", "key")
+        del batches[:]
+        batches.limit = killed
+        with pytest.raises(Killed):
+            ask(lm, kind, requests, place)
+        assert batches == undisturbed[:killed]
+        batches.limit = -1
+        assert ask(lm, kind, requests, place) == wanted
+        assert batches == undisturbed  # no batch runs twice or is split differently
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_that_is_killed_in_every_batch_ends_all_the_same(
+    tmp_path: Path, lm: Any, batches: Watched, name: str
+) -> None:
+    kind, requests = ALL[name]
+    wanted = ask(lm, kind, requests, None)
+    undisturbed = list(batches)
+    del batches[:]
+    place = JournalPlace(tmp_path / "journal", "key")
+    for after in range(1, len(undisturbed)):
+        batches.limit = after
+        with pytest.raises(Killed):
+            ask(lm, kind, requests, place)
+    batches.limit = -1
+    assert ask(lm, kind, requests, place) == wanted
+    assert batches == undisturbed
+
+
+def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, lm: Any) -> None:
+    kind, requests = ALL["sampled"]
+    answers = ask(lm, kind, requests, JournalPlace(tmp_path / "journal", "key"))
+    assert len(set(answers[-5:])) > 1
+    assert ask(lm, kind, requests, JournalPlace(tmp_path / "journal", "key"), seed=8) == answers
+
+
+def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
+    place = JournalPlace(tmp_path / "journal", "key")
+    for kind, requests in (ALL["choices"], ALL["greedy"]):  # both kinds in one part, in sequence
+        ask(lm, kind, requests, place)
+    asked = len(batches)
+    for kind, requests in (ALL["choices"], ALL["greedy"]):
+        ask(lm, kind, requests, place)
+    assert len(batches) == asked
+
+
+def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the harness, outcomes are equal, no batch runs twice, and progress includes the recorded answers."""
+    model = make_model(tmp_path / "model", dtype=torch.bfloat16)
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    kind, seen, limit = shared_prefix_type(), list[Any](), -1
+    compute = kind.answer_row
+
+    def watched(self: Any, row: SharedRow, requests: Any) -> Any:
+        if len(seen) == limit:
+            raise Killed
+        seen.append(row.tokens.tolist())
+        return compute(self, row, requests)
+
+    monkeypatch.setattr(kind, "answer_row", watched)
+    told: list[tuple[int, int]] = []
+
+    def score(place: JournalPlace | None) -> harness.ScoredDocuments:
+        part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=2)
+        return harness.score_documents(model, task, settings, part, "cpu", lambda *far: told.append(far), place)
+
+    try:
+        wanted = score(None)
+        undisturbed = list(seen)
+        del seen[:]
+        place, limit = JournalPlace(tmp_path / "journal", "key"), 3
+        with pytest.raises(Killed):
+            score(place)
+        del told[:]
+        limit = -1
+        assert score(place) == wanted
+    finally:
+        unload_models()
+    assert seen == undisturbed
+    assert told[0][0] > 18
+    assert told[-1] == (80, 80)  # two choices per document
+
+
+class Named:
+    """An LM that, like the vLLM backend, reports the generation settings that it derived from the request."""
+
+    def set_cache_hook(self, hook: Any) -> None:
+        self.cache_hook = hook
+
+    def generate_until(self, requests: list[Requested]) -> list[str]:
+        self.asked = [request.args[0] for request in requests]
+        for prompt in self.asked:
+            self.compute(prompt)
+            self.cache_hook.add_partial("generate_until", (prompt, {"until": ["."], "max_gen_toks": 5}), prompt.upper())
+        return [prompt.upper() for prompt in self.asked]
+
+    def compute(self, prompt: str) -> None:
+        if prompt == "c":
+            raise Killed
+
+
+@pytest.mark.parametrize("computes_in", [("compute",), ()], ids=["batch by batch", "answer by answer"])
+def test_an_answer_that_goes_by_other_settings_is_kept_too(tmp_path: Path, computes_in: tuple[str, ...]) -> None:
+    requests = [Requested(prompt, {"until": ["."]}) for prompt in "abcd"]
+    place = JournalPlace(tmp_path / "journal", "key")
+    lm = Named()
+    with pytest.raises(Killed), open_journal(place) as journal, journalled(lm, journal, computes_in) as model:
+        model.generate_until(requests)
+    lm.compute = lambda prompt: None  # type: ignore[method-assign]
+    with open_journal(place) as journal, journalled(lm, journal, ()) as model:
+        assert model.generate_until(requests) == ["A", "B", "C", "D"]
+        assert model.restored == 2
+    assert lm.asked == ["c", "d"]

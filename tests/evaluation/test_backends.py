@@ -1,0 +1,281 @@
+"""All backends produce the same scores, or report clearly that they cannot."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from completions_server import Habit, serving
+from pydantic import ValidationError
+from tiny_models import Prefix, make_model, write_choices
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.backends import vllm
+from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoredDocuments, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.store.keys import digest
+
+WHOLE = DocumentRange(first=0, last=40)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(vllm, "_engine", None)
+    yield
+    unload_models()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "merge")
+
+
+def pin(path: Path) -> EvalTask:
+    return pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    return pin(write_choices(tmp_path / "tasks"))
+
+
+def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentScore, ...]:
+    return of_lm_eval(
+        score_documents(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None)
+    )
+
+
+def of_lm_eval(scored: ScoredDocuments) -> tuple[DocumentScore, ...]:
+    """Return the scores under lm-eval's metrics, which are equal; the likelihoods differ in the last digits."""
+    return tuple(row for row in scored.outcomes if row.metric != "prob,none")
+
+
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
+    """Record the answers of lm-eval's models to likelihood requests, one list per run."""
+    from lm_eval.api.model import TemplateLM
+
+    runs: list[list[tuple[float, bool]]] = []
+    original = TemplateLM.loglikelihood
+
+    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(list(original(self, *args, **kwargs)))
+        return runs[-1]
+
+    monkeypatch.setattr(TemplateLM, "loglikelihood", listen)
+    return runs
+
+
+@pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
+def test_a_served_model_scores_as_it_does_here(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch, prefix: Prefix
+) -> None:
+    model, runs = make_model(tmp_path / "merge", prefix=prefix), heard(monkeypatch)
+    here = outcomes_by(model, task)
+    with serving({"merge": model}) as server:
+        there = outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert there == here
+    assert 0 < sum(o.outcome for o in here if o.metric == "acc,none") < 40
+    assert [loglik for loglik, _ in runs[1]] == pytest.approx([loglik for loglik, _ in runs[0]], abs=1e-4)
+    assert [greedy for _, greedy in runs[1]] == [greedy for _, greedy in runs[0]]
+
+
+def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) -> None:
+    write_choices(tmp_path / "tasks")
+    path = tmp_path / "tasks" / "free.yaml"
+    path.write_text(
+        "include: letters.yaml\ntask: free\noutput_type: generate_until\ndoc_to_choice: null\n"
+        'doc_to_target: "{{choices[right]}}"\ngeneration_kwargs: {until: ["p"], max_gen_toks: 3, do_sample: false}\n'
+        "filter_list: [{name: first, filter: [{function: regex, regex_pattern: '([a-d])'}, {function: take_first}]}]\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    task = pin(path)
+    here = outcomes_by(model, task)
+    with serving({"merge": model}) as server:
+        there = outcomes_by(model, task, backend="served", server={"url": server.url})
+    # The record shows the raw text of an answer; the filtered text is scored. This server reports neither whether a
+    # token or a stop string ended an answer, nor the number of tokens of each answer in a batch.
+    unknown: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
+    assert [one._replace(**unknown) for one in there] == [one._replace(**unknown) for one in here]
+    assert {o.metric for o in here} == {"exact_match,first"}
+    assert 0 < sum(o.outcome for o in here) < 40
+
+
+def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, task: EvalTask) -> None:
+    with serving({"acme/merge-7": model}) as server:
+        told: list[tuple[int, int]] = []
+        settings = Scoring.model_validate(
+            {
+                "backend": "served",
+                "server": {"models": {"merge": {"url": f"{server.url}/completions", "model": "acme/merge-7"}}},
+                "batch_size": 4,
+            }
+        )
+        score_documents(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
+    assert {body["model"] for body in server.asked} == {"acme/merge-7"}
+    assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
+    # Prompts begin with one BOS token, not two, although the tokenizer adds its own.
+    assert all(prompt[0] == 1 != prompt[1] for body in server.asked for prompt in body["prompt"])
+    assert told[-1] == (20, 20)  # 80 choices in batches of 4
+
+
+@pytest.mark.parametrize(
+    ("habit", "found"),
+    [
+        ("no log-probabilities", "without log-probabilities"),
+        ("no echo", "log-probabilities of 1 tokens"),
+        ("zeros", "all 0"),
+        ("begin of text added", "one more"),
+        ("not JSON", "without log-probabilities"),
+    ],
+)
+def test_a_server_that_does_not_score_prompts_is_refused(
+    model: Model, task: EvalTask, habit: Habit, found: str
+) -> None:
+    with serving({"merge": model}, habit) as server, pytest.raises(InvalidInput, match=found) as caught:
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert "backend: hf" in caught.value.remedy
+
+
+def test_a_server_that_does_not_know_the_model_or_is_not_there_is_refused(model: Model, task: EvalTask) -> None:
+    with serving({"other": model}) as server, pytest.raises(InvalidInput, match="404") as caught:
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert "evaluate.server.models: {merge: …}" in caught.value.remedy
+    with pytest.raises(InvalidInput, match="cannot be reached"):
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+
+
+def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.models import api_models
+    from tenacity import wait_none
+
+    monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
+    with serving({"merge": model}, "gives up") as server, pytest.raises(InvalidInput, match="no answer any more"):
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+
+
+@pytest.mark.slow
+def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
+    with serving({"merge": model}) as server:
+        settings = Scoring(backend="served", server=ServerSettings(url=server.url))
+        there = process.score_in_child(model, task, settings, WHOLE, "cpu", lambda done, total: None)
+    end_model_process()
+    assert of_lm_eval(there) == outcomes_by(model, task)
+
+
+def test_addresses_are_of_each_model_or_of_all() -> None:
+    settings = ServerSettings.model_validate(
+        {"url": "http://a/v1", "models": {"base": "b", "merge": {"url": "http://c/v1", "model": "d"}}}
+    )
+    assert settings.at("base") == ModelEndpoint(url="http://a/v1", model="b")
+    assert settings.at("merge") == ModelEndpoint(url="http://c/v1", model="d")
+    assert settings.at("other") == ModelEndpoint(url="http://a/v1", model="other")
+    with pytest.raises(InvalidInput, match="no address for 'other'"):
+        ServerSettings(models={"base": "b"}).at("other")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"backend": "served"},
+        {"backend": "hf", "server": {"url": "http://a"}},
+        {"backend": "served", "server": {"url": "a:80"}},
+        {"backend": "hf", "vllm": {}},
+        {"backend": "vllm", "vllm": {"gpu_memory_utilization": 1.5}},
+        {"backend": "vllm", "vllm": {"tensor_parallel_size": 0}},
+        {"backend": "hugging"},
+        {"time_limit": 0},
+    ],
+)
+def test_settings_that_do_not_belong_to_the_backend_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Scoring.model_validate(wrong)
+
+
+def test_only_what_moves_scores_is_in_the_key() -> None:
+    def key(**scoring: object) -> str:
+        return digest(Scoring.model_validate(scoring))
+
+    served = {"backend": "served", "server": {"url": "http://a/v1"}}
+    assert key(**served) == key(**served | {"server": {"url": "http://b/v1", "concurrency": 3}, "time_limit": 5})
+    assert key(backend="vllm", vllm={"gpu_memory_utilization": 0.5}) == key(backend="vllm", vllm={})
+    different = [
+        {},
+        served,
+        {"backend": "vllm"},
+        {"backend": "vllm", "vllm": {"tensor_parallel_size": 2}},
+        {"batch_size": 1},
+        {"dtype": "bfloat16"},
+        {"max_length": 512},
+        {"num_fewshot": 2},
+        {"chat_template": True},
+        {"seed": 1},
+    ]
+    assert len({key(**scoring) for scoring in different}) == len(different)
+
+
+def test_vllm_is_given_what_the_profile_says(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    here, given = outcomes_by(model, task), list[dict[str, Any]]()
+
+    class VLLM(HFLM):
+        def __init__(self, **arguments: Any) -> None:
+            given.append(arguments)
+            super().__init__(pretrained=arguments["pretrained"], device="cpu", batch_size=arguments["batch_size"])
+
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = VLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    asked = {"backend": "vllm", "dtype": "bfloat16", "max_length": 48, "vllm": {"tensor_parallel_size": 2}}
+    there = outcomes_by(model, task, **asked)
+    outcomes_by(model, task, **asked)
+    assert there == here
+    assert given == [  # once, because the engine is reused
+        {
+            "pretrained": str(model.directory),
+            "dtype": "bfloat16",
+            "max_length": 48,
+            "batch_size": 16,
+            "tensor_parallel_size": 2,
+            "gpu_memory_utilization": 0.8,
+            "trust_remote_code": False,
+        }
+    ]
+
+
+def test_an_engine_that_does_not_start_is_explained(
+    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class VLLM:
+        def __init__(self, **arguments: Any) -> None:
+            raise ValueError("No available memory for the cache blocks")
+
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = VLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(InvalidInput, match="No available memory") as caught:
+        outcomes_by(model, task, backend="vllm")
+    assert "gpu_memory_utilization" in caught.value.remedy
+
+
+def test_without_vllm_the_remedy_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # even if it is installed
+    monkeypatch.delitem(sys.modules, "lm_eval.models.vllm_causallms", raising=False)
+    with pytest.raises(InvalidInput, match="vLLM cannot be imported here") as caught:
+        outcomes_by(model, task, backend="vllm")
+    assert "backend: served" in caught.value.remedy

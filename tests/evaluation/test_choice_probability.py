@@ -1,0 +1,286 @@
+"""The probability of the correct choice: its value, the tasks that support it, and guards that use it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from benchmark_scripts import load_benchmark
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval_runs import run_lm_eval
+from rich.console import Console
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergegate.flows.cli.gate import gate_results
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, choice_from_log, probabilities
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
+from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guard, measure_guard
+
+LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
+WAYS = {
+    "a position": {},
+    "a text": {"doc_to_target": "answer"},
+    "a template": {"doc_to_target": "{{right}}"},
+    "a text by template": {"doc_to_target": "{{answer}}"},
+    "multi_objective": {"doc_to_target": "several"},
+    "mutual information": {
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")
+        ]
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("models") / "one", seed=3)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write one multiple-choice task of three choices for each way to specify the correct one."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows: list[dict[str, Any]] = []
+    for position, word in enumerate(words(30)):
+        choices = ["abc", "b", "cd"] if position % 2 else ["d", "ab", "e"]
+        right = (position * 7) % 3
+        several = sorted({right, (right + 1) % 3})
+        rows.append(
+            {"word": word, "right": right, "choices": choices, "answer": choices[right], "multi_objective": several}
+            | {"asks": [f"{word}{choice}" for choice in choices], "end": "a"}
+        )
+    write_jsonl(folder / "data" / "letters.jsonl", rows)
+    plain = yaml.safe_load(write_choices(folder, 1, name="letters").read_text())
+    write_jsonl(folder / "data" / "letters.jsonl", rows)
+    found = {}
+    for number, (name, changes) in enumerate(WAYS.items()):
+        found[name] = folder / f"way{number}.yaml"
+        found[name].write_text(yaml.safe_dump({**plain, "task": f"way{number}", **changes}))
+    (folder / "own.py").write_text("def judged(doc, results):\n    return {'acc': 1.0 if doc['right'] else 0.0}\n")
+    found["its own function"] = folder / "own.yaml"
+    text = yaml.safe_dump({**plain, "task": "own"}) + "process_results: !function own.judged\n"
+    found["its own function"].write_text(text)
+    found["choices in the question"] = folder / "asked.yaml"
+    asked = {**plain, "task": "asked", "doc_to_text": "right", "doc_to_choice": "asks", "doc_to_target": "end"}
+    found["choices in the question"].write_text(yaml.safe_dump(asked))
+    return found
+
+
+def scored(model: Model, definition: Path) -> tuple[DocumentScore, ...]:
+    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
+    every = DocumentRange(first=0, last=count_documents(task))
+    return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(model: Model, tasks: dict[str, Path]) -> dict[str, tuple[DocumentScore, ...]]:
+    try:
+        return {name: scored(model, definition) for name, definition in tasks.items()}
+    finally:
+        unload_models()
+
+
+def by_hand(model: Model, definition: Path) -> list[list[float]]:
+    """Return the log-likelihood of every choice of every document, computed token by token without lm-eval."""
+    network = AutoModelForCausalLM.from_pretrained(model.directory)
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    rows = [json.loads(line) for line in (definition.parent / "data" / "letters.jsonl").read_text().splitlines()]
+    found = []
+    for row in rows:
+        of_choices = []
+        for choice in row["choices"]:
+            ids = torch.tensor([tokenizer(row["word"] + choice)["input_ids"]])
+            with torch.no_grad():
+                logs = network(input_ids=ids).logits.double().log_softmax(-1)[0]
+            last = range(ids.shape[1] - len(choice), ids.shape[1])  # one token per letter
+            of_choices.append(sum(float(logs[at - 1, ids[0, at]]) for at in last))
+        found.append(of_choices)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_share_of_the_right_choices_in_what_the_model_gives_all_of_them(
+    way: str, model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+) -> None:
+    found = {row.doc_id: row for row in outcomes[way] if row.metric == "prob,none"}
+    assert len(found) == 30
+    for position, likelihoods in enumerate(by_hand(model, tasks[way])):
+        weights = [math.exp(one) for one in likelihoods]
+        right = {(position * 7) % 3}
+        if way == "several":
+            right.add((position * 7 + 1) % 3)
+        assert found[position].outcome == pytest.approx(sum(weights[one] for one in right) / sum(weights), rel=1e-3)
+
+
+def test_choices_that_stand_in_the_question_have_one_too(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+    rows = outcomes["choices in the question"]
+    assert sum(row.metric == "prob,none" for row in rows) == 30
+
+
+def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
+    model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+) -> None:
+    task = pin_task(tasks["a text"].name, tasks["a text"].parent, HashMemo(tasks["a text"].parent / "hashes.db"))
+    found: dict[int, float] = {}
+    try:
+        for first, last in ((0, 7), (7, 30)):
+            part = DocumentRange(first=first, last=last)
+            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
+            found |= {row.doc_id: row.outcome for row in rows if row.metric == "prob,none"}
+    finally:
+        unload_models()
+    whole = {row.doc_id: row.outcome for row in outcomes["a text"] if row.metric == "prob,none"}
+    assert found == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_task_that_scores_by_its_own_function_has_none_and_a_guard_on_it_says_so(
+    outcomes: dict[str, tuple[DocumentScore, ...]],
+) -> None:
+    rows = outcomes["its own function"]
+    assert {row.metric for row in rows} == {"acc,none"}
+    with pytest.raises(InvalidInput, match=r"'prob', which the task does not have(.|\n)*only choice tasks"):
+        choose_metrics(rows, "prob", "own")
+    with pytest.raises(InvalidInput, match="only choice tasks"):
+        choose_metrics(rows, {"own": "prob"}, "own")
+
+
+def test_it_is_never_what_judges_unasked(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+    assert choose_metrics(outcomes["a text"], None, "t").label == "acc,none"
+    assert choose_metrics(outcomes["a text"], "prob", "t").label == "prob,none"
+    assert choose_metrics(outcomes["a text"], {"way*": "prob,none"}, "t").label == "prob,none"
+
+
+def test_results_that_lm_eval_wrote_give_the_same(
+    tmp_path: Path, model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+) -> None:
+    told = [name for name in tasks if name not in ("its own function", "choices in the question")]
+    run_lm_eval(tmp_path / "out", model.directory, [tasks[name] for name in told], tmp_path / "scratch")
+    for name in told:
+        theirs = read_task(find_results(tmp_path / "out"), tasks[name].stem).outcomes
+        ours = sorted(row._replace(answer="") for row in outcomes[name])
+        whole = sorted(row._replace(answer="") for row in theirs)
+        assert [row._replace(outcome=0.0) for row in whole] == [row._replace(outcome=0.0) for row in ours], name
+        # The tolerance covers the last digits that a different batch size changes.
+        assert [row.outcome for row in whole] == pytest.approx([row.outcome for row in ours], rel=1e-4, abs=1e-9), name
+        assert sum(row.metric == "prob,none" for row in theirs) == 30
+
+
+def test_a_guard_judges_it_as_the_graded_score_that_it_is(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+    rows = outcomes["a position"]
+    worse = [row._replace(outcome=row.outcome * 0.5) for row in rows]
+    metrics = choose_metrics(rows, "prob", "way0")
+    paired = pair_documents(metrics.judged(rows, "r"), metrics.judged(worse, "m"), metrics.label, "w")
+    guard = Guard(task="way0", guarded_by="base", metric="prob")
+    evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
+    assert not evidence.binary
+    verdict = judge_guard(guard, metrics.label, paired, metrics.higher_is_better, 0.95)
+    mean = sum(row.outcome for row in rows if row.metric == "prob,none") / 30
+    assert verdict.drop == pytest.approx(100 * mean / 2)
+    assert verdict.metric == "prob,none"
+
+
+def test_the_gate_judges_lm_evals_own_files_by_it(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
+    other = make_model(tmp_path / "other", seed=4)
+    for name, one in (("reference", model), ("merge", other)):
+        run_lm_eval(tmp_path / name, one.directory, [tasks["several"]], tmp_path / "scratch")
+    guard = {"task": str(tasks["several"]), "guarded_by": "a", "metric": "prob", "max_drop": 99, "margin": 100}
+    linear = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
+    found = gate_results([f"{name}={tmp_path / name}" for name in ("reference", "merge")], profile, Console(quiet=True))
+    assert found.content is not None
+    (judged,) = found.content.verdict.guards
+    likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]
+    mean = []
+    for of_model in likelihoods:
+        shares = [[math.exp(one) / sum(map(math.exp, of)) for one in of] for of in of_model]
+        right = [((7 * at) % 3, (7 * at + 1) % 3) for at in range(30)]
+        mean.append(sum(share[a] + share[b] for share, (a, b) in zip(shares, right, strict=True)) / 30)
+    assert (judged.metric, judged.n) == ("prob,none", 30)
+    assert judged.drop == pytest.approx(100 * (mean[0] - mean[1]), abs=0.01)
+
+
+@given(LIKELIHOODS, st.data())
+def test_it_lies_between_0_and_1_and_sums_to_1_over_the_choices(likelihoods: list[float], data: st.DataObject) -> None:
+    parts = [AnsweredChoice(tuple(likelihoods), frozenset({one})).probability for one in range(len(likelihoods))]
+    assert all(part is not None and 0 <= part <= 1 for part in parts)
+    assert math.fsum(part or 0 for part in parts) == pytest.approx(1)
+    # All choices are less likely by the same amount.
+    shifted = tuple(one - data.draw(st.just(37.5)) for one in likelihoods)
+    for one, part in enumerate(parts):
+        assert AnsweredChoice(shifted, frozenset({one})).probability == pytest.approx(part, abs=1e-9)
+
+
+def test_likelihoods_that_are_no_numbers_have_no_probability_and_a_label_of_no_choice_has_none_right() -> None:
+    assert AnsweredChoice((math.nan, -1.0), frozenset({0})).probability is None
+    assert AnsweredChoice((-math.inf, -math.inf), frozenset({0})).probability is None
+    assert AnsweredChoice((-math.inf, -1.0), frozenset({0})).probability == 0.0
+    assert AnsweredChoice((-2.0, -1.0), frozenset()).probability == 0.0
+
+
+def test_where_acc_says_something_else_there_is_none_at_all() -> None:
+    answer = AnsweredChoice((-2.0, -1.0), frozenset({1}))
+    assert probabilities([1.0, 1.0], [answer, answer]) == pytest.approx([1 / (1 + math.exp(-1))] * 2)
+    assert probabilities([1.0, 0.0], [answer, answer]) is None
+    assert probabilities([1.0, 1.0], [answer, None]) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "right"),
+    [
+        ({"doc_to_target": "{{n}}"}, "1", {1}),  # lm-eval treats rendered digits as an index
+        ({"doc_to_target": "n"}, "1", {0}),  # a field with the text '1' is matched against the choices
+        ({"doc_to_target": "def right(doc): ..."}, "1", None),  # could be either
+        ({"doc_to_target": "def right(doc): ..."}, "2", {2}),
+        ({"doc_to_target": 0}, "0", {0}),
+        ({"doc_to_target": "{{n}}"}, "[0, 2]", {0, 2}),
+        ({"doc_to_target": "{{n}}"}, "9", set()),
+    ],
+)
+def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
+    config: dict[str, Any], target: str, right: set[int] | None
+) -> None:
+    sample = {
+        "doc": {"n": "1"},
+        "target": target,
+        "arguments": {f"gen_args_{i}": {"arg_0": "?", "arg_1": f" {text}"} for i, text in enumerate(("1", "x", "y"))},
+        "filtered_resps": [["-1.0", "True"], ["-2.0", "False"], ["-3.0", "False"]],
+    }
+    answer = choice_from_log({"output_type": "multiple_choice", **config}, sample)
+    assert (answer and set(answer.right)) == right
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.35])
+def test_a_merge_at_its_margin_is_published_no_more_often_than_was_promised(noise: float) -> None:
+    """Holds for plain probability and accuracy; no guard uses the probability as a control variate for accuracy.
+
+    Accuracy with that control variate would usually publish such a merge, because the drop of the control variate is as
+    unknown as the drop under test.
+    """
+    script, runs = load_benchmark("choice_probabilities"), 1000
+    rng = np.random.default_rng(1)
+    by_probability = script.published(noise, script.loss_for(noise, 0.03, graded=True), 250, runs, rng, 0.03)
+    by_accuracy = script.published(noise, script.loss_for(noise, 0.03, graded=False), 250, runs, rng, 0.03)
+    error = math.sqrt(0.05 * 0.95 / runs)
+    assert by_probability.probability <= 0.05 + 3 * error
+    assert by_accuracy.accuracy <= 0.05 + 3 * error
+    assert by_accuracy.controlled > 0.5

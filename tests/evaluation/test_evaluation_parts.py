@@ -1,0 +1,388 @@
+"""Each part of an evaluation is scored once, regardless of later requests and earlier crashes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import HANG_S
+from prefect import flow
+from tiny_models import CPU, make_model, words, write_choices
+from traps import asked, ends, in_another_process, write_trap
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import document_scores, process
+from mergegate.tasks.evaluation.document_order import (
+    DocumentRange,
+    cover_documents,
+    document_ranges,
+    interim_looks,
+    order_documents,
+)
+from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
+from mergegate.tasks.evaluation.harness import ScoredDocuments
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import (
+    Scores,
+    TaskScores,
+    document_count,
+    evaluate_documents,
+    excerpt,
+    join_parts,
+    pin_data,
+)
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import pin_tasks
+from mergegate.tasks.stage.progress import StageStatus, progress_watcher
+from mergegate.tasks.stage.stages import Stage, store
+from mergegate.tasks.store.store import Artifact
+
+FIRST_TEN = Scoring(documents=10)  # of 40 documents: 10, then 10 more, then 20 more
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    yield
+    end_model_process()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    path = write_choices(tmp_path / "tasks")
+    return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+
+class Watching:
+    def __init__(self) -> None:
+        self.endings: list[StageStatus] = []
+        self.summaries: list[str] = []
+        self.how_far: list[tuple[int, int]] = []
+
+    def announced(self, text: str) -> None: ...
+    def started(self, stage: str, subject: str) -> None: ...
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        self.how_far.append((done, total))
+
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+        self.endings.append(ending)
+        self.summaries.append(summary)
+
+
+def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
+    """Run the calls in a flow, and return its watcher and their results."""
+    watching, results = Watching(), list[list[Artifact[Scores]]]()
+
+    @flow
+    def run() -> None:
+        results.extend(call() for call in calls)
+
+    with progress_watcher(watching):
+        run()
+    return watching, results
+
+
+def made() -> dict[str, tuple[int, int]]:
+    """Return the evaluation artifacts in the store, with a fingerprint that changes when one is rebuilt."""
+    found = (store().root / "evaluate").glob("*/manifest.json")
+    stats = {path.parent.name: path.stat() for path in found if path.parent.suffix != ".partial"}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
+    watching, (ten, twenty, everything, again) = in_flow(
+        *(lambda n=n: evaluate_documents(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
+    )
+    assert watching.endings == ["made", "made", "made", "cached"]
+    assert [len(parts) for parts in (ten, twenty, everything, again)] == [1, 2, 3, 3]
+    assert [a.key for a in everything[:2]] == [a.key for a in twenty]
+    assert twenty[0].key == ten[0].key
+    assert len(made()) == 3
+    rows = [
+        row
+        for part in everything
+        for row in document_scores.read_document_scores(part.directory / document_scores.SCORES_FILE)
+    ]
+    assert sorted(row.doc_id for row in rows if row.metric == "acc,none") == list(range(40))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_joined_parts_score_as_all_their_documents(
+    model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "knows nothing"))
+    _, (whole,) = in_flow(lambda: evaluate_documents(model, task, Scoring(), None, CPU))
+    assert [len(parts), len(whole)] == [3, 1]
+    scores = [
+        row.outcome
+        for row in document_scores.read_document_scores(whole[0].directory / document_scores.SCORES_FILE)
+        if row.metric == "acc,none"
+    ]
+    together, sure = join_parts(parts).tasks
+    assert sure.metric == "prob,none"
+    assert (together.task, together.metric, together.n) == ("letters", "acc,none", 40)
+    assert together.score == pytest.approx(np.mean(scores))
+    assert together.stderr == pytest.approx(np.std(scores, ddof=1) / np.sqrt(40))
+    assert [part.value.tasks[0].n for part in parts] == [10, 10, 20]
+    assert join_parts([*parts, *whole[:0]]).part is None
+    assert join_parts(whole) == whole[0].value.model_copy(update={"seconds": None})
+    assert watching.summaries == [f"letters {100 * together.score:.1f}"]  # users see tasks, not parts
+
+
+def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
+    """Return each document's outcome, and check that no document occurs twice."""
+    every = [row for part in parts for row in document_scores.read_document_scores(part.directory / SCORES_FILE)]
+    rows = [row for row in every if row.metric == "acc,none"]
+    found = {row.doc_id: row.outcome for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
+def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | None], data: st.DataObject) -> None:
+    """Holds for any sequence of ``documents`` and looks, even if stored parts are lost or damaged."""
+    total = data.draw(st.integers(1, 60))
+    asked: list[int] = []
+    known: list[DocumentRange] = []
+    for first in history:
+        parts = document_ranges(total, first)
+        for look in interim_looks(total, first)[: data.draw(st.integers(1, 3))]:
+            pieces = cover_documents(look, parts, known)
+            counted = [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)]
+            assert counted == list(range(look))
+            for piece in pieces:
+                assert piece.scored.first <= piece.counted.first
+                assert piece.counted.last <= piece.scored.last
+                if piece.scored not in known:
+                    asked += range(piece.scored.first, piece.scored.last)
+                    known.append(piece.scored)
+    assert len(asked) == len(set(asked))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8), st.integers(1, 40))
+def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) -> None:
+    """Ranges overlap if two runs scored independently of each other, or if a part was lost."""
+    ranges = [DocumentRange(first=first, last=first + length) for first, length in known]
+    pieces = cover_documents(look, document_ranges(40, 7), ranges)
+    assert [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)] == list(range(look))
+    there = {at for one in ranges for at in range(one.first, one.last)}
+    new = [at for piece in pieces if piece.scored not in ranges for at in range(piece.scored.first, piece.scored.last)]
+    assert sorted(new) == [at for at in range(look) if at not in there]
+
+
+def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees_its_own(
+    tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real stage runs random histories against a fake lm-eval that counts documents."""
+    counted: list[int] = []
+
+    def score(model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, *_: object) -> ScoredDocuments:
+        documents = [doc for _, doc in order_documents({"letters": 40}, scoring.seed)[part.first : part.last]]
+        counted.extend(documents)
+        rows = [DocumentScore("letters", "acc,none", doc, f"{doc}", "p", "t", doc / 40) for doc in sorted(documents)]
+        return ScoredDocuments(outcomes=tuple(rows))
+
+    task = pin_data(task)
+    monkeypatch.setattr(process, "score_in_child", score)
+    monkeypatch.setattr(Stage, "__call__", Stage.build)  # without Prefect, which would take most of the time
+    rng = random.Random(3)
+    verdicts = []
+    for run in range(12):
+        monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / f"store {run}"))
+        counted.clear()
+        history = [
+            (first := rng.choice([3, 5, 8, 10, 17, None]), rng.choice(interim_looks(40, first))) for _ in range(5)
+        ]
+        last = (10, 20)
+        results = [
+            evaluate_documents(model, task, Scoring(documents=first or "all", seed=1), look, CPU)
+            for first, look in (*history, last)
+        ]
+        for (_, look), parts in zip((*history, last), results, strict=True):
+            assert scores_of(parts) == {doc: doc / 40 for _, doc in order_documents({"letters": 40}, 1)[:look]}
+        assert len(counted) == len(set(counted)) == max(look for _, look in (*history, last))
+        joined = TaskScores("letters", "letters", tuple(results[-1]))
+        verdicts.append((joined.rows, joined.table(), joined.documents_asked))
+    assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
+    watching, (more, fewer, again, back) = in_flow(
+        lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_documents(model, task, Scoring(), 40, CPU),
+    )
+    assert watching.endings == ["made", "cached", "cached", "made"]
+    first_twenty = {doc for _, doc in order_documents({"letters": 40}, 0)[:20]}
+    assert scores_of(fewer) == {doc: score for doc, score in scores_of(more).items() if doc in first_twenty}
+    assert [part.digest for part in again] == [part.digest for part in fewer]
+    assert [part.value.part for part in back] == [DocumentRange(first=0, last=30), DocumentRange(first=30, last=40)]
+    assert len(made()) == 2
+    assert len(scores_of(back)) == 40
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_known_scores_that_are_damaged_are_asked_again(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
+    before = scores_of(parts)
+    (parts[0].directory / SCORES_FILE).write_bytes(b"torn")
+    watching, (again,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
+    assert watching.endings == ["made"]
+    assert scores_of(again) == {doc: score for doc, score in before.items() if doc in scores_of(again)}
+    assert [part.value.part for part in again] == [DocumentRange(first=0, last=10), DocumentRange(first=10, last=20)]
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU))
+    part = DocumentRange(first=0, last=11)
+    lacking = dataclasses.replace(parts[0], value=parts[0].value.model_copy(update={"part": part}))
+    with pytest.raises(InvalidInput, match="10 documents scored"):
+        excerpt.work(Path(), lacking, DocumentRange(first=0, last=5))
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
+    older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
+    other = Artifact("evaluate", parts[0].key, parts[0].digest, older, parts[0].directory, parts[0].files)
+    with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
+        join_parts([other, parts[1]])
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
+    watching, _ = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
+    assert watching.endings == ["made"]
+    assert watching.how_far[-1] == (80, 80)  # two choices per document, across all parts
+    assert watching.how_far == sorted(watching.how_far)
+    assert {total for _, total in watching.how_far} == {80}
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
+    tmp_path: Path, model: Model, task: EvalTask
+) -> None:
+    path = write_choices(tmp_path / "tasks", n=10, name="more")
+    second = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    renamed = model.model_copy(update={"name": "same by another name"})
+    patient = FIRST_TEN.model_copy(update={"time_limit": 3600.0})
+    other = CPU.model_copy(update={"libraries": {"torch": "9"}})
+    watching, _ = in_flow(
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, second, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(renamed, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_documents(model, task, patient, 10, CPU),
+        lambda: evaluate_documents(model, task, Scoring(documents=10, batch_size=4), 10, CPU),
+        lambda: evaluate_documents(model, task, Scoring(documents=10, dtype="bfloat16"), 10, CPU),
+        lambda: evaluate_documents(model, task, FIRST_TEN, 10, other),
+    )
+    assert watching.endings == ["made", "cached", "made", "cached", "cached", "made", "made", "made"]
+
+
+@pytest.mark.usefixtures("home")
+def test_documents_are_counted_once(tmp_path: Path) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    assert document_count(task) == 40
+    before = asked(task)
+    assert document_count(task) == 40
+    assert asked(task) == before
+
+
+def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
+    write_choices(tmp_path)
+    guards = [
+        Guard(task="letters.yaml", guarded_by="a"),
+        Guard(task="letters.yaml", guarded_by="b", cluster_by="word"),
+        Guard(task="letters.yaml", guarded_by="b", cluster_by="task"),
+    ]
+    hashes = HashMemo(tmp_path / "hashes.db")
+    _, (task,) = pin_tasks(guards, tmp_path, hashes)
+    assert task.cluster_field == "word"
+    with pytest.raises(InvalidInput, match="one field for all guards"):
+        pin_tasks([*guards, Guard(task="letters.yaml", guarded_by="c", cluster_by="right")], tmp_path, hashes)
+
+
+RUN = """
+import os
+from pathlib import Path
+from mergegate.flows.prefect_api import configure, local_api
+configure(Path(os.environ["PREFECT_HOME"]))
+from prefect import flow
+from mergegate.tasks.evaluation.stage import evaluate_documents
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.stage import Runtime
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask
+
+@flow
+def run():
+    model, task = Model.model_validate_json({model!r}), EvalTask.model_validate_json({task!r})
+    evaluate_documents(model, task, Scoring(documents=10), None, Runtime(device="cpu", libraries={{}}))
+
+with local_api():
+    run()
+"""
+
+TELL_ONCE = """if not (HERE / "killed").exists():
+    (HERE / "killed").touch()
+    (HERE.parent / "told").write_text("now")
+    signal.pause()"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
+    tmp_path: Path, home: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    os.mkfifo(tmp_path / "told")
+    task = write_trap(tmp_path / "tasks", TELL_ONCE, at=25)  # in the third part, documents 21 to 40
+    script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
+    with in_another_process(script, tmp_path) as killed:
+        (tmp_path / "told").read_text()  # waits until the document is reached
+        os.killpg(killed.pid, signal.SIGKILL)
+        assert killed.wait(timeout=HANG_S) == -signal.SIGKILL, killed.communicate()
+    first = asked(task)[-1][0]
+    assert ends(first)
+    before = made()
+    assert len(before) == 2
+    with in_another_process(script, tmp_path) as run:
+        _, said = run.communicate(timeout=HANG_S)
+        assert run.returncode == 0, said
+    assert made().items() > before.items()  # the same files plus one
+    assert len(made()) == 3
+    every = words(40)
+    missing = {every[doc] for _, doc in order_documents({"trap": 40}, 0)[20:]}
+    again = {word for process, word in asked(task) if process != first}
+    assert again - {every[0]} == missing - {every[0]}  # lm-eval reads the first document when it loads a task
+    assert not list((home / "store").glob("*/*.partial"))

@@ -1,0 +1,353 @@
+"""Scoring in a separate process yields the same scores, enforces timeouts, and survives the death of that process."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confined_here import directory_of_nobody, require_confinement
+from patience import HANG_S, LONGER_THAN_HANG_S
+from tiny_models import make_model, words, write_choices
+from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import model_cache, model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import harness, process
+from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.metrics import documents_of
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+
+SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
+
+
+@pytest.fixture(autouse=True)
+def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    model_cache.unload_models()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    yield
+    model_process.end_model_process()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "model")
+
+
+def silent(done: int, total: int) -> None: ...
+
+
+def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.ScoredDocuments:
+    settings = Scoring.model_validate(scoring)
+    return process.score_in_child(model, task, settings, DocumentRange(first=first, last=last), "cpu", silent)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
+    there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
+    assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
+    assert told[-1] == (40, 40)  # two choices per document
+    assert process.inspect_in_child(task).documents == 40
+
+
+@pytest.mark.slow
+def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    for first in (0, 10, 20):
+        score(model, task, first, first + 10)
+    assert len({process for process, _ in asked(task)}) == 1
+
+
+@pytest.mark.slow
+def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path, model: Model) -> None:
+    deed = f'{SLEEPER}\n(HERE / "child").write_text(str(child.pid))\nchild.wait()'
+    task = write_trap(tmp_path / "tasks", deed, at=12)
+    score(model, task, 0, 10)
+    with pytest.raises(Refused) as caught:
+        score(model, task, 10, 20, time_limit=2)
+    assert "task trap on model: documents 11 to 20" in caught.value.where
+    assert "not done after 2 s" in caught.value.found
+    assert "time_limit" in caught.value.remedy
+    assert all(ends(process) for process in {process for process, _ in asked(task)})
+    assert ends(int((tmp_path / "tasks" / "child").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "found", "remedy"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.long
+        ),
+        pytest.param(
+            'os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", "", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
+    tmp_path: Path, model: Model, deed: str, found: str, remedy: str
+) -> None:
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert found in caught.value.found
+    assert remedy in caught.value.remedy
+    assert "documents 1 to 10" in caught.value.where
+    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+
+
+def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    with pytest.raises(InvalidInput, match="a tokenizer without one"):
+        score(model, task, 0, 5, chat_template=True)
+    score(model, task, 0, 5)
+    assert len({process for process, _ in asked(task)}) == 1
+
+
+def test_a_mistake_in_a_function_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "doc['colour']", at=3)
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert caught.value.where == f"{tmp_path}/tasks/prompts.py: line 9"
+    assert caught.value.found == "KeyError: 'colour'"
+
+
+def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    fourth = words(40)[order_documents({"letters": 40}, 0)[3][1]]
+    path.write_text(path.read_text().replace("{{word}}", f"{{{{colour if word == '{fourth}' else word}}}}"))
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "found"),
+    [
+        ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.long),
+        pytest.param(
+            "class Bare(BaseException): pass\nraise Bare",
+            r"Bare: raise Bare \(prompts.py, line \d+\)",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["a panic of a library", "an exit", "one that says nothing"],
+)
+def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
+    tmp_path: Path, model: Model, deed: str, found: str
+) -> None:
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with pytest.raises(InvalidInput, match=found):
+        score(model, task, 0, 10)
+    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+
+
+@pytest.mark.long
+def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write_trap(tmp_path / "tasks", "signal.pause()", at=3)
+    monkeypatch.setattr(model_process, "_SILENCE", 20.0)
+    with pytest.raises(Refused, match="silent for 20 s, stopped"):
+        score(model, task, 0, 10)
+
+
+def test_a_task_finds_no_secret_of_ours_nobody_to_talk_to_and_nothing_to_spoil(tmp_path: Path, model: Model) -> None:
+    require_confinement()
+    secret = "hf_planted_where_nobody_may_look"
+    deed = """
+found = {}
+def attempt(name, deed):
+    try: found[name] = str(deed())
+    except BaseException as error: found[name] = type(error).__name__
+def above(number): return int(open(f"/proc/{number}/stat").read().rpartition(")")[2].split()[1])
+attempt("environment", lambda: dict(os.environ))
+ancestor = os.getppid()
+while ancestor > 1:
+    attempt(f"environment of {ancestor}", lambda: open(f"/proc/{ancestor}/environ").read())
+    ancestor = above(ancestor)
+attempt("network", lambda: __import__("socket").create_connection(("192.0.2.1", 80), 5))
+attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "store" / "merge" / "weights", "a"))
+(HERE / "found").write_text(str(found))
+"""
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    home = directory_of_nobody()
+    try:
+        (home / "store" / "merge").mkdir(parents=True)
+        (home / "store" / "merge" / "weights").touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_TOKEN", secret)
+            patch.setenv("MERGEGATE_HOME", str(home))
+            with in_another_process(flow(model, task), tmp_path) as running:
+                out, err = running.communicate(timeout=HANG_S)
+    finally:
+        shutil.rmtree(home)
+    assert (out, err) == ("20\n", "")
+    found = ast.literal_eval((tmp_path / "tasks" / "found").read_text())
+    assert secret not in str(found)
+    assert found.pop("network") == "OSError"
+    assert found.pop("merged weights") == "PermissionError"
+    assert "OMP_NUM_THREADS" in found.pop("environment")
+    assert len(found) >= 3  # the supervisor, the flow and this test
+    assert set(found.values()) == {"PermissionError"}
+
+
+@pytest.mark.slow
+def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
+    task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(Refused, match="not done after 2 s"):
+        process.inspect_in_child(task, 2)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu", stop)
+    assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    score(model, task, 0, 5)
+    with model_cache.load_model(model, dtype="auto", device="cpu"):
+        assert all(ends(process) for process in {process for process, _ in asked(task)})
+
+
+FLOW = """
+from pathlib import Path
+from mergegate.tasks.evaluation import process as evaluation_process
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation.metrics import documents_of
+from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask
+model = Model.model_validate_json({model!r})
+task = EvalTask.model_validate_json({task!r})
+quiet = lambda *_: None
+scored = evaluation_process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu", quiet)
+print(len(documents_of(scored.outcomes)))
+"""
+
+
+def flow(model: Model, task: EvalTask) -> str:
+    return FLOW.format(model=model.model_dump_json(), task=task.model_dump_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param("signal.pause()", marks=pytest.mark.long), f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
+    ids=["waiting", "in code that does not let go of the interpreter"],
+)
+def test_it_dies_with_the_flow_even_when_that_is_killed(
+    tmp_path: Path, model: Model, hang: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    os.mkfifo(tmp_path / "told")
+    deed = f'{SLEEPER}\n(HERE.parent / "told").write_text(str(child.pid))\n{hang}'
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with in_another_process(flow(model, task), tmp_path) as running:
+        child = int((tmp_path / "told").read_text())  # waits until it hangs
+        scoring = asked(task)[-1][0]
+        supervisor = parent_of(scoring)
+        assert not ends(scoring, within=0)
+        running.kill()
+        assert ends(scoring)
+        assert ends(child)
+        assert ends(supervisor)
+    assert not list(scratch.glob("mergegate-*"))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    with in_another_process(flow(model, task), tmp_path) as running:
+        out, err = running.communicate(timeout=HANG_S)
+    assert (out, err) == ("20\n", "")
+    assert ends(asked(task)[-1][0])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
+    """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        f"""import socket
+def note(text):
+    with open({str(tmp_path / "noted")!r}, "a") as file: file.write(text + "\\n")
+def deny(*args, **kwargs):
+    note(f"asked for {{args[0]}}"); raise OSError("no network")
+socket.getaddrinfo = deny
+note("watched")
+"""
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "scratch").mkdir()
+    switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS", "HF_HOME", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    environment |= {
+        "HOME": str(home),
+        "TMPDIR": str(tmp_path / "scratch"),
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), str(PROJECT))),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", flow(model, task)],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+    assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow and the evaluation process
+    assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
+
+
+def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
+    """Prefect alone takes as long to import as everything else together."""
+    script = (
+        "import sys; from mergegate.tasks.evaluation import harness, process; "
+        "from mergegate.tasks.checkpoints import Model, model_cache; "
+        "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,257 @@
+"""In a group with mixed metrics, every document counts as lm-eval scores it, or mergegate refuses the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_shapes import DEFAULTS, SIZES, write_leaderboard
+from lm_eval_runs import prepare, run_lm_eval, simple_evaluate
+from tiny_models import CPU, make_model, write_choices, write_jsonl
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
+from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import score_table
+from mergegate.tasks.evaluation.task_definition import pin_task
+
+PROJECT = Path(__file__).resolve().parents[2]
+DEMO = PROJECT / "profiles" / "demo" / "models" / "reverser"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tasks")
+    write_leaderboard(directory)
+    return directory
+
+
+def ours(definition: Path, directory: Path = DEMO) -> tuple[DocumentScore, ...]:
+    """Score all documents with mergegate, in two parts."""
+    model = Model(name="demo", digest=str(directory), directory=directory)
+    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
+    try:
+        total = count_documents(task)
+        cut = total // 3
+        parts = [DocumentRange(first=0, last=cut), DocumentRange(first=cut, last=total)]
+        return tuple(
+            outcome
+            for part in parts
+            for outcome in score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
+        )
+    finally:
+        unload_models()
+
+
+@pytest.fixture(scope="module")
+def scored(tasks: Path) -> tuple[DocumentScore, ...]:
+    return ours(tasks / "board.yaml")
+
+
+@pytest.fixture(scope="module")
+def written(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the results that lm-eval writes for the demo model on the same group."""
+    root = tmp_path_factory.mktemp("lm-eval")
+    leaves = [tasks / f"{name}.yaml" for name in (*DEFAULTS, "errors")]
+    prepare(leaves, root)
+    for group in ("bbh", "board"):
+        (root / "include" / f"{group}.yaml").write_text((tasks / f"{group}.yaml").read_text())
+    return run_lm_eval(root / "out", DEMO, leaves, root, tasks=["board", "errors"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory() -> Iterator[None]:
+    yield
+    unload_models()
+
+
+def results_of(written: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(find_results(written)[0].path.read_text())
+    return content
+
+
+def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:
+    theirs = read_task(find_results(written), "board").outcomes
+    plain: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
+    ours, whole = (sorted(row._replace(**plain) for row in rows) for rows in (scored, theirs))
+    assert [row._replace(outcome=0.0) for row in ours] == [row._replace(outcome=0.0) for row in whole]
+    judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]
+    assert judged[0] == judged[1]
+    graded = [[row.outcome for row in rows if row.metric == "prob,none"] for rows in (ours, whole)]
+    # In bfloat16, a different batch size changes a log-likelihood by a few hundredths.
+    assert graded[0] == pytest.approx(graded[1], rel=0.1)
+    assert len({(row.task, row.doc_id) for row in scored}) == sum(SIZES[leaf] for leaf in DEFAULTS)
+
+
+def test_each_leaf_has_its_own_metric_and_no_document_is_lost(scored: tuple[DocumentScore, ...], written: Path) -> None:
+    metrics = choose_metrics(scored, None, "board")
+    assert metrics.differing == DEFAULTS
+    judged = metrics.judged(scored, "board")
+    results = results_of(written)
+    for leaf, metric in DEFAULTS.items():
+        of_leaf = [row.outcome for row in judged if row.task == leaf]
+        assert len(of_leaf) == results["n-samples"][leaf]["effective"] == SIZES[leaf]
+        assert sum(of_leaf) / len(of_leaf) == pytest.approx(results["results"][leaf][metric])
+    assert len({row.outcome for row in judged}) == 2  # mixed outcomes, so the test can fail
+
+
+def test_the_table_shows_all_documents_and_each_metric(scored: tuple[DocumentScore, ...]) -> None:
+    table = {score.metric: score for score in score_table("board", scored)}
+    every = "acc_norm,none + prompt_level_strict_acc,none + exact_match,none + exact_match,custom-extract"
+    assert set(every.split(" + ")) | {every, "exact_match_original,none", "prob,none"} == table.keys()
+    assert table[every].n == sum(SIZES[leaf] for leaf in DEFAULTS)
+    assert table["acc_norm,none"].n == table["prob,none"].n == SIZES["bbh_a"] + SIZES["bbh_b"]
+
+
+def test_parts_give_the_prompts_and_scores_of_the_whole_with_few_shot_examples(
+    scored: tuple[DocumentScore, ...], written: Path
+) -> None:
+    theirs = {(row.task, row.doc_id): row.prompt_hash for row in read_task(find_results(written), "mmlu_pro").outcomes}
+    assert {
+        (row.task, row.doc_id): row.prompt_hash for row in scored if row.task == "mmlu_pro"
+    } == theirs  # one example each
+
+
+def test_less_is_better_is_turned_round_among_others(tasks: Path, written: Path) -> None:
+    (tasks / "mixed.yaml").write_text("group: mixed\ntask: [errors, bbh_a]\n")
+    rows = ours(tasks / "mixed.yaml")
+    metrics = choose_metrics(rows, None, "mixed")
+    assert metrics.higher_is_better
+    rate = results_of(written)["results"]["errors"]["error_rate,none"]
+    turned = [row.outcome for row in metrics.judged(rows, "mixed") if row.task == "errors"]
+    assert 0 < rate < 1
+    assert sum(turned) / len(turned) == pytest.approx(1 - rate)
+    alone = [row for row in rows if row.task == "errors"]
+    assert not choose_metrics(alone, None, "errors").higher_is_better
+    (only,) = score_table("errors", alone)
+    assert (only.score, only.higher_is_better) == (pytest.approx(rate), False)
+
+
+def test_tasks_written_inline_and_settings_laid_over_others_are_as_in_lm_eval(tasks: Path, tmp_path: Path) -> None:
+    """The reference is lm-eval itself, which reads the group's file with absolute paths."""
+    from lm_eval.tasks import TaskManager
+
+    inline = f"""group: inlined
+num_fewshot: 0
+task:
+  - task: mmlu_pro
+    num_fewshot: 2
+  - group: inner
+    task:
+      - task: own
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {tasks}/data/math_algebra.jsonl}}, cache_dir: {tmp_path}/cache}}
+        test_split: test
+        output_type: generate_until
+        doc_to_text: "{{{{word}}}}"
+        doc_to_target: "{{{{answer}}}}"
+        generation_kwargs: {{until: ["."], max_gen_toks: 5}}
+        process_results: !function scoring.length
+        metric_list:
+          - {{metric: exact_match_original, aggregation: mean, higher_is_better: true}}
+"""
+    (tasks / "inlined.yaml").write_text(inline)
+    rows = ours(tasks / "inlined.yaml")
+    prepare([tasks / "mmlu_pro.yaml"], tmp_path)
+    (tmp_path / "include" / "scoring.py").write_text((tasks / "scoring.py").read_text())
+    (tmp_path / "include" / "inlined.yaml").write_text(inline)
+    found = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(DEMO), "dtype": "auto", "softmax_dtype": "float32"},
+        tasks=["inlined"],
+        task_manager=TaskManager(include_path=str(tmp_path / "include"), include_defaults=False),
+        device="cpu",
+        batch_size=16,
+        bootstrap_iters=0,
+    )
+    theirs = {
+        (leaf, sample["doc_id"], sample["prompt_hash"], float(sample[sample["metrics"][0]]))
+        for leaf, samples in found["samples"].items()
+        for sample in samples
+    }
+    assert {leaf for leaf, *_ in theirs} == {"mmlu_pro", "inlined::inner::own"}
+    assert {(row.task, row.doc_id, row.prompt_hash, row.outcome) for row in rows} == theirs
+
+
+@pytest.mark.parametrize("part", ["board.yaml", "bbh.yaml", "ifeval.yaml", "scoring.py", "data/bbh_b.jsonl"])
+def test_all_that_a_group_draws_in_is_pinned(tmp_path: Path, part: str) -> None:
+    path = write_leaderboard(tmp_path / "tasks")
+
+    def pinned() -> str:
+        return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db")).digest
+
+    before = pinned()
+    (tmp_path / "tasks" / "errors.yaml").write_text("task: errors\n")  # in no group
+    assert pinned() == before
+    (tmp_path / "tasks" / part).write_text((tmp_path / "tasks" / part).read_text() + "\n")
+    assert pinned() != before
+
+
+def test_a_tag_is_the_tasks_that_carry_it(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_choices(tmp_path, 5, name=name, extra="tag: pair\n")
+    (tmp_path / "g.yaml").write_text("group: g\ntask: [pair]\n")
+    task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
+    assert count_documents(task) == 10
+
+
+def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None:
+    write_choices(tmp_path, 5)
+    write_jsonl(tmp_path / "t.jsonl", [{"text": "abc"}])
+    (tmp_path / "t.yaml").write_text(
+        "task: rolling\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: bits_per_byte}]\n"
+    )
+    (tmp_path / "g.yaml").write_text("group: g\ntask: [letters, rolling]\n")
+    task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(InvalidInput, match="task g: rolling: a perplexity task"):
+        count_documents(task)
+
+
+def graded(tmp_path: Path, deed: str) -> Path:
+    """Write a group ``g`` of ``letters`` and a task whose scoring function runs ``deed`` for every document."""
+    write_choices(tmp_path, 6)
+    write_choices(tmp_path, 6, name="own", extra="process_results: !function own.score\n")
+    (tmp_path / "own.py").write_text(f"def score(doc, results):\n    {deed}\n    return {{'acc': 1.0}}\n")
+    path = tmp_path / "g.yaml"
+    path.write_text("group: g\ntask: [letters, own]\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("deed", "complaint"),
+    [
+        ("return {} if doc['right'] else {'acc': 1.0}", r"\d of 6 documents of own without a score"),
+        (
+            "return {'other': 1.0}",
+            "task own: no metric that is a mean over documents .*only acc, other",
+        ),
+        pytest.param(
+            "return {'acc': (1, 0)}", "task g: scores of documents that lm-eval cannot sum up", marks=pytest.mark.slow
+        ),
+        ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
+        pytest.param(
+            "return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_document_without_a_score_is_refused_by_leaf_before_anything_is_stored(
+    tmp_path: Path, deed: str, complaint: str
+) -> None:
+    path = graded(tmp_path, deed)
+    make_model(tmp_path / "model")
+    model = Model(name="model", digest="d", directory=tmp_path / "model")
+    task = pin_task(path.name, tmp_path, HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(InvalidInput, match=complaint):
+        score_documents(model, task, Scoring(), DocumentRange(first=0, last=12), "cpu", lambda done, total: None)

@@ -1,0 +1,429 @@
+"""lm-eval's result files yield the scores that lm-eval computed, and inconsistent files are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval_runs import prepare, run_lm_eval
+from samples import sampled
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.lm_eval_results import (
+    TaskResults,
+    find_results,
+    precision_differences,
+    read_task,
+    require_same_conditions,
+)
+from mergegate.tasks.evaluation.metrics import choose_metrics, metrics_by_leaf
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import pin_task
+
+# Fields that are not read from lm-eval's files.
+UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
+
+GENERATED = """task: endings
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/endings.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{word}}"
+doc_to_target: "{{ending}}"
+generation_kwargs: {until: ["."], max_gen_toks: 4}
+filter_list:
+  - name: first-letter
+    filter: [{function: regex, regex_pattern: "^(.)"}, {function: take_first}]
+  - name: any-letter
+    filter: [{function: regex, regex_pattern: "([a-h])"}, {function: take_first}]
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def definitions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write two choice tasks, one with a second metric that is not a mean, and a free-form task with two filters."""
+    folder = tmp_path_factory.mktemp("tasks")
+    letters = write_choices(folder)
+    letters.write_text(letters.read_text() + "  - {metric: f1, higher_is_better: true}\n")
+    numbers = write_choices(folder, 25, name="numbers")
+    write_jsonl(folder / "data" / "endings.jsonl", ({"word": word, "ending": word[-1]} for word in words(20, seed=3)))
+    (folder / "endings.yaml").write_text(GENERATED)
+    return {"letters": letters, "numbers": numbers, "endings": folder / "endings.yaml"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, definitions: dict[str, Path]) -> Path:
+    """Return lm-eval's results for the models ``one`` and ``other`` on a group of two tasks and one more task."""
+    root = tmp_path_factory.mktemp("lm-eval")
+    scratch = root / "scratch"
+    prepare(list(definitions.values()), scratch)
+    (scratch / "include" / "both.yaml").write_text("group: both\ntask: [letters, numbers]\n")
+    for seed, name in enumerate(("one", "other")):
+        make_model(root / "models" / name, seed=seed)
+        run_lm_eval(root / name, root / "models" / name, list(definitions.values()), scratch, tasks=["both", "endings"])
+    return root
+
+
+@pytest.fixture
+def copied(tmp_path: Path, written: Path) -> Path:
+    """Copy the results of ``one``, for a test to damage."""
+    return Path(shutil.copytree(written / "one", tmp_path / "one"))
+
+
+def read(place: Path, task: str) -> TaskResults:
+    return read_task(find_results(place), task)
+
+
+def the(place: Path, pattern: str) -> Path:
+    (path,) = place.rglob(pattern)
+    return path
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ...]:
+    """Score the same model and task with mergegate."""
+    model = Model(name="m", digest=str(directory), directory=directory)
+    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
+    try:
+        every = DocumentRange(first=0, last=count_documents(task))
+        return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+    finally:
+        unload_models()
+
+
+@pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
+@pytest.mark.parametrize("model", sampled(["one", "other"], ["one"]))
+def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str, Path], task: str, model: str) -> None:
+    found = sorted(read(written / model, task).outcomes)
+    ours = sorted(stage_outcomes(written / "models" / model, definitions[task]))
+    # A likelihood is the exp of a float32 near -10. Its last digit (1e-6) depends on the kernel, which depends on the
+    # processor and on memory alignment, and lm-eval's command runs in another process.
+    assert [one._replace(outcome=0.0) for one in found] == [one._replace(outcome=0.0, **UNWRITTEN) for one in ours]
+    assert [one.outcome for one in found] == pytest.approx([one.outcome for one in ours], rel=1e-5)
+    marks = [outcome for outcome in found if outcome.metric != "prob,none"]
+    assert len({outcome.outcome for outcome in marks}) == 2  # mixed outcomes
+
+
+def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
+    reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
+    assert {"acc,none", "f1,none"} < reported.keys()
+    found = metrics_by_leaf(read(written / "one", "letters").outcomes)
+    assert found == {"letters": {"acc,none": True, "prob,none": True}}  # the second is ours, from the likelihoods
+
+
+def test_each_filter_is_a_metric_of_its_own(written: Path) -> None:
+    found = read(written / "one", "endings")
+    assert {outcome.metric for outcome in found.outcomes} == {"exact_match,first-letter", "exact_match,any-letter"}
+    assert len(found.outcomes) == 2 * 20
+
+
+def test_a_group_is_all_documents_of_the_tasks_below_it(written: Path) -> None:
+    group = read(written / "one", "both")
+    apart = [outcome for task in ("letters", "numbers") for outcome in read(written / "one", task).outcomes]
+    assert list(group.outcomes) == apart
+    assert len({(outcome.task, outcome.doc_id) for outcome in apart}) == 40 + 25
+    assert len(apart) == 2 * (40 + 25)  # correct or not, and the probability of the correct choice
+
+
+def test_a_field_of_the_documents_can_group_them(written: Path) -> None:
+    found = read_task(find_results(written / "one"), "letters", "right")
+    assert {outcome.cluster for outcome in found.outcomes} == {"0", "1"}
+    with pytest.raises(InvalidInput, match="did you mean 'right'"):
+        read_task(find_results(written / "one"), "letters", "rihgt")
+
+
+def test_the_output_path_its_folder_and_the_file_itself_are_the_same_results(written: Path) -> None:
+    file = the(written / "one", "results_*.json")
+    whole = read(written / "one", "letters").outcomes
+    assert read(file.parent, "letters").outcomes == whole
+    assert read(file, "letters").outcomes == whole
+
+
+def test_the_newest_results_of_a_task_win(copied: Path) -> None:
+    old = the(copied, "results_*.json")
+    date = old.stem.removeprefix("results_")
+    for path in list(old.parent.iterdir()):
+        newer = path.with_name(path.name.replace(date, "2999-01-01T00-00-00.000001"))
+        shutil.copy(path, newer)
+    (newest, _) = find_results(copied)
+    assert newest.date.startswith("2999")
+    assert read(copied, "letters").file == newest.path
+    rewrite(newest.path, lambda content: content["configs"].pop("letters"))  # this run covered only the other tasks
+    assert read(copied, "letters").file == old
+
+
+def test_results_of_two_models_in_one_place_are_ambiguous(written: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        shutil.copytree(written / name, tmp_path / "mixed", dirs_exist_ok=True)
+    with pytest.raises(InvalidInput, match="results of 2 models"):
+        find_results(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty"])
+def test_a_place_without_results_is_refused(tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput, match="--log_samples"):
+        find_results(tmp_path / what)
+
+
+def test_a_misspelt_task_is_refused_with_a_suggestion(written: Path) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'letters'"):
+        read(written / "one", "leters")
+
+
+def test_samples_that_end_in_the_middle_of_a_line_are_refused(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    samples.write_bytes(samples.read_bytes()[:-100])
+    with pytest.raises(InvalidInput, match=r"line .*not JSON.*(\n.*)*cut off"):
+        read(copied, "letters")
+
+
+def test_samples_that_end_at_a_line_are_refused(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    samples.write_text("".join(samples.read_text().splitlines(keepends=True)[:-3]))
+    with pytest.raises(InvalidInput, match="37 documents, 40 were scored"):
+        read(copied, "letters")
+
+
+def test_a_changed_score_is_noticed(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    lines[7]["acc"] = 1 - lines[7]["acc"]
+    write_jsonl(samples, lines)
+    with pytest.raises(InvalidInput, match="not the mean of its samples"):
+        read(copied, "letters")
+
+
+def test_samples_of_another_task_are_refused(copied: Path) -> None:
+    shutil.copy(the(copied, "samples_numbers_*"), the(copied, "samples_letters_*"))
+    with pytest.raises(InvalidInput, match="other samples than those of results_"):
+        read(copied, "letters")
+
+
+@pytest.mark.parametrize("line", ["17", "{}", '{"doc_id": 0, "filter": "none", "metrics": ["acc"]}'])
+def test_lines_that_are_no_samples_are_refused(copied: Path, line: str) -> None:
+    the(copied, "samples_letters_*").write_text(line + "\n")
+    with pytest.raises(InvalidInput, match="line 1: not a sample of lm-eval"):
+        read(copied, "letters")
+
+
+def test_results_without_samples_are_refused(copied: Path) -> None:
+    the(copied, "samples_letters_*").unlink()
+    with pytest.raises(InvalidInput, match="--log_samples"):
+        read(copied, "letters")
+
+
+@pytest.mark.parametrize("text", ['{"results": {', "[]", '{"results": {}}'])
+def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> None:
+    the(copied, "results_*.json").write_text(text)
+    with pytest.raises(InvalidInput, match="results_"):
+        find_results(copied)
+
+
+def values_in(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of keys to every value in plain data."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*place, key)
+        yield from values_in(inner, (*place, key))
+
+
+def replaced(content: Any, place: tuple[str | int, ...], value: object) -> Any:
+    """Return plain data with the value at ``place`` replaced."""
+    copied = json.loads(json.dumps(content))
+    inner = copied
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return copied
+
+
+# One value of each JSON type, and numbers out of every field's range.
+OTHER_VALUES = (
+    None,
+    True,
+    False,
+    "x",
+    "",
+    5,
+    -1,
+    0.5,
+    2**70,
+    -(2**70),
+    1e308,
+    math.inf,
+    math.nan,
+    [],
+    ["x"],
+    {},
+    {"x": 1},
+)
+
+
+def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentScore, ...]]:
+    """Return the scores in ``changed`` that guards on each metric of ``original`` would use.
+
+    The probability of a choice may be missing, which makes the gate refuse a guard that needs it. It never changes.
+    """
+    require_same_conditions(original, changed, "changed")
+    before = {row[:3]: row for row in original.outcomes if row.metric == "prob,none"}
+    assert all(before[row[:3]] == row for row in changed.outcomes if row.metric == "prob,none")
+    metrics = sorted({row.metric for row in original.outcomes} - {"prob,none"})
+    rows = [row for row in changed.outcomes if row.metric != "prob,none"]
+    return [choose_metrics(rows, metric, "changed").judged(rows, "changed") for metric in metrics]
+
+
+def check_other_value(place: Path, path: Path, text: str, originals: Mapping[str, TaskResults]) -> None:
+    """Check that a changed file is refused by name or keeps its meaning."""
+    before = path.read_text()
+    path.write_text(text)
+    try:
+        for task, original in originals.items():
+            refusal, judged = "", None
+            try:
+                judged = decided(original, read(place, task))
+            except InvalidInput as error:
+                refusal = str(error)
+            assert judged == decided(original, original) or refusal.startswith(("changed", str(path.parent)))
+    finally:
+        path.write_text(before)
+
+
+@pytest.fixture(scope="module")
+def mutable(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
+    """Copy the results of ``one``; tests change and restore one file at a time."""
+    return Path(shutil.copytree(written / "one", tmp_path_factory.mktemp("mutable") / "one"))
+
+
+@pytest.fixture(scope="module")
+def originals(written: Path) -> dict[str, TaskResults]:
+    return {task: read(written / "one", task) for task in ("both", "endings")}
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_another_value_in_a_results_file_never_changes_what_is_judged(
+    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
+) -> None:
+    path = the(mutable, "results_*.json")
+    content = json.loads(path.read_text())
+    place = data.draw(st.sampled_from([place for place in values_in(content) if place[0] != "pretty_env_info"]))
+    value = data.draw(st.sampled_from(OTHER_VALUES))
+    check_other_value(mutable, path, json.dumps(replaced(content, place, value)), originals)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_another_value_in_a_sample_never_changes_what_is_judged(
+    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
+) -> None:
+    path = the(mutable, f"samples_{data.draw(st.sampled_from(['letters', 'numbers', 'endings']))}_*")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    place = data.draw(st.sampled_from(list(values_in(lines[number]))))
+    lines[number] = replaced(lines[number], place, data.draw(st.sampled_from(OTHER_VALUES)))
+    check_other_value(mutable, path, "".join(f"{json.dumps(line)}\n" for line in lines), originals)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "value", "message"),
+    [
+        ("results_*.json", ("configs", "letters"), "x", r"configs\.letters: 'x'\n  expected: a mapping"),
+        (
+            "results_*.json",
+            ("configs", "letters", "metric_list"),
+            5,
+            r"configs\.letters\.metric_list: 5\n  expected: a list",
+        ),
+        ("results_*.json", ("group_subtasks",), 5, r"group_subtasks: 5\n  expected: a mapping"),
+        ("results_*.json", ("versions", "letters"), True, r"versions\.letters: true\n  expected: a text or a"),
+        ("results_*.json", ("results", "letters", "acc,none"), True, r"letters\.acc,none: true\n  expected: a number"),
+        ("samples_letters_*", ("doc_id",), 2**70, rf"line 3: doc_id: {2**70}\n  expected: less than"),
+        ("samples_letters_*", ("doc_id",), 40, r"line 3: doc_id: 40\n  expected: less than the 40 documents"),
+        ("samples_letters_*", ("metrics", 0), 7, r"line 3: metrics\[0\]: 7\n  expected: a text"),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    copied: Path, pattern: str, place: tuple[str | int, ...], value: object, message: str
+) -> None:
+    path = the(copied, pattern)
+    lines = path.read_text().splitlines()
+    number = 0 if path.suffix == ".json" else 2
+    lines[number] = json.dumps(
+        replaced(json.loads(lines[number]) if number else json.loads(path.read_text()), place, value)
+    )
+    path.write_text(lines[0] if path.suffix == ".json" else "\n".join(lines) + "\n")
+    with pytest.raises(InvalidInput, match=message):
+        read(copied, "letters")
+
+
+@pytest.mark.parametrize(
+    ("condition", "change"),
+    [
+        ("lm_eval_version", lambda content: content.update(lm_eval_version="0.4.9")),
+        ("chat_template_sha", lambda content: content.update(chat_template_sha="0" * 64)),
+        ("system_instruction_sha", lambda content: content.update(system_instruction_sha="0" * 64)),
+        ("model_source", lambda content: content.update(model_source="vllm")),
+        ("task_versions", lambda content: content["versions"].update(letters=2)),
+        ("gen_kwargs", lambda content: content["config"].update(gen_kwargs={"temperature": 1})),
+        ("higher_is_better", lambda content: content["higher_is_better"]["letters"].update(acc=False)),
+    ],
+)
+def test_another_condition_on_each_side_is_refused(
+    copied: Path, written: Path, condition: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    rewrite(the(copied, "results_*.json"), change)
+    with pytest.raises(InvalidInput, match=f"letters: a against b: another {condition}"):
+        require_same_conditions(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
+
+
+def test_equal_conditions_compare(written: Path) -> None:
+    ours, theirs = (read(written / name, "letters") for name in ("one", "other"))
+    require_same_conditions(ours, theirs, "letters")
+    assert precision_differences(ours, theirs) == ()
+
+
+def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None:
+    rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
+    ours, theirs = read(written / "one", "letters"), read(copied, "letters")
+    require_same_conditions(ours, theirs, "letters")
+    assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_command_line_of_lm_eval_writes_the_same(
+    written: Path, definitions: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = prepare(list(definitions.values()), tmp_path)
+    model = f"pretrained={written / 'models' / 'one'},dtype=auto,softmax_dtype=float32"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", "endings"]
+    command += ["--include_path", str(folder), "--device", "cpu", "--batch_size", "16"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    ours, theirs = read(written / "one", "endings"), read(tmp_path / "out", "endings")
+    assert theirs.outcomes == ours.outcomes
+    require_same_conditions(ours, theirs, "endings")

@@ -1,0 +1,232 @@
+"""Groups, tags and lists in local YAML files: their tasks, their declared means, and which of them can guard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from samples import sampled
+from tiny_models import CPU, make_model, write_choices, write_jsonl
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.group_mean import require_declared_mean
+from mergegate.tasks.evaluation.harness import open_tasks, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.support import require_supported
+from mergegate.tasks.evaluation.task_definition import pin_task, read_definition
+
+LISTED = """task_list:
+  - {task: short, dataset_kwargs: {data_files: {test: data/other.jsonl}}}
+  - {task: shouted, doc_to_text: !function own.shout, tag: loud}
+  - plain
+tag: pair
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Write ``base.yaml`` with the task ``letters``, and ``several.yaml``, a list of three tasks derived from it."""
+    write_choices(tmp_path, 5, name="other")
+    write_choices(tmp_path, 7).rename(tmp_path / "base.yaml")
+    (tmp_path / "own.py").write_text("def shout(doc):\n    return doc['word'].upper()\n")
+    (tmp_path / "several.yaml").write_text(f"include: base.yaml\n{LISTED}")
+    return tmp_path
+
+
+def asked(root: Path, file: str) -> dict[str, list[str]]:
+    """Return the prompts of each task in a file, as loaded by lm-eval."""
+    with open_tasks(pin_task(file, root, HashMemo(root / "hashes.db"))) as leaves:
+        return {name: [leaf.doc_to_text(document) for document in leaf.eval_docs] for name, leaf in leaves.items()}
+
+
+def test_a_list_is_as_if_each_of_its_tasks_had_a_file(root: Path) -> None:
+    found = asked(root, "several.yaml")
+    alone = {
+        "short": "include: base.yaml\ntask: short\ndataset_kwargs: {data_files: {test: data/other.jsonl}}\n",
+        "shouted": "include: base.yaml\ntask: shouted\ndoc_to_text: !function own.shout\n",
+        "plain": "include: base.yaml\ntask: plain\n",
+    }
+    for name, text in alone.items():
+        (root / f"{name}.yaml").write_text(text)
+        assert found[name] == asked(root, f"{name}.yaml")[name]
+    assert list(found) == list(alone)
+    assert [len(found[name]) for name in alone] == [5, 7, 7]
+    assert found["shouted"] == [text.upper() for text in found["plain"]]
+    assert read_definition(root / "several.yaml").name == "several"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "names"),
+    [
+        ("[pair]", ["short", "shouted", "plain"]),  # the tag in the file
+        ("[loud, letters]", ["shouted", "letters"]),  # the tag of a task in it
+        ("[shouted, pair]", ["shouted", "short", "plain"]),  # each task once
+        ("short", ["short"]),
+    ],
+)
+def test_a_group_draws_in_tasks_of_a_list_by_name_and_tag(root: Path, tasks: str, names: list[str]) -> None:
+    (root / "g.yaml").write_text(f"group: g\ntask: {tasks}\n")
+    assert [leaf.name for leaf in read_definition(root / "g.yaml").leaves] == names
+    assert list(asked(root, "g.yaml")) == names
+
+
+def test_what_a_group_says_wins_over_the_list(root: Path) -> None:
+    (root / "g.yaml").write_text('group: g\ntask: [shouted, short]\ndoc_to_text: "{{word}}?"\n')
+    found = asked(root, "g.yaml")
+    assert all(text.endswith("?") and text.islower() for texts in found.values() for text in texts)
+    assert len(found["short"]) == 5
+
+
+@pytest.mark.parametrize("part", ["several.yaml", "base.yaml", "own.py", "data/other.jsonl", "data/letters.jsonl"])
+def test_all_that_a_list_draws_in_is_pinned(root: Path, part: str) -> None:
+    def pinned() -> str:
+        return pin_task("several.yaml", root, HashMemo(root / "hashes.db")).digest
+
+    before = pinned()
+    (root / part).write_text((root / part).read_text() + "\n")
+    assert pinned() != before
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("group: g\ntask_list: [a]\n", "a group with a task_list"),
+        ("task_list: []\n", "no task"),
+        ("task_list: [{num_fewshot: 1}]\n", "num_fewshot"),
+        ("task_list: [a, {task: a, num_fewshot: 1}]\n", "'a' twice, with other settings"),
+        ("group: g\ntask: [letters, {task: letters, num_fewshot: 1}]\n", "'letters' twice, with other settings"),
+        ("group: [g]\ntask: letters\n", "g"),
+    ],
+)
+def test_what_cannot_be_one_group_is_refused(root: Path, text: str, complaint: str) -> None:
+    (root / "g.yaml").write_text(text)
+    with pytest.raises(InvalidInput, match=complaint) as refused:
+        read_definition(root / "g.yaml")
+    assert str(root / "g.yaml") in refused.value.where
+
+
+def mean_of(root: Path, entries: object) -> str:
+    (root / "g.yaml").write_text(yaml.safe_dump({"group": "g", "task": ["pair"], "aggregate_metric_list": entries}))
+    return "g.yaml"
+
+
+@pytest.mark.parametrize(
+    ("entries", "complaint"),
+    [
+        (None, None),
+        ([{"metric": "acc"}], None),
+        ({"metric": "acc", "weight_by_size": True, "aggregation": "mean"}, None),
+        (
+            [{"metric": "acc"}, {"metric": "acc_norm", "weight_by_size": False}],
+            "each task alike",
+        ),
+        ([{"metric": "acc", "weight_by_size": "no"}], "weight_by_size: no"),
+        ([{"metric": "acc", "aggregation": "median"}], "aggregation: median"),
+        (["acc"], "acc"),
+    ],
+)
+def test_a_guard_is_the_mean_that_its_group_says_or_asks_for_its_own(
+    root: Path, entries: object, complaint: str | None
+) -> None:
+    file = mean_of(root, entries)
+    if complaint is None:
+        require_declared_mean(file, None, root)
+    else:
+        with pytest.raises(InvalidInput, match=complaint):
+            require_declared_mean(file, None, root)
+
+
+def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
+    require_declared_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
+    with pytest.raises(InvalidInput, match="each task alike"):
+        require_declared_mean("blimp", None, root)  # as shipped with lm-eval
+    for name in ("mmlu", "bbh", "arc_easy", "ai2_arc"):
+        require_declared_mean(name, None, root)
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ({"output_type": "loglikelihood_rolling"}, "a perplexity task"),
+        ({"unsafe_code": True}, "runs code"),
+        ({"metric_list": [{"metric": "f1"}]}, "only f1"),
+        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, "a mean of f1"),
+        ({"metric_list": 5}, "a metric_list that is no list"),
+    ],
+)
+def test_a_local_task_is_decided_as_one_that_lm_eval_ships(root: Path, says: dict[str, Any], found: str) -> None:
+    require_supported("several.yaml", root)
+    (root / "bad.yaml").write_text(yaml.safe_dump({"include": "base.yaml", "task": "bad", **says}))
+    (root / "g.yaml").write_text("group: g\ntask: [plain, bad]\n")
+    for file, where in (("bad.yaml", "evaluate.tasks: bad.yaml"), ("g.yaml", "evaluate.tasks: g.yaml: bad")):
+        with pytest.raises(InvalidInput, match=found) as refused:
+            require_supported(file, root)
+        assert refused.value.where == where
+
+
+def test_a_function_beside_a_task_that_needs_a_package_is_refused_with_its_name(root: Path) -> None:
+    (root / "own.py").write_text("import nowhere_to_be_found\n\ndef shout(doc):\n    return ''\n")
+    with pytest.raises(InvalidInput, match="nowhere_to_be_found"):
+        require_supported("several.yaml", root)
+
+
+def test_metrics_by_functions_of_ones_own_are_supported(root: Path) -> None:
+    write_jsonl(root / "data" / "w.jsonl", [{"word": "a"}])
+    (root / "w.yaml").write_text(
+        "task: w\ndataset_path: json\ndataset_kwargs: {data_files: {test: data/w.jsonl}}\ntest_split: test\n"
+        "output_type: generate_until\nmetric_list:\n"
+        "  - {metric: !function own.overlap, aggregation: mean, higher_is_better: true}\n"
+    )
+    require_supported("w.yaml", root)
+
+
+@pytest.mark.parametrize("kind", sampled(["multiple_choice", "loglikelihood", "generate_until"], ["multiple_choice"]))
+def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_path: Path, kind: str) -> None:
+    """For every lm-eval metric taken as a mean, the check of the configuration agrees with an actual evaluation."""
+    import lm_eval.api.metrics  # noqa: F401  # fills the registry
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    model = make_model(tmp_path / "model")
+    write_choices(tmp_path, 2).rename(tmp_path / "base.yaml")
+    extra = {"doc_to_choice": None, "doc_to_target": "{{choices[0]}}"} if kind != "multiple_choice" else {}
+    ends = {"generation_kwargs": {"until": ["."], "max_gen_toks": 2}} if kind == "generate_until" else {}
+    found = {}
+    for metric in METRIC_REGISTRY:
+        entry = {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+        text = {"include": "base.yaml", "task": "t", "output_type": kind, "metric_list": [entry], **extra, **ends}
+        (tmp_path / "t.yaml").write_text(yaml.safe_dump(text))
+        beforehand, asked = True, True
+        try:
+            require_supported("t.yaml", tmp_path)
+        except InvalidInput:
+            beforehand = False
+        task, part = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), DocumentRange(first=0, last=2)
+        try:
+            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, of: None).outcomes
+            asked = any(row.metric.partition(",")[0] == metric for row in rows)
+        except InvalidInput:
+            asked = False
+        found[metric] = (beforehand, asked)
+    unload_models()
+    found.pop("perplexity")  # known per document, but lm-eval's perplexity is not their mean
+    assert {metric for metric, (beforehand, asked) in found.items() if beforehand != asked} == set()
+    assert any(beforehand for beforehand, _ in found.values())
+
+
+@pytest.mark.parametrize("group", ["[words]", "words", "[words, more]", "5"])
+def test_a_task_in_a_group_is_told_to_have_a_tag(root: Path, group: str) -> None:
+    (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ngroup: {group}\n")
+    with pytest.raises(InvalidInput, match=r"labeled.yaml: group(.*\n)*.*rename 'group' to 'tag'"):
+        read_definition(root / "labeled.yaml")
+    (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ntag: {group}\n")
+    assert read_definition(root / "labeled.yaml").name == "labeled"
+
+
+def test_a_group_may_name_one_task_and_say_what_is_laid_over_it(root: Path) -> None:
+    (root / "group.yaml").write_text("group: all\ntask: letters\ndoc_to_text: '{{word}}!'\n")
+    assert [leaf.name for leaf in read_definition(root / "group.yaml").leaves] == ["letters"]

@@ -1,0 +1,317 @@
+"""A guard's prompt settings have the same effect as the equivalent arguments of lm-eval's ``simple_evaluate``."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval_runs import prepare, simple_evaluate
+from pydantic import ValidationError
+from rich.console import Console
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+
+from mergegate.flows.cli.check import _print_examples
+from mergegate.flows.preflight import TaskExample
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _render
+from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
+from mergegate.tasks.evaluation.splits import DocumentSplits
+from mergegate.tasks.evaluation.support import require_effect
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.store.keys import digest
+from mergegate.tasks.sweep.evidence import SweepEvidence
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+WRITTEN = """task: written
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/written.jsonl}}
+test_split: test
+fewshot_split: test
+output_type: generate_until
+doc_to_text: "{{word}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 6, do_sample: false}
+process_results: !function scoring.share
+metric_list:
+  - {metric: share, aggregation: mean, higher_is_better: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a multiple-choice task, a generation task and a model with a chat template."""
+    root, rng = tmp_path_factory.mktemp("asking"), random.Random(3)
+    write_choices(root, 9, extra="fewshot_split: test\n")
+    (root / "written.yaml").write_text(WRITTEN)
+    (root / "scoring.py").write_text(
+        "def share(doc, results):\n    return {'share': sum(map(ord, results[0])) % 97 / 97}\n"  # of all characters
+    )
+    rows = [{"word": word, "answer": rng.choice("abcd")} for word in words(9, seed=2)]
+    write_jsonl(root / "data" / "written.jsonl", rows)
+    make_model(root / "model")
+    (root / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory() -> Iterator[None]:
+    yield
+    unload_models()
+
+
+def pinned(root: Path, *guards: dict[str, Any]) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
+    written = [Guard.model_validate({"guarded_by": "base", **guard}) for guard in guards]
+    return pin_tasks(written, root, HashMemo(root / "hashes.db"))
+
+
+def ours(root: Path, task: EvalTask, scoring: Scoring) -> dict[tuple[str, int], tuple[str, float]]:
+    """Return the prompt hash and the score by metric and document, scored in two parts."""
+    model = Model(name="model", digest=str(root), directory=root / "model")
+    total = count_documents(task)
+    parts = (DocumentRange(first=0, last=4), DocumentRange(first=4, last=total))
+    rows = [
+        row
+        for part in parts
+        for row in score_documents(model, task, scoring, part, CPU.device, lambda done, of: None).outcomes
+    ]
+    return {(row.metric, row.doc_id): (row.prompt_hash, row.outcome) for row in rows if "prob" not in row.metric}
+
+
+def theirs(root: Path, name: str, scratch: Path, said: dict[str, Any]) -> dict[tuple[str, int], tuple[str, float]]:
+    from lm_eval.tasks import TaskManager
+
+    folder = prepare([root / f"{name}.yaml"], scratch)
+    (folder / "scoring.py").write_text((root / "scoring.py").read_text())
+    found = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(root / "model"), "dtype": "auto", "softmax_dtype": "float32"},
+        tasks=[name],
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        device="cpu",
+        batch_size=16,
+        bootstrap_iters=0,
+        **said,
+    )
+    return {
+        (f"{metric},{sample['filter']}", sample["doc_id"]): (sample["prompt_hash"], float(sample[metric]))
+        for sample in found["samples"][name]
+        for metric in sample["metrics"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("written", {"gen_kwargs": {"max_gen_toks": 3, "until": ["a", "."]}}),
+        pytest.param(
+            "written",
+            {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "be kind"},
+            marks=pytest.mark.slow,
+        ),
+        ("written", {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False}),
+        pytest.param("letters", {"num_fewshot": 3, "system_instruction": "be kind"}, marks=pytest.mark.slow),
+        ("letters", {"apply_chat_template": True, "system_instruction": "be kind"}),
+    ],
+)
+def test_prompts_and_scores_are_those_of_lm_eval(root: Path, name: str, said: dict[str, Any], tmp_path: Path) -> None:
+    _, (task,) = pinned(root, {"task": f"{name}.yaml", **said})
+    assert ours(root, task, Scoring()) == theirs(root, name, tmp_path, said)
+
+
+def test_one_task_in_two_ways_is_asked_in_each_as_if_it_were_alone(root: Path, tmp_path: Path) -> None:
+    """Both settings share one loaded task, and neither leaks into the other."""
+    ways = {"written": {}, "written-short": {"gen_kwargs": {"max_gen_toks": 2}, "num_fewshot": 1}}
+    guards, tasks = pinned(root, *({"task": "written.yaml", "name": name, **said} for name, said in ways.items()))
+    assert [guard.task for guard in guards] == [task.name for task in tasks] == list(ways)
+    found = [ours(root, task, Scoring()) for task in (*tasks, tasks[0])]
+    assert found[0] == found[2] != found[1]
+    wanted = [theirs(root, "written", tmp_path / name, said) for name, said in ways.items()]
+    assert found[:2] == wanted
+
+
+def test_what_a_guard_says_wins_over_the_profile() -> None:
+    of_all = Scoring(num_fewshot=5, chat_template=True)
+    own = resolve_prompt_settings(PromptSettings(num_fewshot=0, apply_chat_template=False), of_all)
+    assert (own.num_fewshot, own.is_chat, own.is_multiturn) == (0, False, False)
+    assert resolve_prompt_settings(None, of_all).num_fewshot == 5
+    assert resolve_prompt_settings(PromptSettings(fewshot_as_multiturn=False), of_all).is_multiturn is False
+
+
+def test_what_is_not_said_is_in_no_key_and_what_is_said_in_that_of_scores_alone() -> None:
+    plain = EvalTask(name="t", digest="0" * 64, definition=None)
+    known = {"name": "t", "digest": "0" * 64, "cluster_field": None, "data_digest": None}
+    assert digest(plain) == digest(known)
+    ways = [PromptSettings(num_fewshot=1), PromptSettings(num_fewshot=2), PromptSettings(gen_kwargs={"until": ("a",)})]
+    asked = [plain.model_copy(update={"asked": way}) for way in ways]
+    assert len({digest(each) for each in (plain, *asked)}) == 4
+    guard = Guard(task="t", guarded_by="a")
+    assert digest(guard) == digest(guard.model_copy(update={"num_fewshot": 5, "mean_over": "documents"}))
+
+
+def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Path, tmp_path: Path) -> None:
+    """lm-eval drops a system message that makes the template fail, and at most logs it."""
+    shutil.copytree(root / "model", tmp_path / "model")
+    _, (task,) = pinned(
+        root, {"task": "letters.yaml", "apply_chat_template": True, "system_instruction": "be  kind", "num_fewshot": 1}
+    )
+
+    def shown() -> TaskPreview:
+        place = TokenizerPlace(name="chatty", directory=tmp_path / "model", digest="0")
+        return _render(task, Scoring(), place, lambda done, of: None)
+
+    assert shown().prompt.startswith("s:be  kind.u:")
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(no_system + TEMPLATE)
+    with pytest.raises(InvalidInput, match="a chat template of chatty that leaves it out"):
+        shown()
+
+
+def test_check_shows_how_a_task_is_asked() -> None:
+    asked = PromptSettings(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
+    seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
+    console = Console(record=True, width=200)
+    _print_examples([TaskExample("t", "base", seen, asked.described())], console)
+    said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5), the first document"
+    assert said in console.export_text()
+
+
+def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(root: Path) -> None:
+    division = DocumentSplits(search=4, confirmation=2)
+    task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
+    swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
+    _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
+    assert [each.only for each in swept.left_for_the_gate(tasks)] == [division.of("gate")] * 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_fewshot": "5"},
+        {"num_fewshot": True},
+        {"num_fewshot": -1},
+        {"gen_kwargs": {}},
+        {"gen_kwargs": "temperature=0.7"},
+        {"gen_kwargs": {"temperature": float("nan")}},
+        {"gen_kwargs": {"num_return_sequences": 2}},
+        {"apply_chat_template": "default"},
+        {"system_instruction": ""},
+        {"apply_chat_template": False, "fewshot_as_multiturn": True},
+        {"fewshot_as_multiturn": True},
+        {"name": "two words"},
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_profile(said: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        EvaluateSettings.model_validate({"tasks": [{"task": "gsm8k", "guarded_by": "a", **said}]})
+
+
+def test_two_ways_under_one_name_are_refused(root: Path) -> None:
+    with pytest.raises(InvalidInput, match="num_fewshot 2 and as the profile says of all") as refused:
+        pinned(root, {"task": "letters.yaml", "num_fewshot": 2}, {"task": "letters.yaml"})
+    assert "name: letters-2" in refused.value.remedy
+
+
+def test_what_would_change_nothing_is_refused(root: Path) -> None:
+    with pytest.raises(InvalidInput, match="nothing written out"):
+        require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
+    (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
+    with pytest.raises(InvalidInput, match="a task that says 0 itself"):
+        require_effect("none.yaml", PromptSettings(num_fewshot=2), root)
+    require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
+
+
+def test_a_setting_of_generation_that_transformers_lacks_is_named() -> None:
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"max_gen_toks": 5, "temprature": 0.5}), Scoring())
+    with pytest.raises(InvalidInput, match="temprature") as refused:
+        require_known_generation(how, "hf", "t")
+    assert "temperature" in refused.value.remedy
+
+
+@pytest.mark.parametrize("key", ["enable_thinking", "think_end_token", "chat_template_args"])
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_an_argument_of_lm_evals_models_is_not_a_setting_of_generation(key: str, backend: str) -> None:
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={key: "x"}), Scoring())
+    with pytest.raises(InvalidInput, match=rf"gen_kwargs\.{key}(.*\n)*.*delete the key: mergegate does not support"):
+        require_known_generation(how, backend, "t")
+    plain = resolve_prompt_settings(None, Scoring())
+    with pytest.raises(InvalidInput, match=rf"task leaf: generation_kwargs\.{key}"):
+        require_known_generation(plain, backend, "t", {"leaf": {"until": [], key: "x"}, "choice": None})
+
+
+def test_a_setting_of_the_profile_is_named_where_it_belongs() -> None:
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"batch_size": 4}), Scoring())
+    with pytest.raises(InvalidInput, match=r"set evaluate\.batch_size instead"):
+        require_known_generation(how, "hf", "t")
+
+
+def room(own: dict[str, Any], gen_kwargs: dict[str, Any], context: int | None) -> int | None:
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs=gen_kwargs) if gen_kwargs else None, Scoring())
+    return room_for_prompt(SimpleNamespace(generation={"t": own}), "t", how, context)  # type: ignore[arg-type]
+
+
+BUDGETS = st.dictionaries(st.sampled_from(BUDGET_NAMES), st.integers(1, 600), max_size=3)
+
+
+@given(own=BUDGETS, gen_kwargs=BUDGETS, context=st.integers(2, 600))
+def test_answers_leave_room_for_the_prompt_under_every_name_of_lm_eval(
+    own: dict[str, Any], gen_kwargs: dict[str, Any], context: int
+) -> None:
+    """The reference is lm-eval's own parsing. The profile's setting replaces the task's, under any name."""
+    budget = normalize_gen_kwargs(gen_kwargs or own, 256)["max_gen_toks"]
+    if budget < context:  # asserted by HFLM
+        assert room(own, gen_kwargs, context) == context - budget
+    else:
+        with pytest.raises(InvalidInput, match=f"{budget:,} tokens.*takes {context:,}"):
+            room(own, gen_kwargs, context)
+    assert room(own, gen_kwargs, None) is None
+
+
+@pytest.mark.parametrize("value", ["many", 0, -1, True, 1.5e308 * 10, float("nan"), [], {}])
+@pytest.mark.parametrize("key", ["max_gen_toks", "max_new_tokens", "max_length"])
+def test_a_budget_that_is_not_a_number_of_tokens_is_refused(key: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=rf"task t: generation_kwargs\.{key}: .*\n  expected: a number of tokens"):
+        room({key: value}, {}, None)
+
+
+def test_prompt_and_answer_together_fit_into_the_context() -> None:
+    assert room({"max_gen_toks": 4, "max_length": 64}, {}, 64) == 60
+    with pytest.raises(InvalidInput, match=r"max_length: 65 tokens"):
+        room({"max_gen_toks": 4, "max_length": 65}, {}, 64)
+
+
+def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Path, tmp_path: Path) -> None:
+    """The model's context is 64 tokens."""
+    make_model(tmp_path / "model")
+    place = TokenizerPlace(name="m", directory=tmp_path / "model", digest="")
+
+    def shown(tokens: int, **scoring: Any) -> TaskPreview:
+        (root / "long.yaml").write_text(
+            f"include: written.yaml\ntask: long\ngeneration_kwargs: {{max_tokens: {tokens}}}\n"
+        )
+        task = pin_task("long.yaml", root, HashMemo(tmp_path / "hashes.db"))
+        return _render(task, Scoring(**scoring), place, lambda done, of: None)
+
+    assert shown(60).room == 4
+    with pytest.raises(InvalidInput, match=r"task long: generation_kwargs\.max_tokens: 64 tokens; the model takes 64"):
+        shown(64)
+    assert shown(64, max_length=80).room == 16
+    with pytest.raises(InvalidInput, match="the model takes 32"):
+        shown(40, max_length=32)

@@ -1,0 +1,304 @@
+"""Data are pinned: replacing the data behind a name leads to a new measurement, never to silent reuse.
+
+The cache of the datasets library replaces a Hub dataset here. Without network access, tasks load from that cache, and
+its directory names contain the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import datasets
+import pytest
+from jinja2 import Environment, StrictUndefined
+from loopback import answering
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import end_model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation import process
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.harness import inspect_data, open_tasks, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import (
+    CountLimit,
+    TaskScores,
+    count_task,
+    data_revisions,
+    evaluate_documents,
+    pin_data,
+)
+from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.guards import GateRule, Guard
+from mergegate.tasks.gate.stage import gate
+
+REPO = "acme/letters"
+COMMITS = ("a" * 40, "b" * 40)
+ON_THE_HUB = """task: letters
+dataset_path: acme/letters
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{word}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: right
+target_delimiter: ""
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+
+
+class CachedHub:
+    """Simulated cache of ``acme/letters``: one directory per commit; the datasets library loads the newest."""
+
+    def __init__(self, cache: Path) -> None:
+        self.place = cache / "acme___letters" / "default" / "0.0.0"
+        self.times = 0
+
+    def fetch(self, commit: str, right: int) -> None:
+        """Add a commit in which the correct choice of every document is ``right``."""
+        rows = [{"word": word, "right": right, "choices": ["a", "b"]} for word in words(12)]
+        made = self.place.parents[2] / "made"
+        datasets.Dataset.from_list(rows).save_to_disk(str(made))
+        directory = self.place / commit
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (arrow,) = made.glob("*.arrow")
+        shutil.copy(arrow, directory / "letters-test.arrow")
+        info = json.loads((made / "dataset_info.json").read_text())
+        info |= {"builder_name": "json", "config_name": "default", "dataset_name": "letters", "version": "0.0.0"}
+        info["splits"] = {"test": {"name": "test", "num_bytes": 1, "num_examples": 12, "dataset_name": "letters"}}
+        (directory / "dataset_info.json").write_text(json.dumps(info))
+        shutil.rmtree(made)
+        self.times += 1
+        for path in (directory, *directory.parents[:1]):
+            os.utime(path, ns=(10**18 + self.times * 10**9,) * 2)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Set the datasets cache of this process and of the model process, which reads its environment at start."""
+    cache = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_DATASETS_CACHE", str(cache))
+        patched.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        end_model_process()
+        yield cache
+    end_model_process()
+
+
+@pytest.fixture
+def hub(cache: Path) -> CachedHub:
+    shutil.rmtree(cache)
+    stand_in = CachedHub(cache)
+    stand_in.fetch(COMMITS[0], right=0)
+    return stand_in
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    (tmp_path / "letters.yaml").write_text(ON_THE_HUB)
+    return pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "model")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
+    hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
+) -> None:
+    before, again = (evaluate_documents(model, task, Scoring(), None, CPU) for _ in range(2))
+    assert [part.key for part in again] == [part.key for part in before]
+    hub.fetch(COMMITS[1], right=1)
+    after = evaluate_documents(model, task, Scoring(), None, CPU)
+    assert after[0].key != before[0].key
+    assert after[0].value.tasks[0].score == pytest.approx(1 - before[0].value.tasks[0].score)
+    for parts, commit in ((before, COMMITS[0]), (after, COMMITS[1])):
+        (source,) = parts[0].value.data["letters"].sources
+        assert (source.path, source.revision) == (REPO, commit)
+    with pytest.raises(InvalidInput, match="scores on different data"):
+        gate.work(
+            (Guard(task="letters", guarded_by="parent"),), {"parent": before, "merge": after}, {}, None, GateRule()
+        )
+
+
+@pytest.mark.slow
+def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None) -> None:
+    parts = evaluate_documents(model, task, Scoring(), None, CPU)
+    verdict = gate.work(
+        (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GateRule()
+    )
+    (guard,) = verdict.guards
+    assert guard.data == parts[0].value.data["letters"]
+    assert (guard.n, guard.documents_asked) == (12, 12)
+    assert TaskScores("", "letters", tuple(parts)).data == guard.data
+
+
+def test_a_new_commit_with_the_old_documents_is_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
+    before = pin_data(task)
+    hub.fetch(COMMITS[1], right=0)
+    after = pin_data(task)
+    assert (after.data_digest, after.documents) == (before.data_digest, 12)
+    assert [source.revision for source in (*before.sources, *after.sources)] == list(COMMITS)
+
+
+def test_data_that_did_not_change_are_not_loaded_anew(
+    hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pin_data(task)
+    end_model_process()
+    monkeypatch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
+    assert pin_data(task) == first
+
+
+def test_data_that_are_exchanged_in_the_middle_of_a_run_are_refused(
+    hub: CachedHub, task: EvalTask, model: Model, home: Path
+) -> None:
+    pinned = pin_data(task)
+    hub.fetch(COMMITS[1], right=1)
+    with pytest.raises(InvalidInput, match="exchanged meanwhile"):
+        score_documents(model, pinned, Scoring(), DocumentRange(first=0, last=12), "cpu", lambda done, total: None)
+
+
+def test_data_beside_the_task_need_no_second_look(tmp_path: Path, home: Path) -> None:
+    task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
+    assert data_revisions(task, CountLimit()) == ()
+    assert pin_data(task).sources == ()
+
+
+def test_the_count_of_a_changed_dataset_is_another_one(hub: CachedHub, task: EvalTask, home: Path) -> None:
+    before = data_revisions(task, CountLimit())
+    hub.fetch(COMMITS[1], right=1)
+    after = data_revisions(task, CountLimit())
+    assert count_task.key(task, before, CountLimit()) != count_task.key(task, after, CountLimit())
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("documents", {"choices": ["a", "c"]}),
+        ("a template", 'doc_to_text: "{{word}}!"\n'),
+        ("examples", "fewshot_split: train\n"),
+        ("their number", "fewshot_split: test\nnum_fewshot: 1\n"),
+        ("settings", "repeats: 2\n"),
+    ],
+)
+def test_all_that_is_asked_is_in_the_digest(tmp_path: Path, what: str, change: object) -> None:
+    """All variants load from one directory, so that only the prompts differ."""
+    rows = [{"word": word, "right": 0, "choices": ["a", "b"]} for word in words(6)]
+    digests = []
+    for extra in (None, change):
+        changed = [row | extra for row in rows] if isinstance(extra, dict) else rows
+        write_jsonl(tmp_path / "test.jsonl", changed)
+        write_jsonl(tmp_path / "train.jsonl", rows[:2])
+        text = ON_THE_HUB.replace(
+            "dataset_path: acme/letters",
+            "dataset_path: json\ndataset_kwargs: {data_files: {test: test.jsonl, train: train.jsonl}}",
+        )
+        keys = [] if not isinstance(extra, str) else [line.split(":")[0] for line in extra.splitlines()]
+        kept = [line for line in text.splitlines() if line.split(":")[0] not in keys]
+        (tmp_path / "t.yaml").write_text("\n".join(kept) + "\n" + (extra if isinstance(extra, str) else ""))
+        task = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / f"{len(digests)}.db"))
+        digests.append(inspect_data(task).data.digest)
+    assert digests[0] != digests[1]
+
+
+def test_the_digest_is_the_same_from_another_place(tmp_path: Path) -> None:
+    digests = set()
+    for place in ("here", "there"):
+        write_choices(tmp_path / place, extra="process_docs: !function cleaning.clean\n")
+        (tmp_path / place / "cleaning.py").write_text("def clean(docs):\n    return docs\n")
+        task = pin_task("letters.yaml", tmp_path / place, HashMemo(tmp_path / "hashes.db"))
+        digests.add(inspect_data(task).data.digest)
+    assert len(digests) == 1
+
+
+def test_the_commit_of_a_dataset_is_asked_of_the_hub(hub: CachedHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    asked: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps({"id": REPO, "sha": COMMITS[1], "siblings": []}).encode()
+            known = self.path.startswith(f"/api/datasets/{REPO}")
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    source = DataSource(path=REPO)
+    cached = revision_now(source)
+    assert cached is not None
+    assert cached.startswith("cache ")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert revision_now(source) == f"commit {COMMITS[1]}"
+        assert revision_now(DataSource(path="acme/other")) is None  # neither known there nor cached
+    assert asked
+
+
+def test_a_directory_is_its_files_and_an_address_is_never_known(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "test.jsonl", [{"a": 1}])
+    source = DataSource(path=str(tmp_path / "data"))
+    before = revision_now(source)
+    assert revision_now(source) == before
+    write_jsonl(tmp_path / "data" / "test.jsonl", [{"a": 2}])
+    assert revision_now(source) != before
+    assert revision_now(DataSource(path="json", data_files=("https://example.org/a.jsonl",))) is None
+
+
+def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
+    class Picture:
+        def __init__(self, content: bytes) -> None:
+            self.content = content
+
+        def tobytes(self) -> bytes:
+            return self.content
+
+    class Leaf:
+        VERSION = 1
+
+        def __init__(self, content: bytes) -> None:
+            self.config: dict[str, object] = {}
+            self.eval_docs = [{"picture": Picture(content)}]
+
+    digests = [digest_of_leaves({"leaf": Leaf(content)}) for content in (b"one", b"one", b"two")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_template_is_compiled_once_and_says_of_each_document_what_a_new_one_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
+    with open_tasks(task) as leaves:
+        (leaf,) = leaves.values()
+        documents = list(leaf.eval_docs)
+        for way in (leaf.doc_to_text, leaf.doc_to_choice):  # compiles the templates
+            way(documents[0])
+        monkeypatch.setattr(Environment, "compile", lambda *_: pytest.fail("compiled again"))
+        said = [(leaf.doc_to_text(one), leaf.doc_to_choice(one)) for one in documents]
+    monkeypatch.undo()
+    anew = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    config = leaf.config
+    assert len(documents) > 3
+    for document, (text, choices) in zip(documents, said, strict=True):
+        assert text == anew.from_string(config.doc_to_text).render(**document)
+        assert str(choices) == anew.from_string(config.doc_to_choice).render(**document)

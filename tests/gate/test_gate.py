@@ -1,0 +1,171 @@
+"""The most severe guard decides a merge's verdict, with reasons, and the gate stage loads the evidence it needs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, scores, verdict_of, worse
+from prefect import flow
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.stage import join_parts
+from mergegate.tasks.gate.drift import judge_drift
+from mergegate.tasks.gate.guards import GateRule
+from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.gate.stage import GateVerdict, gate, gate_verdict
+from mergegate.tasks.perplexity.settings import DriftLimits
+from mergegate.tasks.stage import Section, Verdict, combine_verdicts
+
+LIMITS = DriftLimits()
+
+
+def test_the_worst_guard_decides_and_is_named_first() -> None:
+    drifted = judge_drift({"base": PARENT}, worse(math.log(1.03)), LIMITS, 0.95)
+    verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
+    assert (verdict.outcome, verdict.publishable) == ("fail", False)
+    assert [reason.split(" [")[0] for reason in verdict.reasons] == [
+        "reverse: 14.3 points below reverser",
+        "reverse: level with reverser",
+    ]
+    assert "14.3 points below reverser [10.8, 18.0], limit 3.0" in verdict.reasons[0]
+    assert verdict.refuses()
+    assert verdict.refusal() is None  # the report is written before the flow stops
+
+
+@pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
+def test_the_profile_says_what_an_open_question_means(policy: str, publishable: bool) -> None:
+    verdict = gate_verdict([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrized
+    assert (verdict.outcome, verdict.publishable) == ("inconclusive", publishable)
+    assert verdict.reasons
+
+
+def test_a_clean_merge_is_publishable_without_reasons() -> None:
+    verdict = gate_verdict([verdict_of(0, 0, 400)], judge_drift({"base": PARENT}, worse(0.0), LIMITS, 0.95), "block")
+    assert (verdict.outcome, verdict.publishable, verdict.reasons) == ("pass", True, ())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "publishable", "reasons"),
+    [
+        ("pass", True, ("reverse: level",)),
+        ("inconclusive", False, ("reverse: level", "judge: undecided")),
+        ("fail", False, ("judge: undecided", "reverse: level")),
+    ],
+)
+def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
+    outcome: str, publishable: bool, reasons: tuple[str, ...]
+) -> None:
+    verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
+    judge = Verdict(
+        name="judge",
+        outcome=outcome,  # type: ignore[arg-type]  # parametrized
+        publishable=outcome == "pass",
+        reasons=() if outcome == "pass" else ("judge: undecided",),
+        evidence=verdict,
+        section=Section(title="Judge"),
+    )
+    further = combine_verdicts((verdict.as_verdict(), judge))
+    assert further.publishable == publishable
+    assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
+    assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)
+
+
+def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
+    one = verdict_of(8, 0, 400)
+    two = verdict_of(0, 0, 400, GUARD.model_copy(update={"task": "shift"}))
+    verdict = gate_verdict([one, two], None, "block")
+    assert verdict.overall_drop == pytest.approx((one.drop + two.drop) / 2)
+    assert verdict.overall_low is not None
+    assert verdict.overall_high is not None
+    assert verdict.overall_drop - verdict.overall_low == pytest.approx(
+        math.hypot(one.drop - one.low, two.drop - two.low) / 2
+    )
+
+
+def test_guards_of_one_task_make_its_mean_no_surer() -> None:
+    one = verdict_of(8, 0, 400)
+    verdict = gate_verdict([one, one], None, "block")
+    assert (verdict.overall_low, verdict.overall_high) == pytest.approx((one.low, one.high))
+
+
+def test_a_verdict_survives_its_json() -> None:
+    broken = judge_drift({"base": PARENT}, likelihoods([math.nan] * 500), LIMITS, 0.95)
+    verdict = gate_verdict([verdict_of(43, 0, 300)], broken, "block")
+    assert GateVerdict.model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_every_setting_of_the_rule_reaches_the_gate() -> None:
+    settings = EvaluateSettings(tasks=(GUARD,), confidence=0.9, extend=False, on_inconclusive="warn")
+    assert settings.gate_rule == GateRule(confidence=0.9, extend=False, on_inconclusive="warn")
+
+
+# --- The stage
+
+
+def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
+    found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 340)]}
+    likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(0.0))}
+    verdict = gate.work((GUARD,), found, likelihood, LIMITS, GateRule())
+    assert verdict.outcome == "fail"
+    assert verdict.drift is not None
+    assert verdict.drift.outcome == "pass"
+    assert verdict.summary().startswith("reverse: 15.0 points below reverser")
+
+
+def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
+    likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
+    verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GateRule())
+    assert (verdict.outcome, verdict.guards) == ("fail", ())
+    assert verdict.reasons[0].startswith("perplexity: 148 times base's")
+
+
+def test_scores_of_two_versions_of_lm_eval_are_not_compared(tmp_path: Path) -> None:
+    found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400, version="0.4.12")]}
+    with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.12"):
+        gate.work((GUARD,), found, {}, None, GateRule())
+
+
+def test_a_metric_that_the_task_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
+    guard = GUARD.model_copy(update={"metric": "f1"})
+    with pytest.raises(InvalidInput, match="known here: acc,none"):
+        gate.work((guard,), found, {}, None, GateRule())
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_a_changed_threshold_is_another_verdict_on_the_same_evidence(tmp_path: Path) -> None:
+    found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 380)]}
+
+    @flow
+    def run() -> list[tuple[str, str]]:
+        strict = gate((GUARD,), found, {}, None, GateRule())
+        again = gate((GUARD,), found, {}, None, GateRule())
+        lenient = gate((GUARD.model_copy(update={"max_drop": 8.0}),), found, {}, None, GateRule())
+        return [(a.key, a.value.outcome) for a in (strict, again, lenient)]
+
+    strict, again, lenient = run()
+    assert strict == again
+    assert (strict[1], lenient[1]) == ("fail", "pass")
+    assert strict[0] != lenient[0]
+
+
+def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
+    whole = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 340)]}
+    pieces = {
+        name: [part(tmp_path / name / str(at), right_on(range(right), at + 100, at)) for at in range(0, 400, 100)]
+        for name, right in (("reverser", 400), ("merge", 340))
+    }
+    assert gate.work((GUARD,), pieces, {}, None, GateRule()) == gate.work((GUARD,), whole, {}, None, GateRule())
+
+
+def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path) -> None:
+    found = {
+        "reverser": [scores(tmp_path / "r", 400)],
+        "merge": [scores(tmp_path / "a", 400), part(tmp_path / "b", right_on((), 500, 399))],
+    }
+    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+        gate.work((GUARD,), found, {}, None, GateRule())
+    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+        join_parts(found["merge"])  # the report's table joins parts with the same function

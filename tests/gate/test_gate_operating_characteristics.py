@@ -1,0 +1,98 @@
+"""``docs/gates.md`` is right that wrong publications are rare at every look, and its tables match the script."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from benchmark_scripts import load_benchmark
+from gate_samples import paired
+
+from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import judge_guards, measure_guard
+
+PROJECT = Path(__file__).resolve().parents[2]
+RUNS = 2000
+ERROR = math.sqrt(0.05 * 0.95 / RUNS)  # standard error of a rate of 5%
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """Import ``benchmarks/operating_characteristics.py`` as a module."""
+    return load_benchmark("operating_characteristics")
+
+
+@pytest.mark.parametrize("first", [None, 200, 500])
+@pytest.mark.parametrize("discordance", [0.05, 0.10, 0.20])
+@pytest.mark.parametrize("n", [500, 1319])
+def test_a_merge_as_bad_as_the_margin_is_published_one_time_in_twenty_at_most(
+    script: ModuleType, n: int, discordance: float, first: int | None
+) -> None:
+    found = script.simulate(0.03, discordance, interim_looks(n, first), RUNS, np.random.default_rng(1))
+    assert found.passed <= 0.05 + 3 * ERROR
+    assert found.failed > 0.3
+
+
+@pytest.mark.parametrize("first", [None, 200, 500])
+@pytest.mark.parametrize("discordance", [0.05, 0.20])
+def test_a_merge_as_good_as_its_reference_is_alarmed_one_time_in_twenty_at_most(
+    script: ModuleType, discordance: float, first: int | None
+) -> None:
+    found = script.simulate(0.0, discordance, interim_looks(1319, first), RUNS, np.random.default_rng(2))
+    assert found.failed <= 0.05 + 3 * ERROR
+    assert found.passed > 0.7
+
+
+def test_looks_save_most_documents_where_the_answer_is_clear(script: ModuleType) -> None:
+    found = script.simulate(0.0, 0.10, interim_looks(14042, 500), RUNS, np.random.default_rng(3))
+    assert found.passed > 0.99
+    assert found.documents < 14042 / 5
+
+
+@pytest.mark.parametrize("n", [500, 1000, 1319])
+def test_the_script_decides_as_the_gate_does(script: ModuleType, n: int) -> None:
+    schedule = interim_looks(1319, 500) if n < 1319 else (1319,)
+    schedule = schedule if n in schedule else (n,)
+    guard = Guard(task="reverse", guarded_by="reverser", max_drop=2, margin=3)
+    counts = np.random.default_rng(4).multinomial(n, [0.055, 0.035, 0.91], size=60).astype(float)
+    outcomes = []
+    for lost, won, _ in counts:
+        evidence = measure_guard(guard, "acc,none", paired(int(lost), int(won), n), True, schedule=schedule)
+        verdict = judge_guards([evidence], 0.95)[0]
+        assert verdict.look is not None
+        last = verdict.look.number == verdict.look.of
+        passes, fails = script.decide(np.array(lost), np.array(won), n, verdict.look.confidence, last)
+        outcomes.append("pass" if passes else "fail" if fails else "inconclusive")
+        assert verdict.outcome == outcomes[-1]
+    assert len(set(outcomes)) > 1
+
+
+def shape(table: list[str]) -> list[tuple[int, str, str]]:
+    """Return the number of cells and the words of the first two cells of each Markdown table row, ignoring numbers."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")]
+    return [(len(row), row[0], row[1] if len(row) == 7 else "") for row in rows]
+
+
+def test_the_tables_in_the_document_are_those_of_the_script(script: ModuleType) -> None:
+    rng = np.random.default_rng(5)
+    made = [*script.characteristics(10, rng), *script.errors(10, rng)]
+    document = (PROJECT / "docs" / "gates.md").read_text(encoding="utf-8")
+    kept = re.search(r"<!-- operating characteristics -->\n(.*)<!-- end -->", document, re.DOTALL)
+    assert kept
+    assert shape(kept[1].splitlines()) == shape(made)
+
+
+def test_the_document_claims_no_more_than_its_tables_show() -> None:
+    document = (PROJECT / "docs" / "gates.md").read_text(encoding="utf-8")
+    rows = [
+        [float(cell) for cell in line.strip("|").split("|")[1:]]
+        for line in document.split("<!-- end -->")[0].splitlines()
+        if line.startswith("| ") and line.count("|") == 10 and "publishes" not in line and "--" not in line
+    ]
+    assert len(rows) == 5
+    assert max(share for row in rows for share in row) <= 5.0 + 3 * 0.05  # the Monte Carlo error stated in the table

@@ -1,0 +1,109 @@
+"""Hand-written evidence for the gate's tests: paired outcomes, stored scores and likelihoods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mergegate.tasks.evaluation import document_scores
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.gate.drift import ModelLikelihoods
+from mergegate.tasks.gate.guards import Guard
+from mergegate.tasks.gate.regression import GuardVerdict, judge_guard
+from mergegate.tasks.perplexity.measurement import DocumentLikelihood
+from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents
+from mergegate.tasks.store.store import Artifact
+
+GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
+
+
+def table_in_the_document(name: str) -> list[list[str]]:
+    """Return the cells of one table in ``docs/gates.md``, header first, without the separator row."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "gates.md").read_text(encoding="utf-8")
+    lines = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ") and "--:" not in line
+    ]
+
+
+def paired(lost: int, won: int, n: int) -> PairedScores:
+    """Return ``n`` pairs: ``lost`` that only the reference gets right, ``won`` only the merge, the rest both."""
+    reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
+    merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
+    return PairedScores(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
+
+
+def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
+    return judge_guard(guard, "acc,none", paired(lost, won, n), True, 0.95)
+
+
+def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentScore:
+    hashes = {"doc_hash": f"d{doc}", "prompt_hash": f"p{doc}", "target_hash": f"t{doc}"} | other
+    return DocumentScore(task="reverse", metric="acc,none", doc_id=doc, outcome=value, **hashes)
+
+
+def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentScore]:
+    """Return documents ``first`` to ``n``; the ones in ``right`` are answered correctly."""
+    answered = set(right)
+    return [outcome(doc, float(doc in answered)) for doc in range(first, n)]
+
+
+def likelihoods(
+    nats: Sequence[float], *, vocabulary: str = "v", window: int | None = 128, tokens: int = 10
+) -> ModelLikelihoods:
+    """Return documents of 40 bytes and ``tokens`` tokens each, with the given nats per token."""
+    documents = tuple(DocumentLikelihood(i, -tokens * value, tokens, 40) for i, value in enumerate(nats))
+    total = sum(document.loglik for document in documents)
+    finite = math.isfinite(total)
+    n = len(documents)
+    value = Likelihoods(
+        model="as measured",
+        documents=n,
+        tokens=tokens * n,
+        bytes=40 * n,
+        loglik=total if finite else None,
+        perplexity=math.exp(-total / tokens / n) if finite else None,
+        bits_per_byte=-total / 40 / n / math.log(2) if finite else None,
+        vocabulary=vocabulary,
+        window=window,
+    )
+    return ModelLikelihoods(value, documents)
+
+
+PARENT = likelihoods([2.0 + 0.1 * math.sin(i) for i in range(500)])
+
+
+def worse(by: float, noise: float = 0.01, **other: object) -> ModelLikelihoods:
+    """Return a merge that is worse by ``by`` nats per token, with some variation between documents."""
+    nats = [-d.loglik / d.tokens + by + noise * math.cos(7 * i) for i, d in enumerate(PARENT.documents)]
+    return likelihoods(nats, **other)  # type: ignore[arg-type]  # Tests pass matching types.
+
+
+def stored(directory: Path, value: Scores | Likelihoods) -> Artifact[Scores] | Artifact[Likelihoods]:
+    return Artifact("made here", "key", f"{directory}", value, directory, {})  # type: ignore[return-value]  # generic
+
+
+def scores(directory: Path, right: int, *, version: str = "0.4.13", n: int = 400) -> Artifact[Scores]:
+    """Return the stored scores of a model that gets the first ``right`` of ``n`` documents right."""
+    return part(directory, right_on(range(right), n), version=version)
+
+
+def part(directory: Path, scored: Sequence[DocumentScore], *, version: str = "0.4.13") -> Artifact[Scores]:
+    """Store scores on one part of a task."""
+    directory.mkdir(parents=True)
+    document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
+    table = tuple(
+        TaskScore(task=scored[0].task, metric=metric, n=len(scored), score=0.0, stderr=0.0, higher_is_better=True)
+        for metric in dict.fromkeys(outcome.metric for outcome in scored)
+    )
+    return stored(directory, Scores(model="x", tasks=table, lm_eval_version=version))  # type: ignore[return-value]
+
+
+def read(directory: Path, evidence: ModelLikelihoods) -> Artifact[Likelihoods]:
+    directory.mkdir(parents=True)
+    write_documents(directory / FILE, evidence.documents)
+    return stored(directory, evidence.value)  # type: ignore[return-value]

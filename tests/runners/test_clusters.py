@@ -1,0 +1,173 @@
+"""Dask and Ray clusters with two workers: same results, one API, and a dead worker costs its item one attempt."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_functions
+from clusters import KINDS, descendants
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
+from mergegate.tasks.stage import DeferredProgress, progress_watcher
+
+GONE_WITHIN_S = 60.0
+
+
+class Opened:
+    """A runner that is open for all tests of a module."""
+
+    def __init__(self, kind: str, runner: Runner, before: dict[int, str]) -> None:
+        self.kind, self.runner, self.before = kind, runner, before
+
+    def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
+        worker_functions.asked[:] = [lambda: list(self.runner.each(function, items))]
+        return worker_functions.one_of_several()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def opened(
+    request: pytest.FixtureRequest, prefect_api: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Opened]:
+    kind = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MERGEGATE_HOME", str(tmp_path_factory.mktemp(kind)))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "5,6")  # Simulates a machine with these GPUs.
+        before = descendants()
+        with open_runner(RunnerSettings(kind=kind, workers=2)) as runner:
+            yield Opened(kind, runner, before)
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (left := set(descendants()) - set(before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert {pid: what for pid, what in descendants().items() if pid in left} == {}
+        assert not list(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
+
+
+def test_the_results_are_those_of_this_process(opened: Opened) -> None:
+    assert dict(opened.each(worker_functions.square, range(7))) == {number: number * number for number in range(7)}
+
+
+def test_they_come_as_they_are_ready_and_two_work_at_a_time(opened: Opened, tmp_path: Path) -> None:
+    items = [(tmp_path, number, 4) for number in range(4)]
+    found = worker_functions.heard(opened.runner.each(worker_functions.last_first, items), tmp_path)
+    assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
+    assert found[0][0] == 1
+
+
+def test_what_fails_is_a_value(opened: Opened) -> None:
+    found = dict(opened.each(worker_functions.refuse_odd, range(3)))
+    assert (found[0], found[2]) == (0, 2)
+    assert isinstance(found[1], Refused)
+    assert found[1].where == "item 1"
+
+
+def test_an_exception_that_cannot_travel_comes_as_what_it_said(opened: Opened) -> None:
+    (_, error), *_ = opened.each(worker_functions.fail_oddly, [0])
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "OddError: left and right"
+
+
+def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Path) -> None:
+    found = opened.each(worker_functions.killed_once, [(tmp_path, number, 2) for number in range(6)])
+    assert dict(found) == {number: number for number in range(6)}
+    tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
+    assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
+    pids = (tmp_path / "2").read_text().split()
+    assert pids[0] != pids[1]
+
+
+def test_an_item_that_kills_every_worker_is_given_up(opened: Opened, tmp_path: Path) -> None:
+    found = dict(opened.each(worker_functions.always_kills, [(tmp_path, number, 2) for number in range(6)]))
+    assert isinstance(found[2], InvalidInput)
+    assert "its worker died on every attempt" in found[2].found
+    assert {at: result for at, result in found.items() if at != 2} == {at: at for at in range(6) if at != 2}
+    tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
+    assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
+
+
+def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> None:
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    workers = [value for _, value in opened.each(worker_functions.environment_there, range(4))]
+    for worker in workers:
+        assert worker["api"] == worker["PREFECT_API_URL"] == settings.api.url
+        assert worker["prefect home"] == worker["PREFECT_HOME"] == str(settings.home)
+        assert settings.api.auth_string is not None
+        assert worker["PREFECT_API_AUTH_STRING"] == settings.api.auth_string.get_secret_value()
+        assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
+        assert worker["HF_HUB_OFFLINE"] == "1"
+        assert worker["OMP_NUM_THREADS"] == "1"
+        assert int(worker["pid"]) != os.getpid()
+        assert worker["executable"] == os.path.normpath(sys.executable)
+    ours = {pid: what for pid, what in descendants().items() if pid not in opened.before}
+    assert [what for what in ours.values() if "uvicorn" in what or "prefect.server" in what] == []
+
+
+def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
+    """Ray itself distributes the GPUs that it finds."""
+    found = opened.each(worker_functions.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
+    assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
+
+
+def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
+    watcher = DeferredProgress()
+    with progress_watcher(watcher):
+        opened.each(worker_functions.run_a_stage, range(2))
+    assert sorted((one.stage, one.subject, one.status) for one in watcher.stages) == [
+        ("evaluate", "0", "made"),
+        ("evaluate", "1", "made"),
+    ]
+
+
+def test_whoever_stops_asking_can_ask_again(opened: Opened, tmp_path: Path) -> None:
+    results = opened.runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)])
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert dict(opened.each(worker_functions.square, range(3))) == {0: 0, 1: 1, 2: 4}
+    assert len(list(tmp_path.iterdir())) < 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("home", "prefect_api")
+def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed import Client, LocalCluster
+
+    from mergegate.tasks.runners import cluster
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(cluster.ROOT))))
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", memory_limit=0
+    ) as there:
+        settings = RunnerSettings(kind="dask", address=there.scheduler_address)
+        with open_runner(settings) as runner:
+            (_, worker), *_ = runner.each(worker_functions.environment_there, [0])
+            assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
+            mark = next(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
+            mark.unlink()  # Simulates a machine that has a different directory at this path.
+            (_, error), *_ = runner.each(worker_functions.square, [0])
+            assert isinstance(error, InvalidInput)
+            assert "another directory" in error.found
+        with Client(there.scheduler_address) as client:
+            assert client.submit(os.getpid).result() == int(worker["pid"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("home", "prefect_api")
+def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mergegate.tasks.runners import dask_cluster
+
+    monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
+    settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
+    with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no Dask scheduler"):
+        list(runner.each(worker_functions.square, [0]))

@@ -1,0 +1,179 @@
+"""All runners behave the same: each item runs once, results arrive when ready, and a failure is returned as a value."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import ContextVar
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import worker_functions
+from pydantic import ValidationError
+
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.runners import Runner, RunnerSettings, local_runner, open_runner
+from mergegate.tasks.runners import runner as runner_module
+from mergegate.tasks.runners.cluster import _require_reachable
+from mergegate.tasks.stage import DeferredProgress, StageEnd, progress_watcher, relay_progress
+from mergegate.tasks.stage.progress import report_stage
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_each_item_is_done_once_however_many_do_it(workers: int, tmp_path: Path) -> None:
+    with open_runner(RunnerSettings(workers=workers)) as runner:
+        found = dict(runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)]))
+    assert found == {number: number * number for number in range(20)}
+    assert all(len(file.read_text().split()) == 1 for file in tmp_path.iterdir())
+
+
+def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
+    threads = set()
+
+    def seen(item: int) -> int:
+        threads.add(threading.current_thread())
+        return item
+
+    assert list(local_runner().each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
+    assert threads == {threading.current_thread()}
+    assert not local_runner().is_parallel
+
+
+def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
+    with open_runner(RunnerSettings(workers=2)) as runner:
+        items = [(tmp_path, number, 4) for number in range(4)]
+        came = worker_functions.heard(runner.each(worker_functions.last_first, items), tmp_path)
+    assert came[0][0] == 1
+    assert dict(came) == {0: 0, 1: 1, 2: 4, 3: 9}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_fails_is_a_value_and_the_others_go_on(workers: int) -> None:
+    with open_runner(RunnerSettings(workers=workers)) as runner:
+        found = dict(runner.each(worker_functions.refuse_odd, range(4)))
+    assert (found[0], found[2]) == (0, 2)
+    assert [type(found[at]) for at in (1, 3)] == [Refused, Refused]
+
+
+def test_what_holds_where_it_is_called_holds_in_its_threads() -> None:
+    held: ContextVar[str] = ContextVar("held")
+    held.set("here")
+    with open_runner(RunnerSettings(workers=2)) as runner:
+        assert {value for _, value in runner.each(lambda _: held.get("elsewhere"), range(4))} == {"here"}
+
+
+def test_at_each_place_one_item_at_a_time(tmp_path: Path) -> None:
+    with open_runner(RunnerSettings(workers=2)) as runner:
+        items = [(tmp_path, number, 2) for number in range(2)]
+        assert {value for _, value in runner.each(worker_functions.slot_when_both_are_there, items)} == {0, 1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_whoever_stops_asking_has_no_more_begun(workers: int) -> None:
+    begun: list[int] = []
+
+    def begin(item: int) -> None:
+        begun.append(item)
+        time.sleep(0.005)
+
+    with open_runner(RunnerSettings(workers=workers)) as runner:
+        results = runner.each(begin, range(1000))
+        next(results)
+        results.close()  # type: ignore[attr-defined]
+        many = len(begun)
+    assert len(begun) == many < 1000
+
+
+class Interrupt(BaseException):
+    """An exception that ends a run."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_ends_a_run_is_no_value(workers: int) -> None:
+    def end(_: int) -> None:
+        raise Interrupt
+
+    with open_runner(RunnerSettings(workers=workers)) as runner, pytest.raises(Interrupt):
+        list(runner.each(end, range(3)))
+
+
+def test_nothing_is_done_for_no_items() -> None:
+    with open_runner(RunnerSettings(workers=3)) as runner:
+        assert list(runner.each(worker_functions.square, [])) == []
+
+
+@pytest.mark.parametrize("kind", ["dask", "ray"])
+def test_what_is_not_installed_is_said_before_anything_is_done(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match="is not installed") as caught, open_runner(_settings(kind)):
+        pass
+    assert f"mergegate[{kind}]" in caught.value.remedy
+
+
+@pytest.mark.skipif(find_spec("prefect_dask") is None, reason="without the extra 'dask'")
+def test_a_cluster_that_is_not_needed_is_not_started() -> None:
+    with open_runner(_settings("dask")) as runner:
+        assert list(runner.each(worker_functions.square, [])) == []
+
+
+def _settings(kind: str) -> RunnerSettings:
+    return RunnerSettings.model_validate({"kind": kind})
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"address": "tcp://a:1"}, "does not accept an address"),
+        ({"kind": "spark"}, "'local', 'dask' or 'ray'"),
+        ({"workers": 0}, "greater than or equal to 1"),
+        ({"wokers": 2}, "Extra inputs"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(said: dict[str, object], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RunnerSettings.model_validate(said)
+
+
+def test_a_profile_says_who_does_it() -> None:
+    profile = parse_profile({"name": "x", "recipe": "r.yaml", "runner": {"kind": "dask", "workers": 4}}, "p")
+    assert profile.runner == RunnerSettings(kind="dask", workers=4)
+    assert parse_profile({"name": "x", "recipe": "r.yaml"}, "p").runner == RunnerSettings()
+    with pytest.raises(InvalidInput, match=r"runner\.wokers"):
+        parse_profile({"name": "x", "recipe": "r.yaml", "runner": {"wokers": 4}}, "p")
+
+
+@pytest.mark.parametrize(
+    ("api", "address", "fine"),
+    [
+        ("http://127.0.0.1:4200/api", "tcp://127.0.0.1:8786", True),
+        ("http://127.0.0.1:4200/api", "auto", True),
+        ("http://127.0.0.1:4200/api", "tcp://10.0.0.1:8786", False),
+        ("http://localhost:4200/api", "10.0.0.1:6379", False),
+        ("", "ray://head:10001", False),
+        ("http://prefect.example:4200/api", "ray://head:10001", True),
+    ],
+)
+def test_workers_elsewhere_must_reach_the_api(api: str, address: str, fine: bool) -> None:
+    if fine:
+        _require_reachable(api, address)
+    else:
+        with pytest.raises(InvalidInput, match=r"runner\.address") as caught:
+            _require_reachable(api, address)
+        assert "PREFECT_API_URL" in caught.value.remedy
+
+
+def test_stages_that_ran_elsewhere_are_told_here() -> None:
+    there, watcher = DeferredProgress(), DeferredProgress()
+    with progress_watcher(there), report_stage("evaluate", "merge") as report:
+        report.status, report.summary = "made", "copy 100.0"
+    with progress_watcher(watcher):
+        relay_progress(there.stages)
+    (told,) = watcher.stages
+    assert told == there.stages[0] == StageEnd("evaluate", "merge", "made", told.seconds, "copy 100.0")
+
+
+def test_local_runners_are_runners() -> None:
+    runner: Runner = local_runner()
+    assert dict(runner.each(worker_functions.square, [4])) == {0: 16}

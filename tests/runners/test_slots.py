@@ -1,0 +1,150 @@
+"""Worker slots: each gets a share of the machine, and state in one slot is not visible in the others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import worker_functions
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import call_model_process, end_model_process
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.runners.slots import (
+    Cancelled,
+    WorkerSlot,
+    current_slot,
+    end_slot,
+    gpu_of_worker,
+    slots_for,
+    threads_of_worker,
+    use_slot,
+    visible_gpus,
+)
+
+
+def test_a_single_worker_is_where_everybody_is_and_changes_nothing() -> None:
+    assert slots_for(1, 64, ("0", "1")) == (current_slot(),) == (WorkerSlot(),)
+    assert current_slot().environment == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "said", "threads"),
+    [
+        (2, 64, {}, "32"),
+        (3, 64, {}, "21"),  # Never more threads than cores.
+        (4, 2, {}, "1"),  # At least one thread.
+        (2, 64, {"OMP_NUM_THREADS": "8"}, "8"),  # The user set a lower limit.
+        (2, 64, {"OMP_NUM_THREADS": "64"}, "32"),  # The user's limit would give each worker all cores.
+        (2, 64, {"OMP_NUM_THREADS": "many"}, "32"),
+        (2, 64, {"OMP_NUM_THREADS": "0"}, "32"),
+    ],
+)
+def test_workers_share_the_cores(workers: int, cores: int, said: dict[str, str], threads: str) -> None:
+    assert threads_of_worker(workers, cores, said)["OMP_NUM_THREADS"] == threads
+
+
+def test_each_worker_sees_one_gpu_and_more_workers_take_turns() -> None:
+    seen = [dict(slot.environment)["CUDA_VISIBLE_DEVICES"] for slot in slots_for(3, 8, ("2", "GPU-5ad3"))]
+    assert seen == ["2", "GPU-5ad3", "2"]
+    assert gpu_of_worker(0, ()) == {}
+    assert all("CUDA_VISIBLE_DEVICES" not in dict(slot.environment) for slot in slots_for(2, 8, ()))
+
+
+def test_gpus_are_those_that_we_may_use(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia9", "nvidiactl", "nvidia-uvm", "nvidia0x"):
+        (tmp_path / name).touch()
+    assert visible_gpus(tmp_path, {}) == ("0", "9", "10")
+    assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "3, GPU-1"}) == ("3", "GPU-1")
+    # Hidden from this process, and therefore from its children.
+    assert visible_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert visible_gpus(tmp_path / "none", {}) == ()
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run model processes that can import the tests' module ``work``, and end them after the test."""
+    places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    end_model_process()
+    yield
+    end_model_process()
+
+
+def asked_at(
+    slot: WorkerSlot, function: object = worker_functions.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
+) -> object:
+    with use_slot(slot):
+        return call_model_process(function, arguments, where=f"place {slot.number}", models=models)  # type: ignore[arg-type]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("children", "home")
+def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> None:
+    slots = slots_for(2, 8, ("0", "1"))
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(asked_at, slots))
+        again = list(threads.map(asked_at, slots))
+    assert found == again
+    (first, one), (second, other) = found
+    assert len({os.getpid(), first, second}) == 3
+    share = min(4, int(os.environ.get("OMP_NUM_THREADS", "4")))
+    assert [one["OMP_NUM_THREADS"], other["OMP_NUM_THREADS"]] == [str(share)] * 2
+    assert [one["CUDA_VISIBLE_DEVICES"], other["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
+    end_slot(1)
+    assert (alive(first), alive(second)) == (True, False)
+    end_model_process()
+    assert not alive(first)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("children", "home")
+def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    """Each call waits for the other, so they would never end if they ran one after the other."""
+    slots = slots_for(2, 2, ())
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(asked_at, slot, worker_functions.meet, tmp_path, slot.number) for slot in slots]
+        assert [future.result() for future in futures] == ["met", "met"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("children", "home")
+def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_path: Path) -> None:
+    """The system kills a process if several together need too much memory."""
+    slots = slots_for(2, 2, ())
+    other = asked_at(slots[1])
+    assert isinstance(other, tuple)
+    model = Model(name="a", digest="a", directory=tmp_path)
+    assert asked_at(slots[0], worker_functions.die_the_first_time, tmp_path, models=(model,)) == "second time"
+    assert not alive(other[0])
+    # A model that is killed while it runs alone is not retried.
+    with pytest.raises(InvalidInput, match="killed by signal 9"):
+        asked_at(slots[0], worker_functions.die, models=(model,))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("children", "home")
+def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None:
+    gone = threading.Event()
+    slot = WorkerSlot(1, cancelled=gone)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(asked_at, slot, worker_functions.wait_for_ever, tmp_path)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert not waiting.done()
+        gone.set()
+        with pytest.raises(Cancelled):
+            waiting.result()
+    assert not alive(int((tmp_path / "pid").read_text()))
+    with pytest.raises(Cancelled):  # No process is started for a cancelled slot.
+        asked_at(slot)
