@@ -149,7 +149,7 @@ def test_an_edited_provenance_is_refused(released: Released, release: Path) -> N
     edit_provenance(release)
     result = released[0].mergegate("verify", str(release))
     assert result.exit_code == 3
-    assert re.search(r"provenance\.json: sha256 is \w+…, SHA256SUMS says", result.output)
+    assert re.search(r"provenance\.json: sha256 is \w+…, SHA256SUMS specifies", result.output)
 
 
 def test_an_edited_provenance_with_sums_made_to_agree_is_refused_by_the_version(release: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_signature_holds_what_nothing_else_can(released: Released, release: Pa
     sign_it(elsewhere, stranger)
     assert "model.sig: not signed with the key release.pub" in refusal_of(elsewhere, public)
     (elsewhere / SIGNATURE).unlink()
-    assert "it is not signed" in refusal_of(elsewhere, public)
+    assert "the release is not signed" in refusal_of(elsewhere, public)
 
 
 def test_openssf_model_signing_accepts_a_signed_release_and_we_accept_what_it_signed(
