@@ -189,13 +189,13 @@ def make_forecast(
     Args:
         bytes_to_download: Bytes of parents on the Hub. The other arguments are those of :func:`plan_file`.
     """
-    from mergegate.merge_core.engine import usable_cores
+    from mergegate.merge_core.system import cores_of_process
     from mergegate.tasks.stage import device_kind
 
     device = device_kind() if device == "auto" else device
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
-    directory, cores = nearest(out), usable_cores()
+    directory, cores = nearest(out), cores_of_process()
     needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
     rates = machine_rates(inputs, directory, cores, device, probe)

@@ -61,10 +61,10 @@ def measure_machine_capacity(
     compatibility: Compatibility, parents: Sequence[ResolvedCheckpoint], device: str
 ) -> Machine:
     """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
-    from mergegate.merge_core.engine import usable_cores
+    from mergegate.merge_core.system import cores_of_process
 
     return Machine(
-        cores=usable_cores(),
+        cores=cores_of_process(),
         disks=_disks(compatibility.disk, parents),
         memory=system_memory(),
         gpu=gpu_memory(device) if device != "cpu" else None,
