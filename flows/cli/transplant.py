@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
-from mergegate.merge_core.engine import Transplant, transplant_tokenizer
+from mergegate.merge_core.engine import Transplant, TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import new_directory
 from mergegate.tasks.checkpoints import find_checkpoint, open_parent
@@ -66,9 +66,7 @@ def _transplant(
                 second,
                 directory,
                 scratch,
-                method=method,
-                k=k,
-                device=device,
+                TransplantSettings(method, k, device),
                 on_progress=lambda done, total: bar.update(job, completed=done, total=total),
             )
     finally:

@@ -6,7 +6,7 @@ from mergegate.merge_core.engine.engine import MergeRecord, merge_weights, start
 from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES
 from mergegate.merge_core.engine.finite import count_non_finite
 from mergegate.merge_core.engine.in_memory import merge_tensors
-from mergegate.merge_core.engine.transplant import Transplant, transplant_tokenizer
+from mergegate.merge_core.engine.transplant import Transplant, TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "JobInputs",
     "MergeRecord",
     "Transplant",
+    "TransplantSettings",
     "count_non_finite",
     "has_cuda_driver",
     "merge_tensors",

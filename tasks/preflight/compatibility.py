@@ -212,7 +212,7 @@ def _compatibility(
         disk=needs.disk,
         block=needs.block,
         gpu_block=needs.gpu_block,
-        held=needs.held,
+        held=needs.held_bytes,
         largest_bytes=largest[0],
         largest_parameters=largest[1],
     )

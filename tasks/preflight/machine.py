@@ -106,7 +106,7 @@ def _memory_findings(
     from mergegate.merge_core.engine.forecast import peak_memory
 
     threads = EngineSettings().workers_on(machine.cores)
-    merging = peak_memory(compatibility.block, threads=threads, device=device, held=compatibility.held)
+    merging = peak_memory(compatibility.block, threads=threads, device=device, held_bytes=compatibility.held)
     yield from _lacking("memory", machine.memory, merging, "merging", "merge on a machine with more memory")
     if machine.gpu:
         on_gpu = threads * compatibility.gpu_block

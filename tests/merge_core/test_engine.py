@@ -249,7 +249,9 @@ def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: P
     assert not any(name.endswith(".safetensors") for name in names)
 
 
-def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
     import os
 
