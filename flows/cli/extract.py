@@ -65,11 +65,11 @@ def extract_lora_command(
             console.print(f"  and {len(worst) - _MOST_SHOWN} modules with smaller errors")
         size = sum(file.stat().st_size for file in out.iterdir())
         console.print(
-            f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.whole)} saved in full,"
+            f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.full_tensors)} saved in full,"
             f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
             f"{extracted.error:.2%} of the change is left out"
         )
         if as_json:
             modules = {item.module: {"rank": item.rank, "error": item.error} for item in extracted.errors}
             facts = {"out": str(out), "error": extracted.error, "unchanged": extracted.unchanged}
-            print_created({**facts, "saved_whole": sorted(extracted.adapter.whole), "modules": modules})
+            print_created({**facts, "saved_whole": sorted(extracted.adapter.full_tensors), "modules": modules})

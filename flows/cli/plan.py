@@ -235,12 +235,12 @@ def forecast_of(
 
 def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """Forecast the power of the gate from the store alone, without loading or counting data."""
-    from mergegate.flows.preflight import past_guards
+    from mergegate.flows.preflight import past_guards, pin_profile_evidence
     from mergegate.tasks.evaluation import find_pinned_data
     from mergegate.tasks.preflight import forecast_power
     from mergegate.tasks.stage import store
 
-    evidence = profile.pin_evidence(parents, store().hashes)
+    evidence = pin_profile_evidence(profile, parents, store().hashes)
     tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
     attempts = len(profile.candidates()) + profile.proposed
     return forecast_power(evidence._replace(tasks=tasks), parents, attempts, past_guards(profile.name))

@@ -20,7 +20,7 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.stage import home
-from mergegate.tasks.sweep import count_layers, profile_of_evolve, serve_dashboard
+from mergegate.tasks.sweep import convert_evolve_file, count_layers, serve_dashboard
 
 _DASHBOARD_PORT = 8080
 
@@ -110,8 +110,8 @@ def convert_evolve(file: Path, console: Console) -> Path | Profile:
     layers = None  # all layers of a model that is not local share one value
     if isinstance(name, str) and (file.parent / name).is_dir():
         layers = count_layers(open_checkpoint(file.parent / name).tensors)
-    converted = profile_of_evolve(content, file.stem, str(file), layers)
+    converted = convert_evolve_file(content, file.stem, str(file), layers)
     console.print(Text(f"{file}: converted from mergekit-evolve, without these settings"), style="bold")
-    for dropped in converted.not_carried:
-        console.print(Text(f"  {dropped.setting}: {dropped.why}", style="dim"))
+    for dropped in converted.unsupported:
+        console.print(Text(f"  {dropped.setting}: {dropped.reason}", style="dim"))
     return parse_profile({"root": file.absolute().parent, **converted.profile}, str(file))

@@ -13,7 +13,7 @@ from mergegate.flows.cli.fetch_data import fetch_profile_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task
-from mergegate.tasks.evaluation.harness import inspect_data
+from mergegate.tasks.evaluation.task_loading import inspect_data
 
 PROFILE = """\
 name: nightly
@@ -100,7 +100,7 @@ def test_half_a_dataset_has_no_name_and_is_gone_on_with(
     online.set_faults([Fault("drop", times=100, path=r"/train\.jsonl")])
     with pytest.raises(InvalidInput, match="dataset acme/letters"):
         fetch_datasets(asked, data, lambda one: None)
-    with pytest.raises(InvalidInput, match="no data of acme/letters"):
+    with pytest.raises(InvalidInput, match="no data for acme/letters"):
         pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"), data)
     online.set_faults([])
     fetch_datasets(asked, data, lambda one: None)
