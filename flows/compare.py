@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import State
 
 from mergegate.flows.attempt import Assessment, assess_merge
 from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, reported_outcome, within_limits
+from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import (
@@ -71,10 +72,11 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
 
     content = comparison_content(profile, models, assessment)
     outcome = reported_outcome(content, write_report(content), None)
-    message = f"{candidate_name} passes against {reference_name}"
-    if not verdict.publishable:
-        message = "\n".join((f"{candidate_name} does not pass against {reference_name}", *verdict.reasons))
-    return outcome.model_copy(update={"message": message})
+    verb = "passes" if verdict.publishable else "does not pass"
+    reasons = () if verdict.publishable else verdict.reasons
+    return outcome.model_copy(
+        update={"message": f"{candidate_name} {verb} against {reference_name}", "reasons": reasons}
+    )
 
 
 def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint, ResolvedCheckpoint]:
@@ -108,7 +110,7 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collect
         guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
         tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
-    evidence = profile.pin_evidence((reference,), store().hashes, stored)
+    evidence = pin_profile_evidence(profile, (reference,), store().hashes, stored)
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 

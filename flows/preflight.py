@@ -24,6 +24,7 @@ from mergegate.merge_core.errors import (
     findings_of,
     worst_first,
 )
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from mergegate.tasks.evaluation import (
     CalibrationTexts,
@@ -31,12 +32,13 @@ from mergegate.tasks.evaluation import (
     CountLimit,
     EvalTask,
     TaskPreview,
-    TokenizerPlace,
+    TokenizerSource,
     choose_known_metrics,
     count_task,
     data_revisions,
     find_contaminated_documents,
     preview,
+    require_examples,
 )
 from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -45,12 +47,16 @@ from mergegate.tasks.preflight import (
     Evidence,
     HeaderDigest,
     check_compatibility,
+    check_references,
     collect_calibration_texts,
     forecast_power,
     header_digests,
     machine_findings,
     measure_machine_capacity,
     overlap_findings,
+    pin_evidence,
+    stored_dtypes,
+    with_supported_dtype,
 )
 from mergegate.tasks.preflight.licenses import (
     AncestorLookup,
@@ -65,8 +71,9 @@ from mergegate.tasks.preflight.licenses import (
 from mergegate.tasks.publish.targets import check_target
 from mergegate.tasks.report import read_history
 from mergegate.tasks.serve import check_server
-from mergegate.tasks.stage import announce, home, store
+from mergegate.tasks.stage import announce, device_kind, formats_without_units, home, store
 from mergegate.tasks.store import StoredValue
+from mergegate.tasks.sweep import SweepEvidence, pin_sweep
 
 # Any of these files is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -201,7 +208,7 @@ def preflight_profile(
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
         with problems.noted():
-            evidence = profile.pin_evidence(parents[0], store().hashes)
+            evidence = pin_profile_evidence(profile, parents[0], store().hashes)
     if evidence and evidence.computed:
         problems.summary.append(evidence.computed)
     rules = _Rules.of(profile, evidence)
@@ -216,12 +223,12 @@ def preflight_profile(
                     remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
                 )
             if _is_whole(candidate.recipe, parents_of_candidate) and candidate not in compared:
-                profile.check_references(parents_of_candidate)
+                check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)
-        readers: Sequence[TokenizerPlace] = ()
+        readers: Sequence[TokenizerSource] = ()
         with problems.noted():
             readers = _readers(measured, profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
@@ -240,13 +247,13 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     """
     problems = Problems(stop_at_once=True)
     (parents,) = _parents([candidate.recipe], problems)
-    profile.check_references(parents)
+    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
     cleared = _clear(candidate, parents, _Rules.of(profile), problems)
     assert cleared is not None  # otherwise its problem would have been raised
     return cleared
 
 
-def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
+def _with_data(evidence: Evidence, readers: Sequence[TokenizerSource], problems: Problems) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
     This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
@@ -322,10 +329,10 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
                 )
 
 
-def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerPlace]:
+def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerSource]:
     """Return the locations of the parents' tokenizers, without those whose own code would have to run."""
     return [
-        TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
+        TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
         for parent, header in zip(parents, header_digests(parents), strict=True)
         if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
     ]
@@ -451,3 +458,50 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
 
 def _is_whole(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:
     return len(parents) == len(recipe.references())
+
+
+def pin_profile_evidence(
+    profile: Profile,
+    parents: Sequence[ResolvedCheckpoint],
+    hashes: HashMemo,
+    dtypes: Collection[str] | None = None,
+) -> Evidence:
+    """Pin tasks and documents by content, and choose the format in which this machine computes the models.
+
+    Args:
+        dtypes: Formats of the models measured in addition to the parents. Default: the formats that the recipes
+            declare.
+
+    Raises:
+        InvalidInput: A guard, a task or a file does not exist.
+    """
+    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
+    evidence = pin_evidence(profile.evaluate, profile.perplexity, profile.judge, profile.root, hashes)
+    if without_units := formats_without_units(device_kind()):
+        if dtypes is None:
+            declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]
+            dtypes = {dtype.torch_name for dtype in declared if dtype}
+        evidence = with_supported_dtype(evidence, {*stored_dtypes(parents), *dtypes}, without_units)
+    searching = profile if profile.sweep else profile.tuning
+    if searching is None:
+        return evidence
+    swept = pin_profile_sweep(searching, evidence, hashes)
+    return evidence._replace(
+        tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
+    )
+
+
+def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:
+    """Pin the tasks of the profile's sweep by content and split their documents.
+
+    Raises:
+        InvalidInput: A task does not exist, or settings contradict each other.
+    """
+    assert profile.sweep is not None
+    guarded = {guard.task: guard.cluster_by for guard in (profile.evaluate.tasks if profile.evaluate else ())}
+    text = evidence.documents and evidence.documents.model_copy(update={"only": None})
+    data = profile.evaluate.data if profile.evaluate else None
+    swept = pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data)
+    for task in swept.tasks:
+        require_examples(task, evidence.scoring.num_fewshot)
+    return swept

@@ -22,11 +22,12 @@ from mergegate.merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
+    choose_pieces,
     fold_counts,
     fold_grains,
     fold_sums,
+    map_only,
     row_length,
-    sampled_pieces,
 )
 from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import find_method, merge_methods
@@ -53,13 +54,14 @@ __all__ = [
     "StoredBlock",
     "TensorTask",
     "Traits",
+    "choose_pieces",
     "combine",
     "find_method",
     "fold_counts",
     "fold_grains",
     "fold_sums",
+    "map_only",
     "mask_key",
     "merge_methods",
     "row_length",
-    "sampled_pieces",
 ]

@@ -22,6 +22,7 @@ from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import harness, process
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.metrics import documents_of
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
@@ -50,9 +51,11 @@ def model(tmp_path: Path) -> Model:
 def silent(done: int, total: int) -> None: ...
 
 
-def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.ScoredDocuments:
+def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> tuple[DocumentScore, ...]:
     settings = Scoring.model_validate(scoring)
-    return process.score_in_child(model, task, settings, DocumentRange(first=first, last=last), "cpu", silent)
+    return process.score_in_child(
+        harness.ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu"), silent
+    )
 
 
 @pytest.mark.slow
@@ -60,8 +63,10 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
     part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
-    there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
-    assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
+    there = process.score_in_child(
+        harness.ScoringJob(model, task, Scoring(), part, "cpu"), lambda *how_far: told.append(how_far)
+    )
+    assert there == harness.score_documents(harness.ScoringJob(model, task, Scoring(), part, "cpu"), silent)
     assert told[-1] == (40, 40)  # two choices per document
     assert process.inspect_in_child(task).documents == 40
 
@@ -82,7 +87,7 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
     with pytest.raises(Refused) as caught:
         score(model, task, 10, 20, time_limit=2)
     assert "task trap on model: documents 11 to 20" in caught.value.where
-    assert "not done after 2 s" in caught.value.found
+    assert "not finished after 2 s" in caught.value.found
     assert "time_limit" in caught.value.remedy
     assert all(ends(process) for process in {process for process, _ in asked(task)})
     assert ends(int((tmp_path / "tasks" / "child").read_text()))
@@ -110,7 +115,7 @@ def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
     assert found in caught.value.found
     assert remedy in caught.value.remedy
     assert "documents 1 to 10" in caught.value.where
-    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+    assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
 def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
@@ -159,7 +164,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     task = write_trap(tmp_path / "tasks", deed, at=3)
     with pytest.raises(InvalidInput, match=found):
         score(model, task, 0, 10)
-    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+    assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
 @pytest.mark.long
@@ -167,8 +172,8 @@ def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = write_trap(tmp_path / "tasks", "signal.pause()", at=3)
-    monkeypatch.setattr(model_process, "_SILENCE", 20.0)
-    with pytest.raises(Refused, match="silent for 20 s, stopped"):
+    monkeypatch.setattr(model_process, "_SILENCE_S", 20.0)
+    with pytest.raises(Refused, match="no progress for 20 s"):
         score(model, task, 0, 10)
 
 
@@ -217,7 +222,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
     task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
-    with pytest.raises(Refused, match="not done after 2 s"):
+    with pytest.raises(Refused, match="not finished after 2 s"):
         process.inspect_in_child(task, 2)
 
 
@@ -231,8 +236,8 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu", stop)
-    assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
+        process.score_in_child(harness.ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu"), stop)
+    assert len(documents_of(score(model, task, 10, 15))) == 5
 
 
 @pytest.mark.long
@@ -247,6 +252,7 @@ def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path
 FLOW = """
 from pathlib import Path
 from mergegate.tasks.evaluation import process as evaluation_process
+from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.metrics import documents_of
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
@@ -255,8 +261,9 @@ from mergegate.tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 quiet = lambda *_: None
-scored = evaluation_process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu", quiet)
-print(len(documents_of(scored.outcomes)))
+job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
+scored = evaluation_process.score_in_child(job, quiet)
+print(len(documents_of(scored)))
 """
 
 

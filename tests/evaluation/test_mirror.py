@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
+from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.harness import inspect_data, open_tasks
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet
 from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
 from mergegate.tasks.evaluation.task_datasets import declared_dataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
 from mergegate.tasks.preflight import Evidence
 
 LETTERS: dict[str, Any] = {
@@ -135,7 +137,8 @@ def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third
     rows(tmp_path / "beside.jsonl", "third")
     written(tmp_path, "third", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
     (tmp_path / "all.yaml").write_text("group: all\ntask: [first, second, third]\n")
-    with open_tasks(pinned("all.yaml", tmp_path, tmp_path / "mirror")) as leaves:
+    with quiet():
+        leaves = load_task(pinned("all.yaml", tmp_path, tmp_path / "mirror")).leaves
         asked = {name: [document["prompt"] for document in leaf.eval_docs] for name, leaf in leaves.items()}
     assert asked == {"first": ["first"], "second": ["second"], "third": ["third"]}
 
@@ -172,10 +175,10 @@ def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_ta
     # The error names the missing file: first the one of a YAML task, then the one of a task by name.
     for lacking in ("more_test.jsonl", "arc_easy_test.jsonl"):
         with pytest.raises(InvalidInput, match=r"evaluate\.data") as refused:
-            profile.pin_sweep(Evidence(), hashes)
+            pin_profile_sweep(profile, Evidence(), hashes)
         assert lacking in refused.value.expected
         rows(mirror / lacking, "a")
-    swept = profile.pin_sweep(Evidence(), hashes)
+    swept = pin_profile_sweep(profile, Evidence(), hashes)
     assert {task.name: task.mirror for task in swept.tasks} == dict.fromkeys(("letters", "more", "arc_easy"), mirror)
     guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data)["letters.yaml"]
-    assert [task.only for task in swept.left_for_the_gate([guarded])] != [None]
+    assert [task.only for task in swept.gate_tasks([guarded])] != [None]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, make_project
 
+from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import load_profile, parse_profile
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.pin import resolve_parents
@@ -52,7 +53,9 @@ JUDGED = {"guarded_by": "base", "model": "m", "url": "http://127.0.0.1:1/v1"}
 def evidence(tmp_path: Path, profile: dict[str, object], recipe_dtype: str | None = None) -> Evidence:
     recipe = {**ASKED["recipe"], **({"dtype": recipe_dtype} if recipe_dtype else {})}  # type: ignore[dict-item]
     asked = parse_profile({**ASKED, **profile, "recipe": recipe, "root": PROFILES}, "profile")
-    return asked.pin_evidence(resolve_parents(asked.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
+    return pin_profile_evidence(
+        asked, resolve_parents(asked.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite")
+    )
 
 
 def dtypes(found: Evidence) -> dict[str, str]:
@@ -63,7 +66,7 @@ def dtypes(found: Evidence) -> dict[str, str]:
 def test_auto_means_float32_where_the_stored_format_has_no_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n' * 4)
     found = evidence(tmp_path, {"judge": {**JUDGED, "prompts": str(prompts)}})
@@ -74,14 +77,14 @@ def test_auto_means_float32_where_the_stored_format_has_no_units(
 def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"float16"})
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"float16"})
     assert dtypes(evidence(tmp_path, {})) == {"tasks": "auto", "text": "auto"}
     assert dtypes(evidence(tmp_path, {}, "float16")) == {"tasks": "float32", "text": "float32"}
 
 
 @pytest.mark.parametrize("written", ["bfloat16", "float16", "float32"])
 def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
-    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16", "float16"})
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16", "float16"})
     said = {part: {**ASKED[part], "dtype": written} for part in ("evaluate", "perplexity")}  # type: ignore[dict-item]
     found = evidence(tmp_path, dict(said))
     assert dtypes(found) == {"tasks": written, "text": written}
@@ -89,7 +92,7 @@ def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_a_server_loads_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
     served = {"backend": "served", "server": {"url": "http://127.0.0.1:1/v1"}}
     found = evidence(tmp_path, {"evaluate": {**ASKED["evaluate"], **served}, "perplexity": None})  # type: ignore[dict-item]
     assert dtypes(found) == {"tasks": "auto"}
@@ -123,7 +126,7 @@ def test_it_is_told_and_is_measured_as_if_float32_had_been_written(
 
     written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
     made = {stage: project.artifacts(stage) for stage in stages}
-    monkeypatch.setattr("mergegate.flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
     chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
     assert {stage: project.artifacts(stage) for stage in stages} == made
     assert all(made.values())

@@ -68,6 +68,13 @@ def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[s
     assert str(refused.value).startswith("schedules.yaml")
 
 
+def test_the_former_name_of_the_file_is_an_error_that_says_how_to_rename_it(tmp_path: Path) -> None:
+    (tmp_path / "nights.yaml").write_text("profiles: []\n")
+    with pytest.raises(InvalidInput) as caught:
+        load_schedules(tmp_path / "schedules.yaml")
+    assert caught.value.remedy == f"mv {tmp_path / 'nights.yaml'} {tmp_path / 'schedules.yaml'}"
+
+
 def test_an_absent_file_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
         load_schedules(tmp_path / "schedules.yaml")
@@ -91,7 +98,7 @@ def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) 
     *_, one = desired_deployments(nights(scheduled), project)
     assert one.full_name == "release/demo"
     assert one.description == "demo · ties of 2 over base"
-    assert one.told() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
+    assert one.summary() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
     assert set(one.tags) == {"mergegate", "release", "demo", "nightly"}
     assert one.parameters == {"profile": "profiles/demo.yaml"}
     assert one.on_collision == "CANCEL_NEW"

@@ -11,6 +11,7 @@ import yaml
 from demo_project import Printed, Project
 
 from mergegate.flows.attempt import assess_merge
+from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
@@ -132,7 +133,7 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
         hashes = HashMemo(project.root / "memo.sqlite")
         profile = load_profile(project.root / "profiles" / "demo.yaml")
         found = resolve_parents(profile.candidates()[0].recipe)
-        evidence = profile.pin_evidence(found, hashes)
+        evidence = pin_profile_evidence(profile, found, hashes)
         parents = pin_checkpoints(found, hashes)
         verdicts = {
             place.name: assess_merge(

@@ -11,6 +11,7 @@ import yaml
 from demo_project import PROFILES, Project, make_project
 
 from mergegate.flows.candidates import TuningSize, has_searchable_scale
+from mergegate.flows.preflight import pin_profile_evidence, pin_profile_sweep
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
@@ -145,8 +146,8 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
     assert remedied.tuning is not None
     assert len(remedied.candidates()) == 2
     parents = resolve_parents(plain.candidates()[0].recipe)
-    before, after = (one.pin_evidence(parents, hashes).tasks for one in (plain, remedied))
-    searched = remedied.tuning.pin_sweep(plain.pin_evidence(parents, hashes), hashes)
+    before, after = (pin_profile_evidence(one, parents, hashes).tasks for one in (plain, remedied))
+    searched = pin_profile_sweep(remedied.tuning, pin_profile_evidence(plain, parents, hashes), hashes)
     for whole, left in zip(before, after, strict=True):
         assert whole.only is None
         assert left.only is not None

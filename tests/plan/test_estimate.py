@@ -21,8 +21,15 @@ from mergegate.merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from mergegate.merge_core.engine.forecast.forecast import Needs, Rates, duration, estimate_needs, input_files
-from mergegate.merge_core.engine.forecast.work import Work, work_of
+from mergegate.merge_core.engine.forecast.forecast import (
+    Needs,
+    Rates,
+    Work,
+    duration,
+    estimate_needs,
+    input_files,
+    work_of,
+)
 from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
 from mergegate.merge_core.methods.masks import mask_key
 
@@ -124,7 +131,7 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
         except StopIteration:
             return folds
         assert isinstance(step, Fold)
-        result, folds = step.combine([step.of(block).numpy()]), folds + 1
+        result, folds = step.combine([step.reduce_block(block).numpy()]), folds + 1
 
 
 def test_a_method_without_declared_costs_has_assumed_ones() -> None:

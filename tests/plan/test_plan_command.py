@@ -77,7 +77,7 @@ def test_without_a_probe_there_is_no_time_and_nothing_is_written(plan: Plan, hom
     content = answer(plan("--json", "--no-probe", "--price", "a=1"))
     assert (content["rates"], content["time"], content["cost"]) == (None, None, {"a": None})
     assert not home.exists()
-    assert "nothing was measured" in plan("--no-probe").stdout
+    assert "this machine was not measured" in plan("--no-probe").stdout
 
 
 def test_without_a_probe_earlier_rates_still_count(plan: Plan) -> None:
@@ -110,7 +110,7 @@ def test_a_disk_that_is_too_small_is_said(plan: Plan, monkeypatch: pytest.Monkey
 
     real = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type(real)(total=2_000_000, used=0, free=1_000_000))
-    assert "more are needed at" in plan("--no-probe").stdout
+    assert "more disk space needed at" in plan("--no-probe").stdout
     content = answer(plan("--no-probe", "--json"))
     assert content["disk_missing"] == content["needs"]["disk"] - 1_000_000
 
@@ -129,7 +129,7 @@ def test_headers_are_read_and_planned_once_for_a_check_and_what_follows_it(monke
     (found,) = resolve_all_parents([recipe])
     headers = header_digests(found)
     first = plan_cached(recipe, found, headers)
-    monkeypatch.setattr(compatibility, "open_and_plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(compatibility, "plan_with_findings", lambda *_: pytest.fail("planned again"))
     assert plan_cached(recipe, found, headers) is first
     monkeypatch.undo()
     changed = (headers[0].model_copy(update={"digest": "0" * 64}), *headers[1:])

@@ -1,0 +1,25 @@
+"""The profile: its typed settings, the recipes that it names, and the messages about what is wrong in it."""
+
+from mergegate.flows.profile.faults import settings_faults
+from mergegate.flows.profile.profile import Profile
+from mergegate.flows.profile.reader import (
+    is_recipe,
+    is_release_name,
+    load_profile,
+    name_in,
+    parse_profile,
+    profile_schema,
+)
+from mergegate.flows.profile.schema import RemedyChoice
+
+__all__ = [
+    "Profile",
+    "RemedyChoice",
+    "is_recipe",
+    "is_release_name",
+    "load_profile",
+    "name_in",
+    "parse_profile",
+    "profile_schema",
+    "settings_faults",
+]

@@ -1,0 +1,162 @@
+"""Read the recipes that a profile names, once each, and keep them with the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mergegate.flows.candidates import (
+    AUTO,
+    TUNE,
+    Candidate,
+    ClientRound,
+    SearchedRecipe,
+    TuningSize,
+    Written,
+    candidate_recipes,
+    client_digest,
+    client_round,
+    clients_document,
+    recipe_of_documents,
+    scale_search,
+    searched_recipe,
+)
+from mergegate.flows.profile.schema import ProfileSettings
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import FileIdentity, file_identity
+from mergegate.tasks.merge import find_optimizer_state
+from mergegate.tasks.stage import store
+from mergegate.tasks.sweep import relocate_recipe, start_recipe
+
+
+class Profile(ProfileSettings):
+    """How a merge is released: recipe, checks, evidence, target."""
+
+    def headline(self) -> str:
+        """Summarize the profile in one line: ``demo · ties of 2 over base``."""
+        candidate, *remedies = self.candidates()
+        more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
+        more += ", then its best scale" if TUNE in self.remedies else ""
+        more += ", then what a refusal proposes" if self.proposed else ""
+        overrides = f" · {', '.join(self.overrides)}" if self.overrides else ""
+        return f"{self.name} · {candidate.recipe.summary()}{more}{overrides}"
+
+    @property
+    def tuning(self) -> Profile | None:
+        """The profile of the search behind the remedy ``tune: scale``. None if it is not among the remedies.
+
+        Raises:
+            InvalidInput: The profile has no tasks, or the recipe does not have exactly one scale.
+        """
+        return self._tuning
+
+    @cached_property
+    def _tuning(self) -> Profile | None:
+        return self.tuned(TuningSize()) if TUNE in self.remedies else None
+
+    def tuned(self, size: TuningSize) -> Profile:
+        """Return this profile with a search for the scale of its merge over the documents of its tasks.
+
+        Raises:
+            InvalidInput: The profile already has a search or has no task, or the recipe does not have exactly one
+                scale.
+        """
+        where = f"profile {self.name}"
+        if self.sweep:
+            raise InvalidInput(
+                where, found="a section 'sweep'", expected="a recipe without holes", remedy="mergegate sweep does it"
+            )
+        if not self.evaluate:
+            raise InvalidInput(
+                where, found="no tasks", expected="evaluate.tasks: what the merge is asked to be sure of"
+            )
+        recipe = self.searched_recipe()
+        content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
+        searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
+        return Profile.model_validate({**dict(searching), "sweep": settings})
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return the recipe, then the remedies in order. They are read and parsed once.
+
+        Raises:
+            InvalidInput: A recipe is invalid, or a change does not fit the recipe.
+        """
+        return self._candidates
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the recipe files, if already read, are unchanged since."""
+        if self.__dict__.get("_client_round") is not None:  # Clients may come and go at any time.
+            return False
+        return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
+
+    @cached_property
+    def _recipes_read(self) -> dict[Path, FileIdentity | None]:
+        """Identities of the recipe files before they were read."""
+        return self._recipe_files()
+
+    def _recipe_files(self) -> dict[Path, FileIdentity | None]:
+        files = [self.root / path for path in (self.recipe, *self.remedies) if isinstance(path, Path)]
+        return {file: _identity_of(file) for file in files}
+
+    @cached_property
+    def _candidates(self) -> tuple[Candidate, ...]:
+        _ = self._recipes_read
+        recipe: Written | SearchedRecipe | Candidate = self.recipe
+        if self.sweep:
+            searched = self.searched_recipe()
+            recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
+        written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
+        if (round_and_directory := self._client_round) is not None:
+            candidate = recipe_of_documents(
+                round_and_directory[0].documents, round_and_directory[1], f"profile {self.name}: recipe"
+            )
+            recipe = replace(
+                candidate, text=round_and_directory[0].text + candidate.text, remarks=round_and_directory[0].remarks
+            )
+        return candidate_recipes(recipe, written, self.root, f"profile {self.name}")
+
+    @cached_property
+    def _client_round(self) -> tuple[ClientRound, Path] | None:
+        """The round of clients that the recipe requests, with the directory of its paths. None for other recipes."""
+        if (document_and_directory := clients_document(self.recipe, self.root)) is None:
+            return None
+        document, directory = document_and_directory
+        released = self.publish.current_release(self.root) if self.publish else None
+        new_round = client_round(
+            document,
+            directory,
+            f"profile {self.name}: recipe",
+            released=released.directory if released else None,
+            digest_of=lambda path: client_digest(path, store().hashes),
+            find_state=find_optimizer_state,
+        )
+        return new_round, directory
+
+    def searched_recipe(self) -> SearchedRecipe:
+        """Return the recipe with its placeholders unfilled. It is read once.
+
+        Raises:
+            InvalidInput: The recipe cannot be read or has several documents.
+        """
+        return self._searched_recipe
+
+    @cached_property
+    def _searched_recipe(self) -> SearchedRecipe:
+        _ = self._recipes_read
+        return searched_recipe(self.recipe, self.root, f"profile {self.name}")
+
+    def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
+        """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
+        return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
+
+
+def _identity_of(file: Path) -> FileIdentity | None:
+    """Return the identity of a file, or None if it cannot exist. Reading it later reports the reason."""
+    try:
+        return file_identity(file)
+    except (OSError, ValueError):
+        return None

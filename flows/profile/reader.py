@@ -1,0 +1,144 @@
+"""Read profiles from YAML files and overrides.
+
+An unknown or misspelled key, a value out of range, a guard without a parent: mergegate reports all errors together,
+each with its location and a suggestion.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mergegate.flows.profile.faults import settings_faults
+from mergegate.flows.profile.profile import Profile
+from mergegate.flows.profile.schema import NAME_PATTERN
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import (
+    describe_kind,
+    read_yaml,
+    with_overrides,
+)
+
+
+def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
+    """Load a profile.
+
+    Args:
+        source: Profile file, or an already parsed profile.
+        overrides: Settings to override for this run, as ``KEY=VALUE``.
+
+    Raises:
+        InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
+    """
+    if isinstance(source, Profile):
+        data = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
+        return parse_profile({**data, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
+    try:
+        status = source.stat()
+    except OSError:  # _read_profile reports the error
+        return _read_profile(source, tuple(overrides))
+    identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+    profile = _profile_once(source.absolute(), source, tuple(overrides), identity)
+    if profile.is_as_read:
+        return profile
+    _profile_once.cache_clear()
+    return _profile_once(source.absolute(), source, tuple(overrides), identity)
+
+
+@lru_cache(maxsize=8)
+def _profile_once(file: Path, source: Path, overrides: tuple[str, ...], identity: tuple[int, ...]) -> Profile:
+    """Read a profile only once per run, because the command line needs its headline and the flow needs the rest."""
+    return _read_profile(source, overrides)
+
+
+def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
+    data = _mapping_in(source)
+    if _is_recipe_document(data):
+        raise InvalidInput(
+            str(source),
+            found="a recipe",
+            expected="a profile, which names a recipe and says how to release it",
+            remedy=f"write a profile with 'recipe: {source.name}', or only merge: mergegate merge {source} OUT",
+        )
+    if "overrides" in data:
+        raise InvalidInput(
+            f"{source}: overrides",
+            found="a key of what one run is told otherwise",
+            expected="the values themselves, where they belong",
+            remedy="remove it; of one run: mergegate run PROFILE --set KEY=VALUE",
+        )
+    values = with_overrides({"root": source.absolute().parent, **data}, overrides)
+    location = " ".join([str(source), *(f"--set {override}" for override in overrides)])
+    return parse_profile({**values, "overrides": overrides}, location)
+
+
+def profile_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a profile file, for editors."""
+    schema = Profile.model_json_schema(mode="validation")
+    del schema["properties"]["root"]  # follows from the location of the file
+    schema["title"] = "mergegate: a profile"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def name_in(file: Path) -> str:
+    """Return the name that a profile file declares, even if the profile is invalid. Empty if there is none.
+
+    Raises:
+        InvalidInput: The file cannot be read or does not contain a mapping.
+    """
+    name = _mapping_in(file).get("name")
+    return name if isinstance(name, str) and is_release_name(name) else ""
+
+
+def is_release_name(name: str) -> bool:
+    """Return whether a profile may have this name."""
+    return re.fullmatch(NAME_PATTERN, name) is not None
+
+
+def is_recipe(file: Path) -> bool:
+    """Return whether the file contains a recipe, not a profile.
+
+    Raises:
+        InvalidInput: The file cannot be read, as in ``load_profile``.
+    """
+    return any(isinstance(document, Mapping) and _is_recipe_document(document) for document in _documents_in(file))
+
+
+def _is_recipe_document(document: Mapping[str, object]) -> bool:
+    """Return whether a document has keys that only recipes have. A recipe with a misspelled method still counts."""
+    if "merge_method" in document or "experts" in document:
+        return True
+    return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
+
+
+def parse_profile(data: Mapping[str, object], where: str) -> Profile:
+    """Parse a profile from plain data.
+
+    Args:
+        data: Content of a profile.
+        where: Location for error messages.
+
+    Raises:
+        InvalidInput: The data is invalid. The error lists all faults.
+    """
+    try:
+        return Profile.model_validate(data)
+    except ValidationError as error:
+        raise settings_faults(error, where, Profile) from None
+
+
+def _mapping_in(file: Path) -> Mapping[str, object]:
+    documents = _documents_in(file)
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
+        found = f"{len(documents)} documents" if len(documents) > 1 else describe_kind(documents[0])
+        raise InvalidInput(str(file), found=found, expected="one mapping with name, recipe, publish, …")
+    return documents[0]
+
+
+def _documents_in(file: Path) -> list[object]:
+    return read_yaml(file, "a profile (YAML)") or [None]

@@ -1,0 +1,177 @@
+"""Define the keys of a profile, the file in which a user describes how a merge is released.
+
+A profile is a YAML file or the typed parameter of a Prefect deployment. It is strict and composed of the settings of
+each stage. Relative paths are relative to the file (``root``), so a profile and its files can be moved together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mergegate.flows.candidates import (
+    AUTO,
+    MOST_PROPOSED,
+    TUNE,
+    Written,
+)
+from mergegate.merge_core.parsing import (
+    LocalPath,
+)
+from mergegate.tasks.evaluation import find_backend
+from mergegate.tasks.gate import EvaluateSettings
+from mergegate.tasks.judge import JudgeSettings
+from mergegate.tasks.merge import MergeSettings
+from mergegate.tasks.perplexity import PerplexitySettings
+from mergegate.tasks.preflight import (
+    CodeSettings,
+    TokenizerSettings,
+)
+from mergegate.tasks.preflight.licenses import LicenseSettings
+from mergegate.tasks.publish import ApprovalSettings
+from mergegate.tasks.publish.targets import Target
+from mergegate.tasks.runners import RunnerSettings
+from mergegate.tasks.serve import ServeSettings
+from mergegate.tasks.shadow import ShadowSettings
+from mergegate.tasks.stage import Limits
+from mergegate.tasks.sweep import SweepSettings
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class ProfileSection(BaseModel):
+    """A group of settings. It is frozen and rejects unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Checks(ProfileSection):
+    """Checks that run before any weight is read."""
+
+    license: LicenseSettings = LicenseSettings()
+    code: CodeSettings = CodeSettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+
+
+def _listed(remedies: object) -> object:
+    return (remedies,) if remedies == AUTO else remedies
+
+
+Remedies = Annotated[
+    tuple[Literal["auto"] | Written, ...],
+    BeforeValidator(_listed, json_schema_input_type=Literal["auto"] | tuple[Literal["auto"] | Written, ...]),
+]
+RemedyChoice = Literal["written", "auto"]
+
+
+class ProfileSettings(ProfileSection):
+    """Settings of a profile. They are checked without reading any file."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Name of the release.")
+    recipe: Written = Field(description="mergekit's dialect: a file, or the same inline.")
+    merge: MergeSettings = MergeSettings()
+    checks: Checks = Checks()
+    perplexity: PerplexitySettings | None = None
+    evaluate: EvaluateSettings | None = None
+    judge: JudgeSettings | None = Field(default=None, description="A model that compares answers; absent: none is.")
+    serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
+    remedies: Remedies = Field(
+        default=(),
+        description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe. After them "
+        "'tune: scale': the scale that a search finds, on documents that the gate then never sees. 'auto', alone or as "
+        "the last of them: then what the refusal itself proposes, three times at most.",
+    )
+    runner: RunnerSettings = Field(
+        default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
+    )
+    publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
+    limits: Limits = Field(default=Limits(), description="How long it may take.")
+    sweep: SweepSettings | None = Field(
+        default=None,
+        description="What is free in the recipe, and what it is searched for ('mergegate sweep'). A release takes the "
+        "hand-written values, and is measured on documents that no search looks at.",
+    )
+    shadow: ShadowSettings | None = Field(
+        default=None, description="How a release is watched on users' traffic before it is promoted; absent: it is not."
+    )
+    root: LocalPath = Field(default=Path(), description="Directory that relative paths are relative to.")
+    overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
+
+    def asks(self, flow: str) -> ApprovalSettings | None:
+        """Return the approval settings for the last step of a flow, or None if it needs no approval."""
+        if flow != "shadow":
+            return self.publish.approval_settings if self.publish else None
+        settings = self.shadow.approval if self.shadow else False
+        return (ApprovalSettings() if settings else None) if isinstance(settings, bool) else settings
+
+    @model_validator(mode="after")
+    def _require_evidence_to_publish(self) -> Self:
+        if self.publish and not (self.perplexity or self.evaluate):
+            raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
+        return self
+
+    @model_validator(mode="after")
+    def _require_in_memory_backend(self) -> Self:
+        if self.sweep and self.evaluate and self.evaluate.backend != "hf":
+            raise ValueError("a sweep asks networks in memory: evaluate.backend must be hf")
+        return self
+
+    @model_validator(mode="after")
+    def _require_matching_visibility(self) -> Self:
+        public = self.publish is not None and self.publish.is_public
+        if public and self.checks.license.visibility != "public":
+            raise ValueError("publish is public, so checks.license.visibility must be public too")
+        return self
+
+    @model_validator(mode="after")
+    def _require_auto_last(self) -> Self:
+        if AUTO in self.remedies[:-1]:
+            raise ValueError("remedies: 'auto' stands last: what a refusal proposes is tried after what is written")
+        return self
+
+    @model_validator(mode="after")
+    def _require_tune_after_written(self) -> Self:
+        tune_remedies = [remedy for remedy in self.remedies if isinstance(remedy, dict) and "tune" in remedy]
+        if unsupported := next((remedy for remedy in tune_remedies if remedy != TUNE), None):
+            raise ValueError(f"remedies: {unsupported!r:.60}: what can be searched for is the scale: 'tune: scale'")
+        if tune_remedies and (
+            len(tune_remedies) > 1 or next(remedy for remedy in reversed(self.remedies) if remedy != AUTO) != TUNE
+        ):
+            raise ValueError("remedies: 'tune: scale' stands after all that is written, once")
+        return self
+
+    @property
+    def proposed(self) -> int:
+        """Maximum number of remedies that follow from refusals, after the written ones."""
+        return MOST_PROPOSED if AUTO in self.remedies else 0
+
+    def remedied(self, choice: RemedyChoice | None) -> Self:
+        """Return this profile with another choice of remedies.
+
+        Args:
+            choice: ``written`` for the written remedies only, ``auto`` to also try the proposals of a refusal, None
+                for the setting of the profile.
+        """
+        if choice is None or (choice == AUTO) == bool(self.proposed):
+            return self
+        written = tuple(remedy for remedy in self.remedies if remedy != AUTO)
+        return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
+
+    def sweep_view(self) -> str | None:
+        """Return the file or URL where the sweep's study is written for dashboards, or None."""
+        view = self.sweep.optuna_storage if self.sweep else None
+        return view if view is None or "://" in view else str(self.root / view)
+
+    def asked_tasks(self) -> tuple[str, ...]:
+        """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
+        guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
+        return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
+
+    def dtypes_to_evaluate(self) -> tuple[str, ...]:
+        """Return the formats, as written, in which models are loaded for evaluation on this machine."""
+        dtypes = [str(self.perplexity.dtype)] if self.perplexity else []
+        if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
+            dtypes.append(self.evaluate.scoring.dtype)
+        return tuple(dtypes)

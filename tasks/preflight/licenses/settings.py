@@ -1,0 +1,66 @@
+"""Define the intended use of the merged model, and the license questions that a named user has accepted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from mergegate.merge_core.parsing import LocalPath
+
+Purpose = Literal["commercial", "research"]
+Visibility = Literal["public", "private"]
+
+
+class Use(BaseModel):
+    """Intended use for which licenses are judged.
+
+    Attributes:
+        purpose: Purpose of the merged weights.
+        visibility: `public` means that anyone outside receives them (a public or gated repository counts); `private`
+            that they stay with the entity that built them.
+        commercial_entity: Whether that entity is a company; some research licenses forbid any distribution by one.
+        name: Name of the merged model, `org/name` or `name`; some licenses require a certain beginning.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    purpose: Purpose
+    visibility: Visibility
+    commercial_entity: bool
+    name: str
+
+
+class LicenseSettings(BaseModel):
+    """Settings under `checks.license` of a profile. The defaults are the strictest: a company sells a public model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    purpose: Purpose = Field(default="commercial", description="Purpose of the merged weights.")
+    visibility: Visibility = Field(
+        default="public", description="Whether anyone else receives the weights. A gated repository is public."
+    )
+    commercial_entity: bool = Field(default=True, description="Whether a company builds the merge.")
+    accepted: dict[str, str] = Field(
+        default={},
+        description="License reviews that a user has settled, by license identifier or by parent, each with who and "
+        "why: llama3.2: 'alice: text-only model'. A block cannot be accepted.",
+    )
+    table: LocalPath | None = Field(
+        default=None, description="File with entries that override those of the shipped license table."
+    )
+
+    @field_validator("accepted")
+    @classmethod
+    def _check_accepted(cls, accepted: dict[str, str]) -> dict[str, str]:
+        for key, value in accepted.items():
+            user, _, reason = value.partition(":")
+            if not user.strip() or not reason.strip():
+                raise ValueError(f"{key}: {value!r} does not name who accepted it and why. Write 'who: why'")
+        return accepted
+
+    def use(self, name: str) -> Use:
+        """Return these settings as the intended use of the merged model `name`."""
+        return Use(
+            purpose=self.purpose, visibility=self.visibility, commercial_entity=self.commercial_entity, name=name
+        )
