@@ -66,7 +66,7 @@ def test_the_table_has_the_scores_that_search_and_confirmation_have_seen(study: 
     assert rows["winner"].search == study.best.scores[0]
     assert rows["winner"].held_out == pytest.approx(test.held_out)
     assert rows["reference"].held_out == pytest.approx(test.held_out_reference)
-    found = study_facts.optimism_of(content, 0)
+    found = study_facts.winner_selection_bias(content, 0)
     assert found is not None
     assert found.held_out == pytest.approx(test.gain)
 
