@@ -32,12 +32,13 @@ from mergegate.tasks.evaluation import (
     CountLimit,
     EvalTask,
     TaskPreview,
-    TokenizerPlace,
+    TokenizerSource,
     choose_known_metrics,
     count_task,
     data_revisions,
     find_contaminated_documents,
     preview,
+    require_examples,
 )
 from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -227,7 +228,7 @@ def preflight_profile(
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)
-        readers: Sequence[TokenizerPlace] = ()
+        readers: Sequence[TokenizerSource] = ()
         with problems.noted():
             readers = _readers(measured, profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
@@ -252,7 +253,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     return cleared
 
 
-def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
+def _with_data(evidence: Evidence, readers: Sequence[TokenizerSource], problems: Problems) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
     This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
@@ -328,10 +329,10 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
                 )
 
 
-def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerPlace]:
+def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerSource]:
     """Return the locations of the parents' tokenizers, without those whose own code would have to run."""
     return [
-        TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
+        TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
         for parent, header in zip(parents, header_digests(parents), strict=True)
         if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
     ]
@@ -486,7 +487,7 @@ def pin_profile_evidence(
         return evidence
     swept = pin_profile_sweep(searching, evidence, hashes)
     return evidence._replace(
-        tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
+        tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
     )
 
 
@@ -500,4 +501,7 @@ def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) ->
     guarded = {guard.task: guard.cluster_by for guard in (profile.evaluate.tasks if profile.evaluate else ())}
     text = evidence.documents and evidence.documents.model_copy(update={"only": None})
     data = profile.evaluate.data if profile.evaluate else None
-    return pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data, evidence.scoring.num_fewshot)
+    swept = pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data)
+    for task in swept.tasks:
+        require_examples(task, evidence.scoring.num_fewshot)
+    return swept

@@ -38,8 +38,8 @@ from mergegate.tasks.sweep import (
     Confirmation,
     PreparedSearch,
     Trial,
+    format_recipe,
     open_view,
-    recipe_text,
     relocate_recipe,
     study_key,
 )
@@ -72,8 +72,13 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     content = sweep_report(profile, search, study, verdict, power)
     page = store_sweep_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
-        message = f"no candidate confirmed\n{sweep_sentence(content)}"
-        return RunOutcome(status="refused", message=message, report=page, sweep=content)
+        return RunOutcome(
+            status="refused",
+            message="no candidate confirmed",
+            reasons=(sweep_sentence(content),),
+            report=page,
+            sweep=content,
+        )
     winner = study.recipes[verdict.winner]
     file = keep_winner(profile.name, winner, search.directory, sweep_sentence(content))
     announce(f"confirmed: the winner is {file}")
@@ -87,8 +92,8 @@ def study_view(profile: Profile, search: PreparedSearch, location: str | None) -
     """Return a callback for each generation that records it in Optuna's study, if the study has a location."""
     if location is None:
         return lambda trials: None
-    name = f"{profile.name} {study_key(search.space, search.settings)[:8]}"
-    return open_view(location, name, search.space.coordinates, search.objective).record
+    name = f"{profile.name} {study_key(search.problem.space, search.problem.settings)[:8]}"
+    return open_view(location, name, search.problem.space.coordinates, search.problem.objective).record
 
 
 def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str) -> Path:
@@ -97,7 +102,7 @@ def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str)
     file = directory_of_winner / f"{name}-winner.yaml"
     write_state(
         file,
-        recipe_text(
+        format_recipe(
             relocate_recipe(winner, directory, directory_of_winner), f"Found by `mergegate sweep`. {why}"
         ).encode(),
     )

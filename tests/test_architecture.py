@@ -266,7 +266,7 @@ UNBOUNDED_READERS = {
     "flows.cli.init": _OWN,
     "flows.cli.schema": "files that it wrote; others are refused by their first line",
     "flows.cli.streams": "the standard streams of this process",
-    "flows.outcome.ending": _OWN,
+    "flows.outcome.run_outcome": _OWN,
     "flows.outcome.archive": _OWN,
     "merge_core.architecture.families": _SHIPPED,
     "merge_core.checkpoint.moments": _OWN,
@@ -359,7 +359,6 @@ BARE_WORDS = frozenset(
 # Modules that may have such a name, and why.
 BARE_MODULES = {
     "tasks.store.shared": "the package is its noun: a shared store",
-    "flows.watching": "to be joined with the flow `shadow`",
 }
 
 

@@ -23,6 +23,7 @@ from mergegate.tasks.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.process import score_in_child
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import evaluate
@@ -71,7 +72,7 @@ def task(tmp_path: Path) -> EvalTask:
 
 def score(model: Model, task: EvalTask, first: int) -> None:
     part = DocumentRange(first=first, last=first + 10)
-    score_in_child(model, task, Scoring(), part, "cpu", lambda done, total: None)
+    score_in_child(ScoringJob(model, task, Scoring(), part, "cpu"), lambda done, total: None)
 
 
 @pytest.mark.slow
@@ -221,9 +222,9 @@ def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
     """Scores of a model are one artifact for all servers, so a resumed run must not combine answers of two servers."""
     places: list[JournalPlace] = []
 
-    def noted(*given: object) -> None:
-        assert isinstance(given[-1], JournalPlace)
-        places.append(given[-1])
+    def noted(job: ScoringJob, on_progress: object) -> None:
+        assert job.journal is not None
+        places.append(job.journal)
         raise Killed
 
     monkeypatch.setattr(process, "score_in_child", noted)

@@ -21,6 +21,7 @@ from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow
 from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 
@@ -180,9 +181,11 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(kind, "answer_row", watched)
     told: list[tuple[int, int]] = []
 
-    def score(place: JournalPlace | None) -> harness.ScoredDocuments:
+    def score(place: JournalPlace | None) -> tuple[DocumentScore, ...]:
         part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=2)
-        return harness.score_documents(model, task, settings, part, "cpu", lambda *far: told.append(far), place)
+        return harness.score_documents(
+            harness.ScoringJob(model, task, settings, part, "cpu", place), lambda *far: told.append(far)
+        )
 
     try:
         wanted = score(None)

@@ -13,7 +13,7 @@ import report_samples as samples
 from pages import page_of
 from rich.console import Console
 
-from mergegate.flows.cli.summary import print_summary
+from mergegate.flows.cli.run_summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
 from mergegate.tasks.report.stage import write_report
