@@ -91,7 +91,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
     for damage in anchor_faults():
-        yield set_aside_count(damage.path, damage.why)
+        yield set_aside_count(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (directory / folder).is_dir():
             for entry in sorted((directory / folder).iterdir()):

@@ -178,7 +178,7 @@ def forecast_of(
     Raises:
         InvalidInput: The device does not exist.
     """
-    from mergegate.merge_core.engine import usable_cores
+    from mergegate.merge_core.system import cores_of_process
     from mergegate.tasks.stage import device_kind, store
 
     device = device_kind() if options.device == "auto" else options.device
@@ -186,7 +186,7 @@ def forecast_of(
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
     size = size_of_adapter(recipe, parents)
     snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
-    directory, cores = nearest(options.out), usable_cores()
+    directory, cores = nearest(options.out), cores_of_process()
     needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
     # Decomposing changes takes most of the time of an adapter, and that time cannot be forecast.

@@ -15,11 +15,10 @@ from mergegate.flows.cli.plan import machine_rates
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.flows.preflight import ClearedCandidate, Preflight, TaskExample
 from mergegate.flows.profile import Profile
-from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.parsing import open_buffered
-from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.system import cores_of_process, system_memory
 from mergegate.merge_core.wording import format_duration, format_roughly
 from mergegate.tasks.checkpoints import Model, PinnedRecipe, find_pinned_checkpoints
 from mergegate.tasks.evaluation import (
@@ -210,7 +209,7 @@ class _Estimate:
             if name.endswith(_WEIGHTS) and (parent.directory / name).is_file()
         ]
         try:
-            rates = machine_rates(files, nearest(home()), usable_cores(), runtime().device, None)
+            rates = machine_rates(files, nearest(home()), cores_of_process(), runtime().device, None)
         except MergegateError:  # other checks report a disk that cannot be written
             return None
         return rates if rates and rates.products else None

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_created
 from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
-from mergegate.merge_core.engine import transplant_tokenizer
+from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import new_directory
 from mergegate.tasks.checkpoints import find_checkpoint, open_parent
@@ -59,9 +59,7 @@ def transplant_tokenizer_command(
                         second,
                         directory,
                         scratch,
-                        method=method_name,
-                        k=k,
-                        device=device,
+                        TransplantSettings(method_name, k, device),
                         on_progress=lambda done, total: bar.update(job, completed=done, total=total),
                     )
             finally:
