@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods import mask_key, merge_methods
-from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, sampled_pieces
+from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, choose_pieces
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
@@ -135,8 +135,8 @@ def carry_out(method: Method, task: TensorTask, inputs: Numbers, kind: str, repe
             step: Any = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
             step = stop.value
-        if isinstance(step, Fold) and step.glance:
-            result = one_pass(step, list(glanced_blocks(inputs, kind, grain, step.glance)), merged)
+        if isinstance(step, Fold) and step.sample_count:
+            result = one_pass(step, list(sampled_blocks(inputs, kind, grain, step.sample_count)), merged)
             continue
         least = float("inf")
         for _ in range(repeat):
@@ -153,14 +153,17 @@ def one_pass(step: Fold | Map, blocks: list[StoredBlock], merged: Numbers) -> An
     if isinstance(step, Map):
         for block in blocks:
             out = merged[block.start : block.start + block.length]
-            if step.fused is not None:
-                step.fused(block, out)
+            if step.map_stored is not None:
+                step.map_stored(block, out)
             else:
-                out[:] = stored(np.concatenate([step.of(tile).numpy() for tile in tiles(block)]), out.dtype)
+                out[:] = stored(np.concatenate([step.map_block(tile).numpy() for tile in tiles(block)]), out.dtype)
         return None
     parts: list[Any] = []
     for block in blocks:
-        found = [step.fused(block)] if step.fused is not None else [step.of(t).numpy().copy() for t in tiles(block)]
+        if step.reduce_stored is not None:
+            found = [step.reduce_stored(block)]
+        else:
+            found = [step.reduce_block(tile).numpy().copy() for tile in tiles(block)]
         parts = [step.combine([*parts, *found])] if step.eager else [*parts, *found]
     return step.combine(parts)
 
@@ -171,9 +174,9 @@ def stored_blocks(inputs: Numbers, kind: str, grain: int) -> Iterator[StoredBloc
     return blocks_of(inputs, kind, grain, size, range(-(-inputs.shape[1] // size)))
 
 
-def glanced_blocks(inputs: Numbers, kind: str, grain: int, glance: int) -> Iterator[StoredBlock]:
-    """Yield the blocks that the engine would pass to kernels for a glance."""
-    size, numbers = sampled_pieces(inputs.shape[1], grain, glance)
+def sampled_blocks(inputs: Numbers, kind: str, grain: int, count: int) -> Iterator[StoredBlock]:
+    """Yield the blocks that the engine would pass to kernels for a sample."""
+    size, numbers = choose_pieces(inputs.shape[1], grain, count)
     return blocks_of(inputs, kind, grain, size, numbers)
 
 

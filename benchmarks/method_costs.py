@@ -73,7 +73,7 @@ def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
             began = time.thread_time()
             parts = run(step, block, stored, grain)
             spent = min(spent, time.thread_time() - began)
-        fused &= step.fused is not None
+        fused &= (step.map_stored if isinstance(step, Map) else step.reduce_stored) is not None
         if isinstance(step, Map):
             return folds, seconds, spent, "fused" if fused else "torch"
         folds += 1
@@ -83,20 +83,20 @@ def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
 
 def run(step: Fold | Map, block: StoredBlock, stored: torch.Tensor, grain: int) -> list[Any]:
     """Run one pass over all elements."""
-    if step.fused is not None and isinstance(step, Map):
-        step.fused(block, np.empty(ELEMENTS, np.uint16))
+    if isinstance(step, Map) and step.map_stored is not None:
+        step.map_stored(block, np.empty(ELEMENTS, np.uint16))
         return []
-    if step.fused is not None and isinstance(step, Fold):
-        return [step.fused(block)]
+    if isinstance(step, Fold) and step.reduce_stored is not None:
+        return [step.reduce_stored(block)]
     size = max(1, TILE // grain) * grain
     tiles = []
     for first in range(0, ELEMENTS, size):
         inputs = torch.stack([row[first : first + size].float() for row in stored])
         tiles.append(Block(inputs, first, grain, importance=inputs.square()))
     if isinstance(step, Map):
-        torch.cat([step.of(tile).to(torch.bfloat16) for tile in tiles])
+        torch.cat([step.map_block(tile).to(torch.bfloat16) for tile in tiles])
         return []
-    return [step.of(tile).numpy().copy() for tile in tiles]
+    return [step.reduce_block(tile).numpy().copy() for tile in tiles]
 
 
 def task_of(method: Method, inputs: int) -> TensorTask:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child
+from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
 
 
 @cache
 def lacking() -> tuple[str, ...]:
     with tempfile.TemporaryFile() as output:
-        wanted = Confinement(memory=1 << 30)
-        process = SupervisedProcess(
-            [sys.executable, "-c", ""], environment_of_child(), output, name="probe", confinement=wanted
-        )
+        options = ProcessOptions("probe", confinement=Confinement(memory=1 << 30))
+        process = SupervisedProcess([sys.executable, "-c", ""], environment_of_child(), output, options)
         process.end()
     return process.unconfined
 

@@ -19,7 +19,7 @@ from confined_here import directory_of_nobody, require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child
+from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
 
 SECRET = "hf_planted_where_nobody_may_look"
 
@@ -68,11 +68,11 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         # pytest.
         script = (
             "import json, os, sys, tempfile\n"
-            "from mergegate.tasks.sandbox import Confinement, SupervisedProcess, environment_of_child\n"
+            "from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child\n"
             "command, confinement = json.loads(sys.argv[1])\n"
             "with tempfile.TemporaryFile() as output:\n"
-            "    process = SupervisedProcess(command, environment_of_child(), output, name='test',\n"
-            "                                confinement=Confinement(**confinement))\n"
+            "    options = ProcessOptions('test', confinement=Confinement(**confinement))\n"
+            "    process = SupervisedProcess(command, environment_of_child(), output, options)\n"
             "    assert process.unconfined == (), process.unconfined\n"
             "    process.ends(600); process.end(); output.seek(0); sys.stdout.write(output.read().decode())\n"
         )
@@ -180,7 +180,10 @@ def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch.setattr(supervised, "__file__", str(without / "supervision.py"))
     with tempfile.TemporaryFile() as output:
         process = SupervisedProcess(
-            [sys.executable, "-c", "print('ran')"], os.environ, output, name="test", confinement=Confinement()
+            [sys.executable, "-c", "print('ran')"],
+            os.environ,
+            output,
+            ProcessOptions("test", confinement=Confinement()),
         )
         assert process.unconfined == ("files", "network")
         process.ends(600)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from mergegate.tasks.sandbox import NotStarted, ProcessEnd, SupervisedProcess
+from mergegate.tasks.sandbox import NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess
 
 Start = Callable[..., SupervisedProcess]
 
@@ -31,7 +31,9 @@ def start(output: IO[bytes]) -> Iterator[Start]:
 
     def run(script: str, *arguments: str, **options: Any) -> SupervisedProcess:
         started.append(
-            SupervisedProcess([sys.executable, "-c", script, *arguments], os.environ, output, name="test", **options)
+            SupervisedProcess(
+                [sys.executable, "-c", script, *arguments], os.environ, output, ProcessOptions("test", **options)
+            )
         )
         return started[-1]
 
@@ -44,7 +46,7 @@ def test_one_that_ends_by_itself_says_how_and_leaves_no_files(start: Start, outp
     script = "import tempfile; print('bye', flush=True); tempfile.mkstemp(); raise SystemExit(7)"
     process = start(script)
     assert process.ends(within=60)
-    assert process.end() == ProcessEnd(returncode=7, why="exited") == process.end()
+    assert process.end() == ProcessEnd(returncode=7, reason="exited") == process.end()
     output.seek(0)
     assert output.read() == b"bye\n"
     assert not process.scratch.exists()
@@ -56,17 +58,17 @@ def test_without_grace_one_that_listens_to_no_signal_is_killed_at_once(start: St
         "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "os.write(int(sys.argv[1]), b'0'); time.sleep(600)"
     )
-    process = start(script, str(there.fileno()), pass_fds=[there.fileno()])
+    process = start(script, str(there.fileno()), pass_fds=(there.fileno(),))
     there.close()
     assert os.read(here.fileno(), 1) == b"0"
     assert process.alive
-    assert process.end() == ProcessEnd(returncode=-signal.SIGKILL, why="asked")
+    assert process.end() == ProcessEnd(returncode=-signal.SIGKILL, reason="requested")
     assert not process.alive
 
 
 def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
     here, there = Pipe()
-    process = start("import time; time.sleep(600)", pass_fds=[there.fileno()])
+    process = start("import time; time.sleep(600)", pass_fds=(there.fileno(),))
     there.close()
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EOFError):  # The supervisor does not hold the other end open.
@@ -77,7 +79,7 @@ def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
 def test_a_limit_ends_it(start: Start) -> None:
     process = start("import time; time.sleep(600)", limit=0.2)
     assert process.ends(within=60)
-    assert process.end().why == "limit"
+    assert process.end().reason == "limit"
 
 
 @pytest.mark.parametrize("mapped", ["mmap.mmap(segment, 1)", "None"], ids=["mapped", "opened, and not mapped yet"])
@@ -90,7 +92,7 @@ os.ftruncate(segment, 1)
 held = {mapped}
 os.write(int(sys.argv[1]), b"0")
 time.sleep(600)"""
-    process = start(script, str(there.fileno()), pass_fds=[there.fileno()])
+    process = start(script, str(there.fileno()), pass_fds=(there.fileno(),))
     os.read(here.fileno(), 1)
     assert place.exists()
     process.end()
@@ -99,4 +101,4 @@ time.sleep(600)"""
 
 def test_a_command_that_is_not_there_is_said(output: IO[bytes]) -> None:
     with pytest.raises(NotStarted, match="/nowhere/server: No such file"):
-        SupervisedProcess(["/nowhere/server"], {}, output, name="test")
+        SupervisedProcess(["/nowhere/server"], {}, output, ProcessOptions("test"))

@@ -59,7 +59,7 @@ def own(tmp_path: Path) -> Path:
 def answer_of(model: Model) -> Reference:
     """Return the model's answer, computed in the model process."""
     asked = (model, ("the old pig",), "rev: abcd>", "float32", "cpu", 64)
-    return call_model_process(make_reference, asked, where=model.name, models=[model])
+    return call_model_process(make_reference, asked, location=model.name, models=[model])
 
 
 def pinned(place: Path, trusted: tuple[str, ...]) -> Model:

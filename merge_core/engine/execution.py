@@ -97,9 +97,9 @@ def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettin
 
 def held_bytes(method: Method, job: TensorJob) -> int:
     """Return the bytes that a tensor in work holds in addition to its blocks."""
-    if job.mode != "merge" or method.costs is None or method.costs.held is None:
+    if job.mode != "merge" or method.costs is None or method.costs.held_bytes is None:
         return 0
-    return method.costs.held(job.task())
+    return method.costs.held_bytes(job.task())
 
 
 class _Run:

@@ -25,9 +25,9 @@ from mergegate.merge_core.methods import (
     Solve,
     Steps,
     StoredBlock,
+    choose_pieces,
     combine,
     mask_key,
-    sampled_pieces,
 )
 from mergegate.merge_core.plan import TensorJob
 
@@ -130,8 +130,8 @@ class TensorRun:
         self._next_step(result)
         while isinstance(self.step, Solve):
             self.context.torch.use()
-            self._next_step(self.step.of(self.device))
-        glance = self.step.glance if isinstance(self.step, Fold) else 0
+            self._next_step(self.step.compute(self.device))
+        glance = self.step.sample_count if isinstance(self.step, Fold) else 0
         self.pass_inputs, numbers = (
             self._glance_inputs(glance) if glance else (self.inputs, list(range(self.inputs.count)))
         )
@@ -154,7 +154,7 @@ class TensorRun:
     def _glance_inputs(self, glance: int) -> tuple[JobInputs, list[int]]:
         """Return the inputs in small pieces, and the indices of a sample of them."""
         inputs, context = self.inputs, self.context
-        piece, numbers = sampled_pieces(inputs.numel, inputs.grain, glance)
+        piece, numbers = choose_pieces(inputs.numel, inputs.grain, glance)
         return JobInputs(self.job, context.files, block=piece, grain=inputs.grain, pool=context.pool), numbers
 
     def _block(self, number: int) -> None:
@@ -241,18 +241,18 @@ class TensorRun:
             self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
 
     def _fold(self, step: Fold, block: LoadedBlock) -> list[Any]:
-        if step.fused is not None and self._is_fused:
-            return [step.fused(block.stored())]
+        if step.reduce_stored is not None and self._is_fused:
+            return [step.reduce_stored(block.stored())]
         # Copy the few resulting numbers. Otherwise they would pin memory between torch's large temporaries, which could
         # then not be reused.
-        return [step.of(tile).cpu().numpy().copy() for tile in self._tiles(block)]
+        return [step.reduce_block(tile).cpu().numpy().copy() for tile in self._tiles(block)]
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
         size = block.length * self.job.output.dtype.size
         buffer = self.context.pool.take(size)
         merged = buffer[:size]
-        if step.fused is not None and self._is_fused:
-            non_finite, nonzero = self._map_fused(step.fused, block, merged)
+        if step.map_stored is not None and self._is_fused:
+            non_finite, nonzero = self._map_fused(step.map_stored, block, merged)
         else:
             non_finite, nonzero = self._map_torch(step, block, merged)
         if self.context.sampled:
@@ -277,7 +277,7 @@ class TensorRun:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.job.output.dtype.torch_name)
-        result = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)])
+        result = torch.cat([step.map_block(tile).to(dtype) for tile in self._tiles(block)])
         non_finite, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
         # The memory is pinned on a GPU, because copies to other memory would wait for those of other threads.
         torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)

@@ -22,11 +22,11 @@ from mergegate.merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
+    choose_pieces,
     fold_counts,
     fold_grains,
     fold_sums,
     row_length,
-    sampled_pieces,
 )
 from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import find_method, merge_methods
@@ -53,6 +53,7 @@ __all__ = [
     "StoredBlock",
     "TensorTask",
     "Traits",
+    "choose_pieces",
     "combine",
     "find_method",
     "fold_counts",
@@ -61,5 +62,4 @@ __all__ = [
     "mask_key",
     "merge_methods",
     "row_length",
-    "sampled_pieces",
 ]

@@ -27,10 +27,11 @@ from mergegate.merge_core.methods.contract import (
     Map,
     Method,
     Parameter,
-    Steps,
     StoredBlock,
     TensorTask,
     Traits,
+    load_kernels,
+    map_only,
 )
 
 if TYPE_CHECKING:
@@ -39,96 +40,81 @@ if TYPE_CHECKING:
 _PAPER = "Adaptive federated optimization (FedAdam), Reddi et al. 2020, https://arxiv.org/abs/2003.00295"
 
 
-def _moving(task: TensorTask, *, squared: bool) -> Map:
+def _moving_average(task: TensorTask, *, squared: bool) -> Map:
     """Return the map ``keep * second model + (1 - keep) * d``, or the same with ``d²``.
 
     A missing second model counts as zero.
     """
     keep, has_average = float(task.shared["keep"]), len(task.per_input) > 2
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         change = block.inputs[1] - block.base
         new = (change * change if squared else change) * (1.0 - keep)
         return block.inputs[2] * keep + new if has_average else new
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        shares = (np.float32(keep), np.float32(1.0 - keep))
+        load_kernels().moving_average(block.data, block.rows, block.length, *shares, squared, out)
 
-        share = np.float32(1.0 - keep)
-        kernels.moving_average(block.data, block.rows, block.length, np.float32(keep), share, squared, out)
-
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
-def _moving_mean(task: TensorTask) -> Steps:
-    return _moving(task, squared=False)
-    yield  # A generator without a fold.
-
-
-def _moving_squares(task: TensorTask) -> Steps:
-    return _moving(task, squared=True)
-    yield  # A generator without a fold.
-
-
-def _adam(task: TensorTask) -> Steps:
-    """Add ``rate m / (sqrt(v) + tau)`` to the base.
+def _adam(task: TensorTask) -> Map:
+    """Return the map ``b + rate m / (sqrt(v) + tau)``.
 
     Negative values in ``v`` count as zero. A mean of squares has none.
     """
     rate, tau = float(task.shared["rate"]), float(task.shared["tau"])
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         size = block.inputs[2].clamp(min=0.0).sqrt() + tau
         return block.base + block.inputs[1] * rate / size
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        load_kernels().adam(block.data, block.rows, block.length, np.float32(rate), np.float32(tau), out)
 
-        kernels.adam(block.data, block.rows, block.length, np.float32(rate), np.float32(tau), out)
-
-    return Map(of, fused)
-    yield  # A generator without a fold.
+    return Map(map_block, map_stored)
 
 
 def _keep(default: float) -> Parameter:
-    return Parameter("keep", "float", "shared", default, "how much of the mean over the rounds before stays", 0.0, 1.0)
+    return Parameter("keep", "float", "shared", default, "share of the previous mean to keep", 0.0, 1.0)
 
 
 METHODS = (
     Method(
         name="moving_mean",
-        summary="The mean over rounds of what a model changed; the second model is that of the rounds before",
+        summary="Mean over rounds of the change of a model; the second model is the previous mean",
         paper=_PAPER,
         base="required",
         models=(1, 2),
         parameters=(_keep(0.9),),
-        steps=_moving_mean,
+        steps=map_only(lambda task: _moving_average(task, squared=False)),
         costs=Costs(map=0.6),
-        traits=Traits(may_zero=True, states_from=1, makes_state=True),
+        traits=Traits(may_zero=True, first_state=1, makes_state=True),
     ),
     Method(
         name="moving_squares",
-        summary="The mean over rounds of the square of what a model changed; the second model is that of those before",
+        summary="Mean over rounds of the squared change of a model; the second model is the previous mean",
         paper=_PAPER,
         base="required",
         models=(1, 2),
         parameters=(_keep(0.99),),
-        steps=_moving_squares,
+        steps=map_only(lambda task: _moving_average(task, squared=True)),
         costs=Costs(map=0.6),
-        traits=Traits(may_zero=True, states_from=1, makes_state=True),
+        traits=Traits(may_zero=True, first_state=1, makes_state=True),
     ),
     Method(
         name="adam",
-        summary="The base plus a step by Adam: along a moving mean of changes, over the root of that of their squares",
+        summary="The base plus a step of Adam: the moving mean of the changes over the root of their mean square",
         paper=_PAPER,
         base="required",
         models=(2, 2),
         parameters=(
-            Parameter("rate", "float", "shared", REQUIRED, "how far a step goes, before it is divided", 0.0),
-            Parameter("tau", "float", "shared", 1e-3, "added to the root: least size of changes that counts", 1e-9),
+            Parameter("rate", "float", "shared", REQUIRED, "length of a step, before the division", 0.0),
+            Parameter("tau", "float", "shared", 1e-3, "addend to the root: smallest size of a relevant change", 1e-9),
         ),
-        steps=_adam,
+        steps=map_only(_adam),
         costs=Costs(map=0.8),
-        traits=Traits(states_from=0),
+        traits=Traits(first_state=0),
     ),
 )

@@ -20,11 +20,12 @@ from mergegate.merge_core.methods.contract import (
     Map,
     Method,
     Parameter,
-    Steps,
     StoredBlock,
     TensorTask,
     Traits,
     add_in_order,
+    load_kernels,
+    map_only,
 )
 from mergegate.merge_core.methods.task_vectors import LAMBDA, WEIGHT
 
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def _consensus(task: TensorTask) -> Steps:
-    weights, thresholds = task.column("weight"), task.column("threshold")
+def _consensus(task: TensorTask) -> Map:
+    weights, thresholds = task.model_values("weight"), task.model_values("threshold")
     agreement, scale = int(task.shared["agreement"]), float(task.shared["lambda"])
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
@@ -46,20 +47,17 @@ def _consensus(task: TensorTask) -> Steps:
             needed += vector.abs() > (total - vector).abs() * threshold
         return block.base + torch.where(needed >= agreement, total, 0.0) * scale
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
-
+    def map_stored(block: StoredBlock, out: Any) -> None:
         arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
-        kernels.consensus(block.data, block.rows, block.length, *arguments, out)
+        load_kernels().consensus(block.data, block.rows, block.length, *arguments, out)
 
-    return Map(of, fused)
-    yield  # A generator without a fold.
+    return Map(map_block, map_stored)
 
 
 METHODS = (
     Method(
         name="consensus_ta",
-        summary="Add up task vectors where at least two models need the element, leave the rest as the base has it",
+        summary="Add up task vectors where at least two models need the element, keep the base elsewhere",
         paper="Consensus Task Arithmetic (TALL masks), Wang et al. 2024, https://arxiv.org/abs/2405.07813",
         base="required",
         models=(1, None),
@@ -70,13 +68,13 @@ METHODS = (
                 "float",
                 "non_base",
                 0.4,
-                "how large an element of a model must be, in those of all others together, to be needed by it",
+                "minimum size of a needed element, relative to the sum of the other models",
                 0.0,
             ),
-            Parameter("agreement", "int", "shared", 2, "models that must need an element", 1),
+            Parameter("agreement", "int", "shared", 2, "minimum number of models that need an element", 1),
             LAMBDA,
         ),
-        steps=_consensus,
+        steps=map_only(_consensus),
         costs=Costs(map=1.4),
         traits=Traits(adapters="products"),
     ),

@@ -8,7 +8,7 @@ matter how large the tensor is. This module has the building blocks and the simp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from mergegate.merge_core.methods.contract import (
     Map,
     Method,
     Parameter,
-    Steps,
     StoredBlock,
     TensorTask,
     Traits,
     Values,
     fold_sums,
+    load_kernels,
+    map_only,
 )
 
 if TYPE_CHECKING:
@@ -40,19 +41,18 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
     With ``about_base``, input 0 is the base ``b`` and has no coefficient.
     """
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         vectors = block.deltas() if about_base else block.inputs
         result = vectors[0] * coefficients[0]
         for vector, coefficient in zip(vectors[1:], coefficients[1:], strict=True):
             result = result + vector * coefficient
         return block.base + result if about_base else result
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        factors = np.asarray(coefficients, np.float32)
+        load_kernels().combine(block.data, block.rows, block.length, factors, about_base, out)
 
-        kernels.combine(block.data, block.rows, block.length, np.asarray(coefficients, np.float32), about_base, out)
-
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
 def mean_of_models(task: TensorTask) -> Map:
@@ -60,22 +60,24 @@ def mean_of_models(task: TensorTask) -> Map:
 
     If there is a base, ``lambda`` scales the difference between the mean and the base.
     """
-    weights = task.column("weight")
+    weights = task.model_values("weight")
     scale = float(task.shared["lambda"]) / sum(weights)
     return combine([weight * scale for weight in weights], about_base=task.has_base)
 
 
-def check_mean(shared: Values, per_input: Sequence[Values], where: str) -> None:
+def check_mean(shared: Values, per_input: Sequence[Values], location: str) -> None:
     """Raise InvalidInput if all weights of a mean are zero, or if ``lambda`` scales it without a base."""
     weights = [values["weight"] for values in per_input if "weight" in values]
     if sum(weights) <= 0:
-        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
+        raise InvalidInput(
+            location, found="weights that add up to 0", expected="a positive sum", remedy="increase a weight"
+        )
     if len(weights) == len(per_input) and shared["lambda"] != 1:
         raise InvalidInput(
-            f"{where}: lambda",
+            f"{location}: lambda",
             found=f"{shared['lambda']:g} without a base",
-            expected="1: it is the factor of what is added to a base",
-            remedy="name the base_model, or leave lambda out",
+            expected="1, because lambda scales the difference from a base",
+            remedy="set base_model, or remove lambda",
         )
 
 
@@ -83,58 +85,55 @@ def gram(count: int, *, about_base: bool = False) -> Fold:
     """Return a pass that computes the float64 Gram matrix ``[count, count]`` of the inputs or of their task vectors."""
     pairs = [(i, j) for i in range(count) for j in range(i, count)]
 
-    def of(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         vectors = (block.deltas() if about_base else block.inputs).double()
         return torch.stack([block.grain_sums(vectors[i] * vectors[j]) for i, j in pairs], dim=-1)
 
-    def fused(block: StoredBlock) -> Any:
-        from mergegate.merge_core.methods import kernels
+    upper = fold_sums(
+        reduce_block,
+        lambda block: load_kernels().gram(block.data, block.rows, block.length, block.grain, about_base),
+    )
 
-        return kernels.gram(block.data, block.rows, block.length, block.grain, about_base)
-
-    upper = fold_sums(of, fused)
-
-    def full(parts: Sequence[Any]) -> Any:
+    def combine_parts(parts: Sequence[Any]) -> Any:
         matrix = np.zeros((count, count))
         for (i, j), value in zip(pairs, upper.combine(parts), strict=True):
             matrix[i, j] = matrix[j, i] = value
         return matrix
 
-    return Fold(upper.of, full, upper.fused)
+    return Fold(upper.reduce_block, combine_parts, upper.reduce_stored)
 
 
-def _linear(task: TensorTask) -> Steps:
-    weights = task.column("weight")
+def _linear(task: TensorTask) -> Map:
+    weights = task.model_values("weight")
     scale = sum(weights) if task.shared["normalize"] else 1.0
     return combine([weight / scale for weight in weights])
-    yield  # A generator without a fold.
 
 
-def _check_weights(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    if shared["normalize"] and abs(sum(values["weight"] for values in per_input)) < 1e-12:
-        raise InvalidInput(
-            where,
-            found="weights that add up to 0",
-            expected="a sum that can be normalised",
-            remedy="set normalize: false, or change a weight",
-        )
+def check_weight_sum(switch: str) -> Callable[[Values, Sequence[Values], str], None]:
+    """Return a check that raises InvalidInput if weights add up to 0 and ``switch`` divides by their sum."""
 
+    def check(shared: Values, per_input: Sequence[Values], location: str) -> None:
+        if shared[switch] and abs(sum(values["weight"] for values in per_input if "weight" in values)) < 1e-12:
+            raise InvalidInput(
+                location,
+                found="weights that add up to 0",
+                expected="a sum other than 0 to divide by",
+                remedy=f"change a weight, or set {switch}: false",
+            )
 
-def _passthrough(task: TensorTask) -> Steps:
-    return combine([float(task.per_input[0]["scale"])])
-    yield  # A generator without a fold.
+    return check
 
 
 PASSTHROUGH = Method(
     name="passthrough",
-    summary="The tensors of one model, for stacking slices; optionally scaled",
+    summary="The tensors of one model, optionally scaled, for stacking slices",
     paper="",
     base="ordinary",
     models=(1, 1),
     parameters=(Parameter("scale", "float", "input", 1.0, "factor for every element"),),
-    steps=_passthrough,
+    steps=map_only(lambda task: combine([float(task.per_input[0]["scale"])])),
     costs=Costs(map=0.5),
     traits=Traits(may_zero=True),
 )
@@ -147,11 +146,11 @@ METHODS = (
         base="ordinary",
         models=(1, None),
         parameters=(
-            Parameter("weight", "float", "input", REQUIRED, "share of each model"),
+            Parameter("weight", "float", "input", REQUIRED, "weight of each model"),
             Parameter("normalize", "bool", "shared", True, "divide by the sum of the weights"),
         ),
-        steps=_linear,
-        check=_check_weights,
+        steps=map_only(_linear),
+        check=check_weight_sum("normalize"),
         costs=Costs(map=0.6),
         traits=Traits(adds_up=True, adapters="sum", first_draft="averages the models"),
     ),

@@ -9,8 +9,9 @@ between them. At the end it returns the :class:`Map` that turns one block of inp
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
-The functions take a :class:`Block` (torch, any device) and are the readable reference. Each may have a ``fused``
-counterpart for the CPU that works directly on the stored bytes and must give the same result.
+The functions take a :class:`Block` (torch, any device) and are the readable reference. Each may have a fused
+counterpart for the CPU, which takes a :class:`StoredBlock`, works directly on the stored numbers and must give the same
+result.
 
 Every reduction is per *grain*, which is a fixed run of elements or a row. Grains are combined in order, so results
 depend neither on the block size nor on the number of threads.
@@ -18,17 +19,18 @@ depend neither on the block size nor on the number of threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
-    Array: TypeAlias = NDArray[Any]
-
+Array: TypeAlias = NDArray[Any]
 Scalar: TypeAlias = bool | int | float | str
 Values: TypeAlias = Mapping[str, Any]
 
@@ -125,17 +127,14 @@ class TensorTask:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def width(self) -> int:
         """Number of inputs of a matrix."""
         return self.shape[0] if self.inputs_first else self.shape[-1]
 
-    def column(self, name: str) -> list[float]:
+    def model_values(self, name: str) -> list[float]:
         """Return the values of the per-input parameter ``name`` for all inputs except the base."""
         return [float(values[name]) for values in self.per_input[1 if self.has_base else 0 :]]
 
@@ -218,6 +217,13 @@ class StoredBlock:
     grain: int
 
 
+def load_kernels() -> Any:
+    """Return the module of the fused kernels. The import is deferred because numba takes a second to load."""
+    from mergegate.merge_core.methods import kernels
+
+    return kernels
+
+
 @dataclass(frozen=True)
 class Fold:
     """One pass over all blocks that reduces them to a few numbers.
@@ -225,31 +231,31 @@ class Fold:
     Use :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains` to create one.
 
     Args:
-        of: Function that computes the partial result of a block.
+        reduce_block: Function that computes the partial result of a block.
         combine: Function that combines the partial results, in block order, into the result of the pass.
-        fused: Counterpart of ``of`` for stored numbers on the CPU.
+        reduce_stored: Fused counterpart of ``reduce_block`` for stored numbers on the CPU.
         eager: Whether partial results may be combined in any order as they arrive, so that few are held in memory.
-        glance: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks (see
-            :func:`sampled_pieces`). Use it only for guesses: no result may depend on it. Default: 0, a full pass.
-        in_order: Whether blocks must arrive one after the other, so that ``of`` can accumulate them.
+        sample_count: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks (see
+            :func:`choose_pieces`). Use it only for guesses: no result may depend on it. Default: 0, a full pass.
+        in_order: Whether blocks must arrive one after the other, so that ``reduce_block`` can accumulate them.
     """
 
-    of: Callable[[Block], torch.Tensor]
+    reduce_block: Callable[[Block], torch.Tensor]
     combine: Callable[[Sequence[Array]], Array]
-    fused: Callable[[StoredBlock], Array] | None = None
+    reduce_stored: Callable[[StoredBlock], Array] | None = None
     eager: bool = False
-    glance: int = 0
+    sample_count: int = 0
     in_order: bool = False
 
 
-def sampled_pieces(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
-    """Return the number of elements per piece (a multiple of the grain), and the indices of the pieces to sample.
+def choose_pieces(numel: int, grain: int, count: int) -> tuple[int, list[int]]:
+    """Return the number of elements per piece (a multiple of the grain), and the indices of ``count`` pieces to sample.
 
-    The tensor must have at least one full piece.
+    The tensor must have at least one full piece. If it has fewer than ``count``, fewer are sampled.
     """
     piece = max(1, GRAIN // grain) * grain
     pieces = numel // piece
-    return piece, sorted({(2 * index + 1) * pieces // (2 * glance) for index in range(glance)})
+    return piece, sorted({(2 * index + 1) * pieces // (2 * count) for index in range(count)})
 
 
 @dataclass(frozen=True)
@@ -257,24 +263,37 @@ class Solve:
     """A computation with matrices between two passes. Torch runs it in one thread, so that sums have one order.
 
     Args:
-        of: Function of the device that holds the blocks. ``yield`` returns its result.
+        compute: Function of the device that holds the blocks. ``yield`` returns its result.
     """
 
-    of: Callable[[str], Any]
+    compute: Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Map:
-    """The last pass: it turns a block of inputs into ``[elements]`` of output, in the data type of the arithmetic.
+    """The last pass, which turns a block of inputs into a block of output.
 
-    The fused counterpart writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
+    Args:
+        map_block: Function that returns ``[elements]`` in the data type of the arithmetic.
+        map_stored: Fused counterpart for stored numbers on the CPU. It writes into its second argument: uint16
+            (bfloat16 bit patterns), float32 or float64.
     """
 
-    of: Callable[[Block], torch.Tensor]
-    fused: Callable[[StoredBlock, Array], None] | None = None
+    map_block: Callable[[Block], torch.Tensor]
+    map_stored: Callable[[StoredBlock, Array], None] | None = None
 
 
 Steps: TypeAlias = Generator[Fold | Solve, Any, Map]
+
+
+def map_only(create_map: Callable[[TensorTask], Map]) -> Callable[[TensorTask], Steps]:
+    """Return the steps of a method that needs no fold pass, from the function that creates its map."""
+
+    def steps(task: TensorTask) -> Steps:
+        return create_map(task)
+        yield  # This makes the function a generator.
+
+    return steps
 
 
 def row_length(shape: tuple[int, ...], shared: Values) -> int:
@@ -282,19 +301,16 @@ def row_length(shape: tuple[int, ...], shared: Values) -> int:
     return max(shape[-1], 1) if shape else 1
 
 
-def fold_sums(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+def fold_sums(
+    reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
+) -> Fold:
     """Return a pass whose blocks give float64 ``[grains, ...]`` and whose result is the sum over all grains."""
-
-    def combine(parts: Sequence[Array]) -> Array:
-        import numpy as np
-
-        total: Array = np.sum(np.concatenate(parts), axis=0)
-        return total
-
-    return Fold(of, combine, fused)
+    return Fold(reduce_block, lambda parts: np.sum(np.concatenate(parts), axis=0), reduce_stored)
 
 
-def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+def fold_counts(
+    reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
+) -> Fold:
     """Return a pass whose blocks give integer arrays of one shape and whose result is their sum."""
 
     def combine(parts: Sequence[Array]) -> Array:
@@ -305,18 +321,14 @@ def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
             total += part
         return total
 
-    return Fold(of, combine, fused, eager=True)
+    return Fold(reduce_block, combine, reduce_stored, eager=True)
 
 
-def fold_grains(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+def fold_grains(
+    reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
+) -> Fold:
     """Return a pass whose blocks give ``[grains, ...]`` and whose result is the concatenation of all grains."""
-
-    def combine(parts: Sequence[Array]) -> Array:
-        import numpy as np
-
-        return np.concatenate(parts)
-
-    return Fold(of, combine, fused)
+    return Fold(reduce_block, np.concatenate, reduce_stored)
 
 
 @dataclass(frozen=True)
@@ -334,15 +346,15 @@ class Costs:
             larger number, because bfloat16 weights have many ties.
         products: Floating-point operations of matrix products and decompositions in float64, for a whole tensor. None
             for methods that do not work on matrices.
-        held: Peak number of bytes that a tensor needs in addition to its blocks while it is processed. None for methods
-            that do not work on matrices.
+        held_bytes: Peak number of bytes that a tensor needs in addition to its blocks while it is processed. None for
+            methods that do not work on matrices.
     """
 
     map: float
     fold: float = 0.0
     folds: Callable[[TensorTask], int] = field(default=lambda task: 0, repr=False)
     products: Callable[[TensorTask], float] | None = field(default=None, repr=False)
-    held: Callable[[TensorTask], int] | None = field(default=None, repr=False)
+    held_bytes: Callable[[TensorTask], int] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -350,13 +362,13 @@ class ConflictRemedy:
     """How to change a recipe to a method that resolves opposing task vectors, and the reason to give.
 
     Args:
-        because: Clause that says what the method does instead, to follow its name: ``keeps the largest and lets the
+        reason: Clause that describes the effect of the method and follows its name: ``keeps the largest and lets the
             stronger sign win``.
         settings: Parameters that the changed recipe sets.
         additions: Parameters that it sets only if the previous method had none of that name.
     """
 
-    because: str
+    reason: str
     settings: Mapping[str, Scalar] = field(default_factory=dict)
     additions: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -378,8 +390,8 @@ class Traits:
             one with and one without a base. Empty for all others.
         reads_text: Quantity that each model measures on a calibration text of its own: the inputs of its matrices
             (:class:`InputMoments`), or the importance of its elements (:attr:`Block.importance`).
-        by_distance: Whether the weights of the models follow from the distances between them.
-        states_from: Position from which the models are not models but states that an optimizer carries from merge to
+        weights_by_distance: Whether the weights of the models follow from the distances between them.
+        first_state: Position from which the models are not models but states that an optimizer carries from merge to
             merge, in the shape of a model. None: all are models.
         makes_state: Whether the output is such a state instead of a model. It may be of any size.
     """
@@ -392,8 +404,8 @@ class Traits:
     conflict_remedy: ConflictRemedy | None = None
     first_draft: str = ""
     reads_text: Literal["moments", "importance"] | None = None
-    by_distance: bool = False
-    states_from: int | None = None
+    weights_by_distance: bool = False
+    first_state: int | None = None
     makes_state: bool = False
 
 
@@ -413,7 +425,8 @@ class Method:
         steps: The computation; see the module docstring.
         grain: Elements per grain for a shape and the shared values. Blocks are whole grains, which are rows for some
             methods.
-        alone: Treatment of a tensor that only one input has: ``copy`` it, or ``compute`` with the available inputs.
+        single_input: Treatment of a tensor that only one input has: ``copy`` it, or ``compute`` with the available
+            inputs.
         check: Function that raises InvalidInput, for a location, if the values of one tensor do not fit together.
         costs: Costs for the estimate. None: not measured, so the estimate uses assumed costs and mentions it.
         traits: Properties for health checks and remedies.
@@ -427,7 +440,7 @@ class Method:
     parameters: tuple[Parameter, ...]
     steps: Callable[[TensorTask], Steps] = field(repr=False)
     grain: Callable[[tuple[int, ...], Values], int] = field(default=lambda shape, shared: GRAIN, repr=False)
-    alone: Literal["copy", "compute"] = "compute"
+    single_input: Literal["copy", "compute"] = "compute"
     check: Callable[[Values, Sequence[Values], str], None] = field(default=lambda *_: None, repr=False)
     costs: Costs | None = field(default=None, repr=False)
     traits: Traits = field(default=Traits(), repr=False)

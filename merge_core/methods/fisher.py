@@ -21,10 +21,10 @@ from mergegate.merge_core.methods.contract import (
     Map,
     Method,
     Parameter,
-    Steps,
     TensorTask,
     Traits,
     add_in_order,
+    map_only,
 )
 from mergegate.merge_core.methods.task_vectors import LAMBDA
 
@@ -32,16 +32,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def _fisher(task: TensorTask) -> Steps:
-    return _by_importance(task) if task.has_importance else mean_of_models(task)
-    yield  # A generator without a fold.
-
-
-def _by_importance(task: TensorTask) -> Map:
-    weights, scale = task.column("weight"), float(task.shared["lambda"])
+def _average_by_importance(task: TensorTask) -> Map:
+    """Return the map of the weighted mean. Without importance, it is the mean of the models."""
+    if not task.has_importance:
+        return mean_of_models(task)
+    weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     shares = [weight / sum(weights) for weight in weights]
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         assert block.importance is not None
@@ -55,18 +53,18 @@ def _by_importance(task: TensorTask) -> Map:
         merged = mean + torch.where(total > 0, offset, 0.0)
         return block.base + (merged - block.base) * scale if task.has_base and scale != 1 else merged
 
-    return Map(of)
+    return Map(map_block)
 
 
 METHODS = (
     Method(
         name="fisher",
-        summary="Each element from the models in proportion to how much it matters to what each says on its own text",
+        summary="Average of each element, weighted by its importance to each model on its own calibration text",
         paper="Fisher merging, Matena & Raffel 2022, https://arxiv.org/abs/2111.09832",
         base="optional",
         models=(1, None),
-        parameters=(Parameter("weight", "float", "non_base", 1.0, "how much each model counts", 0.0), LAMBDA),
-        steps=_fisher,
+        parameters=(Parameter("weight", "float", "non_base", 1.0, "weight of each model", 0.0), LAMBDA),
+        steps=map_only(_average_by_importance),
         check=check_mean,
         costs=Costs(map=12.0),
         traits=Traits(reads_text="importance"),

@@ -7,13 +7,16 @@ products over runs of another length would add up in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length
 
 if TYPE_CHECKING:
     import torch
+
+    # Products of two task matrices, by pair of models i <= j.
+    Products: TypeAlias = dict[tuple[int, int], torch.Tensor]
 
 GRAIN_ROWS = 128
 
@@ -38,75 +41,62 @@ def deltas_of(part: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     return torch.stack([(row - wide[0]) * weight for row, weight in zip(wide[1:], weights, strict=True)])
 
 
-class DeltaProducts:
-    """Products ``d_i' d_j`` ``[in, in]`` of the task vectors of a matrix, summed over its rows in float64.
+def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True) -> Generator[Fold, Any, Products]:
+    """Yield the pass that adds up ``d_i' d_j`` ``[in, in]`` over the rows of a matrix in float64, and return the sums.
 
     Args:
         task: The matrix. Its base is input 0.
         crossed: Whether to compute the products of all pairs of models (i <= j) instead of each model with itself.
         weighted: Whether to multiply task vectors by the weights of their models.
     """
+    weights = _vector_weights(task, weighted)
+    models = range(len(weights))
+    pairs = [(i, j) for i in models for j in models if i == j or (crossed and i < j)]
+    sums: Products = {}
 
-    def __init__(self, task: TensorTask, *, crossed: bool, weighted: bool = True) -> None:
-        weights = task.column("weight")
-        self._width, self._weights = task.shape[-1], weights if weighted else [1.0] * len(weights)
-        models = range(len(self._weights))
-        self._pairs = [(i, j) for i in models for j in models if i == j or (crossed and i < j)]
-        self._sums: dict[tuple[int, int], torch.Tensor] = {}
-
-    def fold(self) -> Fold:
-        """Return the pass that adds up the products."""
-        return Fold(self._add, lambda parts: parts[-1], in_order=True)
-
-    def _add(self, block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
-        for part in rows_of(block, self._width):
-            deltas = deltas_of(part, self._weights)
-            for i, j in self._pairs:
-                if (i, j) not in self._sums:
-                    self._sums[i, j] = deltas[i].T @ deltas[j]
+        for part in rows_of(block, task.shape[-1]):
+            deltas = deltas_of(part, weights)
+            for i, j in pairs:
+                if (i, j) not in sums:
+                    sums[i, j] = deltas[i].T @ deltas[j]
                 else:
-                    self._sums[i, j].addmm_(deltas[i].T, deltas[j])
+                    sums[i, j].addmm_(deltas[i].T, deltas[j])
         return torch.zeros(0)
 
-    def release(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the sums by pair of models, and release them here."""
-        sums, self._sums = self._sums, {}
-        return sums
+    yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
+    return sums
 
 
-class WholeDeltas:
-    """The task vectors of a matrix, held whole in memory because products of its columns would be too large: float32.
+def collect_deltas(task: TensorTask, *, weighted: bool = True) -> Generator[Fold, Any, torch.Tensor]:
+    """Yield the pass that copies the task vectors of a matrix into memory, and return them: ``[models, out, in]``.
+
+    This serves matrices whose products of columns would be too large.
 
     Args:
         task: The matrix. Its base is input 0.
         weighted: Whether to multiply task vectors by the weights of their models.
     """
+    weights = _vector_weights(task, weighted)
+    matrices: list[torch.Tensor] = []
 
-    def __init__(self, task: TensorTask, *, weighted: bool = True) -> None:
-        weights = task.column("weight")
-        self._shape, self._weights = task.shape, weights if weighted else [1.0] * len(weights)
-        self._whole: torch.Tensor | None = None
-
-    def fold(self) -> Fold:
-        """Return the pass that collects the task vectors."""
-        return Fold(self._collect, lambda parts: parts[-1], in_order=True)
-
-    def _collect(self, block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
-        if self._whole is None:
-            shape = (len(self._weights), *self._shape)
-            self._whole = torch.empty(shape, dtype=block.inputs.dtype, device=block.inputs.device)
-        row = block.start // self._shape[-1]
-        for part in rows_of(block, self._shape[-1]):
-            self._whole[:, row : row + part.shape[1]] = deltas_of(part, self._weights).to(part.dtype)
+        if not matrices:
+            matrices.append(block.inputs.new_empty((len(weights), *task.shape)))
+        row = block.start // task.shape[-1]
+        for part in rows_of(block, task.shape[-1]):
+            matrices[0][:, row : row + part.shape[1]] = deltas_of(part, weights).to(part.dtype)
             row += part.shape[1]
         return torch.zeros(0)
 
-    def release(self) -> torch.Tensor:
-        """Return the task vectors ``[models, out, in]``, and release them here."""
-        assert self._whole is not None
-        whole, self._whole = self._whole, None
-        return whole
+    yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
+    return matrices.pop()
+
+
+def _vector_weights(task: TensorTask, weighted: bool) -> list[float]:
+    weights = task.model_values("weight")
+    return weights if weighted else [1.0] * len(weights)

@@ -21,7 +21,7 @@ from mergegate.merge_core.methods.contract import (
     Parameter,
     Steps,
     TensorTask,
-    Values,
+    add_in_order,
     row_length,
 )
 
@@ -35,7 +35,19 @@ _LEAST_NORMS = 1e-6
 def _steps(task: TensorTask) -> Steps:
     count = len(task.per_input) - 1
     if task.shared["filter_wise"]:
-        return Map(lambda block: _by_rows(block, count))
+
+        def map_block(block: Block) -> torch.Tensor:
+            import torch
+
+            offsets = block.grains(block.deltas())
+            wide = offsets.double()
+            products = {
+                (i, j): (wide[i] * wide[j]).sum(-1).cpu().numpy() for i in range(count) for j in range(i, count)
+            }
+            share = torch.from_numpy(np.asarray(ratio(products, count)) / count).to(offsets)
+            return block.base + (add_in_order(list(offsets)) * share.unsqueeze(-1)).flatten()
+
+        return Map(map_block)
     matrix = yield gram(count, about_base=True)
     share = float(ratio({(i, j): matrix[i, j] for i in range(count) for j in range(i, count)}, count))
     return combine([share / count] * count, about_base=True)
@@ -56,23 +68,6 @@ def ratio(products: dict[tuple[int, int], Any], count: int) -> Any:
     return np.where(degenerate, 0.0, count * cosine / np.where(degenerate, 1.0, divisor))
 
 
-def _by_rows(block: Block, count: int) -> torch.Tensor:
-    import torch
-
-    offsets = block.grains(block.deltas())
-    wide = offsets.double()
-    products = {(i, j): (wide[i] * wide[j]).sum(-1).cpu().numpy() for i in range(count) for j in range(i, count)}
-    share = torch.from_numpy(np.asarray(ratio(products, count)) / count).to(offsets)
-    total = offsets[0]
-    for offset in offsets[1:]:
-        total = total + offset
-    return block.base + (total * share.unsqueeze(-1)).flatten()
-
-
-def _grain(shape: tuple[int, ...], shared: Values) -> int:
-    return row_length(shape, shared) if shared["filter_wise"] else GRAIN
-
-
 METHODS = (
     Method(
         name="model_stock",
@@ -82,8 +77,8 @@ METHODS = (
         models=(2, None),
         parameters=(Parameter("filter_wise", "bool", "shared", False, "an angle for each row instead of each tensor"),),
         steps=_steps,
-        grain=_grain,
-        alone="copy",
+        grain=lambda shape, shared: row_length(shape, shared) if shared["filter_wise"] else GRAIN,
+        single_input="copy",
         costs=Costs(map=0.6, fold=1.4, folds=lambda task: 0 if task.shared["filter_wise"] else 1),
     ),
 )

@@ -19,16 +19,12 @@ from mergegate.merge_core.methods.contract import (
     TensorTask,
     Traits,
     fold_grains,
+    load_kernels,
+    map_only,
     row_length,
 )
-from mergegate.merge_core.methods.selection import (
-    ScoreFunction,
-    SelectionRequest,
-    counters,
-    select,
-    select_passes,
-    value_of,
-)
+from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, count_stored_scores
+from mergegate.merge_core.methods.selection import select, select_passes, threshold_score
 
 if TYPE_CHECKING:
     import torch
@@ -37,22 +33,19 @@ if TYPE_CHECKING:
 _NEAREST = 1e-6
 
 
-def _nearswap(task: TensorTask) -> Steps:
+def _nearswap(task: TensorTask) -> Map:
     """Move towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
     t = float(task.shared["t"])
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         base, model = block.base, block.inputs[1]
         share = (t / (base - model).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
         return share * model + (1.0 - share) * base
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        load_kernels().nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
 
-        kernels.nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
-
-    return Map(of, fused)
-    yield  # A generator without a fold.
+    return Map(map_block, map_stored)
 
 
 def _fusion(task: TensorTask) -> Steps:
@@ -77,27 +70,25 @@ def _fusion(task: TensorTask) -> Steps:
         return divergence[first : first + block.length // block.grain].astype(np.float32)
 
     def stored_importance(block: StoredBlock) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.importances(block.data, block.rows, block.length, block.grain, rows_of(block))
+        return load_kernels().importances(block.data, block.rows, block.length, block.grain, rows_of(block))
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
-    scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
-    cuts = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
-    low, median, high = (value_of(cut, task.dtype) for cut in cuts)
+    stored_scores = count_stored_scores(stored_importance)
+    scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, stored_scores)
+    thresholds = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
+    low, median, high = (threshold_score(threshold, task.dtype) for threshold in thresholds)
     bound = median + 1.5 * (high - low)
 
-    def of(block: Block) -> Any:
+    def map_block(block: Block) -> Any:
         import torch
 
         return torch.where(importance(block) >= bound, block.inputs[1], block.base)
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        arguments = (block.grain, rows_of(block), np.float32(bound))
+        load_kernels().fuse(block.data, block.rows, block.length, *arguments, out)
 
-        kernels.fuse(block.data, block.rows, block.length, block.grain, rows_of(block), np.float32(bound), out)
-
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
 def _divergence(block: Block) -> torch.Tensor:
@@ -112,13 +103,13 @@ def _divergence(block: Block) -> torch.Tensor:
 METHODS = (
     Method(
         name="nearswap",
-        summary="Take from the model what is near the base",
+        summary="Move the base to the values of the model where both are near",
         paper="",
         base="required",
         models=(1, 1),
-        parameters=(Parameter("t", "float", "shared", REQUIRED, "difference up to which the model's value is taken"),),
-        steps=_nearswap,
-        alone="copy",
+        parameters=(Parameter("t", "float", "shared", REQUIRED, "difference up to which the model's value is used"),),
+        steps=map_only(_nearswap),
+        single_input="copy",
         costs=Costs(map=0.5),
         traits=Traits(merges_base=True),
     ),
@@ -131,7 +122,7 @@ METHODS = (
         parameters=(),
         steps=_fusion,
         grain=row_length,
-        alone="copy",
+        single_input="copy",
         costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype, task.numel, numbered=False)),
         traits=Traits(merges_base=True),
     ),

@@ -23,46 +23,43 @@ from mergegate.merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     fold_counts,
+    load_kernels,
+    map_only,
 )
 
 if TYPE_CHECKING:
     import torch
 
-_EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference is no change", minimum=0.0)
-
-
-def _plain(task: TensorTask) -> Steps:
-    return _map([1.0] * (len(task.per_input) - 1), float(task.shared["epsilon"]))
-    yield  # A generator without a fold.
+_EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference does not count as a change", minimum=0.0)
 
 
 def _amplified(task: TensorTask) -> Steps:
     epsilon, r, alpha = (float(task.shared[name]) for name in ("epsilon", "r", "alpha"))
 
-    def of(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         changed = block.deltas().abs() > epsilon
         several = changed.sum(0) > 1
         return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
 
-    def fused(block: StoredBlock) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.count_changes(block.data, block.rows, block.length, np.float32(epsilon))
-
-    shared, unique = yield fold_counts(of, fused)
+    shared, unique = yield fold_counts(
+        reduce_block,
+        lambda block: load_kernels().count_changes(block.data, block.rows, block.length, np.float32(epsilon)),
+    )
     factors = [
         1 + r * min(max(shared_count / max(unique_count, epsilon), 0.0), alpha)
         if max(unique_count, epsilon) > 0
         else 1 + r * alpha
         for shared_count, unique_count in zip(shared.tolist(), unique.tolist(), strict=True)
     ]
-    return _map(factors, epsilon)
+    return _average_changes(factors, epsilon)
 
 
-def _map(factors: Sequence[float], epsilon: float) -> Map:
-    def of(block: Block) -> torch.Tensor:
+def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
+    """Return the map that adds the changes to the base, with one factor per model for those that it alone made."""
+
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         deltas = block.deltas()
@@ -74,13 +71,11 @@ def _map(factors: Sequence[float], epsilon: float) -> Map:
             total = total + torch.where(is_changed, delta * scale, 0.0)
         return block.base + total
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
-
+    def map_stored(block: StoredBlock, out: Any) -> None:
         scales = np.array(factors, np.float32)
-        kernels.ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
+        load_kernels().ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
 
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
 _PAPER = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
@@ -92,7 +87,7 @@ METHODS = (
         base="required",
         models=(1, None),
         parameters=(_EPSILON,),
-        steps=_plain,
+        steps=map_only(lambda task: _average_changes([1.0] * (len(task.per_input) - 1), float(task.shared["epsilon"]))),
         costs=Costs(map=1.4),
     ),
     Method(

@@ -59,13 +59,18 @@ def merge_methods() -> Mapping[str, Method]:
         loaded = point.load()
         for method in (loaded,) if isinstance(loaded, Method) else tuple(loaded):
             if not isinstance(method, Method) or method.name in methods:
-                problem = f"the name {method.name!r} is taken" if isinstance(method, Method) else "not a Method"
-                raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
+                problem = f"the name {method.name!r}, which is taken" if isinstance(method, Method) else "not a Method"
+                raise InvalidInput(
+                    f"entry point {GROUP}:{point.name}",
+                    found=problem,
+                    expected="merge methods with unused names",
+                    remedy="uninstall the package that registers it",
+                )
             methods[method.name] = method
     return MappingProxyType(methods)
 
 
-def find_method(name: object, where: str) -> Method:
+def find_method(name: object, location: str) -> Method:
     """Return the method with this name.
 
     Raises:
@@ -74,7 +79,7 @@ def find_method(name: object, where: str) -> Method:
     method = merge_methods().get(name) if isinstance(name, str) else None
     if method is None:
         raise InvalidInput(
-            where,
+            location,
             found=f"unknown merge method {name!r}",
             expected="a merge method",
             remedy=suggest(str(name), merge_methods()),

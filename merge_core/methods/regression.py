@@ -50,7 +50,7 @@ from mergegate.merge_core.methods.contract import (
     Traits,
     add_in_order,
 )
-from mergegate.merge_core.methods.matrices import DeltaProducts, grain_of_rows, rows_of
+from mergegate.merge_core.methods.matrices import grain_of_rows, rows_of, sum_delta_products
 from mergegate.merge_core.methods.task_vectors import LAMBDA
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 # Share of the mean of the diagonal. Moments are stored in float32, so smaller inputs are rounding noise.
 _FLOOR = 1e-6
-_WEIGHT = Parameter("weight", "float", "non_base", 1.0, "how much the answers of each model count", 0.0)
+_WEIGHT = Parameter("weight", "float", "non_base", 1.0, "weight of the outputs of each model", 0.0)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ class _System:
     shares: tuple[float, ...]
     differences: tuple[torch.Tensor, ...]
     factor: torch.Tensor | None
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether full moments are used, and there is more than one model."""
-        return self.factor is not None and self.factor.ndim == 2 and bool(self.differences)
 
     def mean(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the weighted mean over the models: ``[models, rows, columns]`` → ``[rows, columns]``."""
@@ -98,7 +93,7 @@ class _System:
         return mean + torch.cholesky_solve(right.T, self.factor).T
 
 
-def _system(weights: Sequence[float], moments: Sequence[torch.Tensor], floor: float) -> _System:
+def _set_up_system(weights: Sequence[float], moments: Sequence[torch.Tensor], floor: float) -> _System:
     """Set up the problem for moments that are all ``[in, in]`` or all ``[in]`` in float64. It reuses their memory."""
     import torch
 
@@ -132,15 +127,6 @@ def _read_moments(moments: Sequence[InputMoments], off_diagonals: float, device:
     return results
 
 
-def _moments_of_deltas(products: DeltaProducts, device: str) -> list[torch.Tensor]:
-    """Return ``d_i' d_i / |d_i|^2`` for each model; zeros for a model that did not change this matrix."""
-    moments = []
-    for gram in products.release().values():
-        size = float(gram.diagonal().sum())
-        moments.append(gram.to(device).div_(size or 1.0))
-    return moments
-
-
 def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tensor]) -> Map:
     """Return the map that solves run by run of rows.
 
@@ -151,7 +137,7 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
     """
     scale = float(task.shared["lambda"])
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         parts, row = [], block.start // task.shape[-1]
@@ -164,66 +150,47 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
             row += part.shape[1]
         return torch.cat(parts)
 
-    return Map(of)
+    return Map(map_block)
 
 
-class _InputsFirstSystem:
-    """Sum ``R'`` over runs of rows of a matrix ``[in, out]``, and solve for the change from the mean.
+def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
+    """Solve a matrix that is stored as ``[in, out]``: sum ``R'`` over its rows, and add the solution to the mean."""
+    factor = system.factor
+    if factor is not None and factor.ndim == 2 and system.differences:
+        sums: list[torch.Tensor] = []
 
-    Args:
-        task: The matrix.
-        system: Its least-squares problem.
-    """
+        def reduce_block(block: Block) -> torch.Tensor:
+            import torch
 
-    def __init__(self, task: TensorTask, system: _System) -> None:
-        self._task, self._system = task, system
-        self._sum: torch.Tensor | None = None
+            row = block.start // task.shape[-1]
+            for part in rows_of(block, task.shape[-1]):
+                models = part.double()[int(task.has_base) :]
+                mean, rows = system.mean(models), slice(row, row + part.shape[1])
+                for model, difference in zip(models[:-1], system.differences, strict=True):
+                    if not sums:
+                        sums.append(difference[:, rows] @ (model - mean))
+                    else:
+                        sums[0].addmm_(difference[:, rows], model - mean)
+                row += part.shape[1]
+            return torch.zeros(0)
 
-    def fold(self) -> Fold:
-        """Return the pass that adds up the right-hand side."""
-        return Fold(self._add, lambda parts: parts[-1], in_order=True)
+        def solve_change(device: str) -> torch.Tensor:
+            import torch
 
-    def _add(self, block: Block) -> torch.Tensor:
-        import torch
+            return torch.cholesky_solve(sums.pop(), factor)
 
-        row = block.start // self._task.shape[-1]
-        for part in rows_of(block, self._task.shape[-1]):
-            models = part.double()[int(self._task.has_base) :]
-            mean, rows = self._system.mean(models), slice(row, row + part.shape[1])
-            for model, difference in zip(models[:-1], self._system.differences, strict=True):
-                if self._sum is None:
-                    self._sum = difference[:, rows] @ (model - mean)
-                else:
-                    self._sum.addmm_(difference[:, rows], model - mean)
-            row += part.shape[1]
-        return torch.zeros(0)
-
-    def change(self) -> torch.Tensor:
-        """Return the change ``[in, out]``, and release the sum."""
-        import torch
-
-        assert self._sum is not None
-        assert self._system.factor is not None
-        side, self._sum = self._sum, None
-        return torch.cholesky_solve(side, self._system.factor)
-
-
-def _solve_inputs_first_map(task: TensorTask, system: _System) -> Steps:
-    """Return the map of a matrix that is stored as ``[in, out]``."""
-    if system.is_matrix:
-        sides = _InputsFirstSystem(task, system)
-        yield sides.fold()
-        change = yield Solve(lambda device: sides.change())
+        yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
+        change = yield Solve(solve_change)
         return _solve_map(task, lambda models, row: system.mean(models) + change[row : row + models.shape[1]])
 
     def solve(models: torch.Tensor, row: int) -> torch.Tensor:
         mean = system.mean(models)
-        if system.factor is None or not system.differences:
+        if factor is None or not system.differences:
             return mean
         rows = slice(row, row + models.shape[1])
         pairs = zip(models[:-1], system.differences, strict=True)
         change_rows = add_in_order([(model - mean) * squares[rows, None] for model, squares in pairs])
-        return mean + change_rows / system.factor[rows, None]
+        return mean + change_rows / factor[rows, None]
 
     return _solve_map(task, solve)
 
@@ -238,25 +205,35 @@ def _regmean(task: TensorTask) -> Steps:
             found=f"measured inputs of width {width}",
             expected=f"{task.width}, the {'rows' if task.inputs_first else 'columns'} of the matrix",
         )
-    weights, off_diagonals = task.column("weight"), float(task.shared["off_diagonals"])
-    system = yield Solve(lambda device: _system(weights, _read_moments(moments, off_diagonals, device), _FLOOR))
+    weights, off_diagonals = task.model_values("weight"), float(task.shared["off_diagonals"])
+    system = yield Solve(lambda device: _set_up_system(weights, _read_moments(moments, off_diagonals, device), _FLOOR))
     if task.inputs_first:
-        return (yield from _solve_inputs_first_map(task, system))
+        return (yield from _solve_inputs_first(task, system))
     return _solve_map(task, lambda models, row: system.solve(models))
 
 
 def _wudi(task: TensorTask) -> Steps:
     if not task.is_projection:
         return mean_of_models(task)
-    weights, ridge = task.column("weight"), float(task.shared["ridge"])
-    products = DeltaProducts(task, crossed=False, weighted=False)
-    yield products.fold()
-    system = yield Solve(lambda device: _system(weights, _moments_of_deltas(products, device), ridge))
+    weights, ridge = task.model_values("weight"), float(task.shared["ridge"])
+    products = yield from sum_delta_products(task, crossed=False, weighted=False)
+
+    def set_up(device: str) -> _System:
+        # A model that did not change this matrix has zeros.
+        moments = [gram.to(device).div_(float(gram.diagonal().sum()) or 1.0) for gram in products.values()]
+        return _set_up_system(weights, moments, ridge)
+
+    system = yield Solve(set_up)
     return _solve_map(task, lambda models, row: system.solve(models))
 
 
 def _model_count(task: TensorTask) -> int:
     return len(task.per_input) - task.has_base
+
+
+def _has_matrices(task: TensorTask) -> bool:
+    moments = task.model_moments
+    return bool(moments) and not any(item.is_diagonal for item in moments) and bool(task.shared["off_diagonals"])
 
 
 def _solve_operations(task: TensorTask, width: int) -> float:
@@ -265,29 +242,30 @@ def _solve_operations(task: TensorTask, width: int) -> float:
     return 2.0 * rows * width**2 * (_model_count(task) - 1) + width**3 / 3 + 2.0 * rows * width**2
 
 
-def _has_matrices(task: TensorTask) -> bool:
-    moments = task.model_moments
-    return bool(moments) and not any(item.is_diagonal for item in moments) and bool(task.shared["off_diagonals"])
-
-
-def _held_bytes(task: TensorTask, width: int) -> int:
+def _moment_bytes(task: TensorTask, width: int) -> int:
     """Return the bytes of all moments, their sum, its factor and the workspace of the factorization."""
     return 8 * width**2 * (_model_count(task) + 3)
 
 
-def _held_bytes_inputs_first(task: TensorTask) -> int:
-    """Return the bytes of the sum, the solution and a copy for the solver, for a matrix ``[in, out]``."""
-    return 3 * 8 * task.numel if task.inputs_first else 0
+def _regmean_bytes(task: TensorTask) -> int:
+    """Return the held bytes. A matrix ``[in, out]`` adds the sum, the solution and a copy for the solver."""
+    if not _has_matrices(task):
+        return 0
+    return _moment_bytes(task, task.width) + (3 * 8 * task.numel if task.inputs_first else 0)
 
 
-def _gram_operations(task: TensorTask) -> float:
-    return 2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task)
+def _wudi_operations(task: TensorTask) -> float:
+    """Count the operations of the products of task vectors and of the solution."""
+    if not task.is_projection:
+        return 0.0
+    rows, width = task.shape
+    return 2.0 * rows * width**2 * _model_count(task) + _solve_operations(task, width)
 
 
 METHODS = (
     Method(
         name="regmean",
-        summary="Of each matrix the one that answers as each model's own does to the inputs of that model's own text",
+        summary="Least-squares fit of each matrix to the outputs of all models on their own calibration texts",
         paper="RegMean, Jin et al. 2023, https://arxiv.org/abs/2212.09849",
         base="optional",
         models=(1, None),
@@ -298,7 +276,7 @@ METHODS = (
                 "float",
                 "shared",
                 0.9,
-                "how much of what inputs have in common counts; with 1 what the texts do not show is forgotten",
+                "factor of the correlations between inputs; at 1, the merge forgets what the texts do not show",
                 0.0,
                 1.0,
             ),
@@ -312,21 +290,26 @@ METHODS = (
             fold=1.5,
             folds=lambda task: int(task.inputs_first and _has_matrices(task)),
             products=lambda task: _solve_operations(task, task.width) if _has_matrices(task) else 0.0,
-            held=lambda task: (
-                _held_bytes(task, task.width) + _held_bytes_inputs_first(task) if _has_matrices(task) else 0
-            ),
+            held_bytes=_regmean_bytes,
         ),
         traits=Traits(reads_text="moments"),
     ),
     Method(
         name="wudi",
-        summary="Of each matrix the one that answers as each model's own does to what its task vector was trained on",
+        summary="Least-squares fit of each matrix to the outputs of all models on inputs that the task vectors imply",
         paper="WUDI-Merging, Cheng et al. 2025, https://arxiv.org/abs/2503.08099; its optimum in closed form",
         base="required",
         models=(1, None),
         parameters=(
             _WEIGHT,
-            Parameter("ridge", "float", "shared", 0.01, "share of the mean square that is added to every input", 1e-6),
+            Parameter(
+                "ridge",
+                "float",
+                "shared",
+                0.01,
+                "share of the mean square to add to the square of every input",
+                1e-6,
+            ),
             LAMBDA,
         ),
         steps=_wudi,
@@ -336,10 +319,8 @@ METHODS = (
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=lambda task: (
-                _gram_operations(task) + _solve_operations(task, task.shape[-1]) if task.is_projection else 0.0
-            ),
-            held=lambda task: _held_bytes(task, task.shape[-1]) if task.is_projection else 0,
+            products=_wudi_operations,
+            held_bytes=lambda task: _moment_bytes(task, task.shape[-1]) if task.is_projection else 0,
         ),
     ),
 )

@@ -32,11 +32,12 @@ from mergegate.merge_core.methods.contract import (
     Map,
     Method,
     Parameter,
-    Steps,
     StoredBlock,
     TensorTask,
     Traits,
     add_in_order,
+    load_kernels,
+    map_only,
 )
 from mergegate.merge_core.methods.task_vectors import LAMBDA
 
@@ -44,58 +45,54 @@ if TYPE_CHECKING:
     import torch
 
 _PAPER = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
-_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models that is left out on each side", 0.0, 0.49)
+_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave out on each side", 0.0, 0.49)
 
 
-def _middle(skipped: int, scale: float) -> Map:
-    """Add to the base the mean of the task vectors without the ``skipped`` lowest and highest of each element."""
+def _average_middle(skipped: int, scale: float) -> Map:
+    """Return the map that adds to the base the mean of the task vectors.
 
-    def of(block: Block) -> torch.Tensor:
+    The mean leaves out the ``skipped`` lowest and highest values of each element.
+    """
+
+    def map_block(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
         middle = ordered[skipped : len(ordered) - skipped]
         return block.base + add_in_order(list(middle)) / len(middle) * scale
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        load_kernels().trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
 
-        kernels.trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
-
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
-def _median(task: TensorTask) -> Steps:
-    return _middle((len(task.per_input) - 2) // 2, float(task.shared["lambda"]))
-    yield  # A generator without a fold.
-
-
-def _trimmed(task: TensorTask) -> Steps:
+def _trimmed_mean(task: TensorTask) -> Map:
     # The small addend corrects floating-point rounding: a share of 0.2 of five models is one model.
     skipped = math.floor(float(task.shared["trim"]) * (len(task.per_input) - 1) + 1e-9)
-    return _middle(skipped, float(task.shared["lambda"]))
-    yield  # A generator without a fold.
+    return _average_middle(skipped, float(task.shared["lambda"]))
 
 
-def _weighted(task: TensorTask) -> Steps:
-    weights, scale = task.column("weight"), float(task.shared["lambda"])
+def _weighted_mean(task: TensorTask) -> Map:
+    weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     return combine([weight / sum(weights) * scale for weight in weights], about_base=True)
-    yield  # A generator without a fold.
 
 
 METHODS = (
     Method(
         name="geometric_median",
-        summary="The base plus the point whose sum of distances to the task vectors of whole models is least",
+        summary="The base plus the point with the smallest sum of distances to the task vectors of whole models",
         paper="Robust aggregation, Pillutla et al. 2022, https://arxiv.org/abs/1912.13445",
         base="required",
         models=(1, None),
         parameters=(
-            Parameter("weight", "float", "non_base", 1.0, "how much each model counts, e.g. its samples", 0.0),
+            Parameter(
+                "weight", "float", "non_base", 1.0, "weight of each model, for example its number of samples", 0.0
+            ),
             LAMBDA,
         ),
-        steps=_weighted,
+        steps=map_only(_weighted_mean),
         check=check_mean,
         costs=Costs(map=1.5),
-        traits=Traits(by_distance=True),
+        traits=Traits(weights_by_distance=True),
     ),
     Method(
         name="median",
@@ -104,7 +101,7 @@ METHODS = (
         base="required",
         models=(1, None),
         parameters=(LAMBDA,),
-        steps=_median,
+        steps=map_only(lambda task: _average_middle((len(task.per_input) - 2) // 2, float(task.shared["lambda"]))),
         costs=Costs(map=0.9),
         traits=Traits(adapters="products"),
     ),
@@ -115,7 +112,7 @@ METHODS = (
         base="required",
         models=(1, None),
         parameters=(_TRIM, LAMBDA),
-        steps=_trimmed,
+        steps=map_only(_trimmed_mean),
         costs=Costs(map=0.9),
         traits=Traits(adapters="products"),
     ),

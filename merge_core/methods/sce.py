@@ -20,15 +20,14 @@ from mergegate.merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
+    add_in_order,
     fold_sums,
+    load_kernels,
 )
+from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, count_stored_scores, score_bits
 from mergegate.merge_core.methods.selection import (
     NOTHING,
-    ScoreFunction,
-    SelectionRequest,
     SelectionThreshold,
-    bits,
-    counters,
     select,
     select_passes,
     selection_mask,
@@ -48,7 +47,10 @@ def _steps(task: TensorTask) -> Steps:
     share = float(task.shared["select_topk"])
     threshold: SelectionThreshold | None = None
     if share < 1:
-        scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
+        stored_variances = count_stored_scores(
+            lambda block: load_kernels().variances(block.data, block.rows, block.length)
+        )
+        scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, stored_variances)
         (threshold,) = yield from select(scores, [SelectionRequest(0, None, of_positive=share)], task.numel)
         if threshold is NOTHING:
             return Map(lambda block: block.base)
@@ -57,72 +59,52 @@ def _steps(task: TensorTask) -> Steps:
         import torch
 
         deltas = block.deltas()
-        return (
-            deltas
-            if threshold is None
-            else torch.where(selection_mask(threshold, bits(_variance(block)), block), deltas, 0.0)
-        )
+        if threshold is None:
+            return deltas
+        return torch.where(selection_mask(threshold, score_bits(_variance(block)), block), deltas, 0.0)
 
     table = np.array(
         (threshold.key, threshold.quota, threshold.tied, threshold.stride) if threshold else (-1, 0, 0, 1), np.int64
     )
     before = threshold.before if threshold else np.empty(0, np.int64)
 
-    def energies(block: StoredBlock) -> Any:
-        from mergegate.merge_core.methods import kernels
+    def reduce_stored(block: StoredBlock) -> Any:
+        arguments = (block.start, block.grain, table, before)
+        return load_kernels().energies(block.data, block.rows, block.length, *arguments)
 
-        return kernels.energies(block.data, block.rows, block.length, block.start, block.grain, table, before)
-
-    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), energies)
+    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), reduce_stored)
     means = [float(value) / task.numel for value in squares]
     total = sum(means)
     weights = [mean / total if total >= _NO_SHARES else 1 / len(means) for mean in means]
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         deltas = selected(block)
-        votes, merged, divisor = deltas[0], torch.zeros_like(deltas[0]), torch.zeros_like(deltas[0])
-        for delta in deltas[1:]:
-            votes = votes + delta
-        positive = votes >= 0
+        positive = add_in_order(list(deltas)) >= 0
+        merged, divisor = torch.zeros_like(deltas[0]), torch.zeros_like(deltas[0])
         for delta, weight in zip(deltas, weights, strict=True):
             agrees = torch.where(positive, delta > 0, delta < 0)
             merged = merged + torch.where(agrees, delta * weight, 0.0)
             divisor = divisor + agrees.to(delta.dtype) * weight
         return block.base + merged / divisor.clamp(min=_LEAST_DIVISOR)
 
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
-
-        kernel: Any = kernels.sce
+    def map_stored(block: StoredBlock, out: Any) -> None:
         shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
-        block_arguments = (block.data, block.rows, block.length, block.start, block.grain)
-        kernel(*block_arguments, table, before, shares, least, out)
+        arguments = (block.start, block.grain, table, before, shares, least)
+        load_kernels().sce(block.data, block.rows, block.length, *arguments, out)
 
-    return Map(of, fused)
+    return Map(map_block, map_stored)
 
 
 def _variance(block: Block) -> torch.Tensor:
     """Return the population variance of the task vectors at each position: ``[elements]``."""
     deltas = block.deltas()
-    mean = deltas[0]
-    for delta in deltas[1:]:
-        mean = mean + delta
-    mean = mean / len(deltas)
-    total = (deltas[0] - mean) ** 2
-    for delta in deltas[1:]:
-        total = total + (delta - mean) ** 2
-    return total / len(deltas)
+    mean = add_in_order(list(deltas)) / len(deltas)
+    return add_in_order([(delta - mean) ** 2 for delta in deltas]) / len(deltas)
 
 
-def _stored_variance(block: StoredBlock) -> Any:
-    from mergegate.merge_core.methods import kernels
-
-    return kernels.variances(block.data, block.rows, block.length)
-
-
-def _folds(task: TensorTask) -> int:
+def _count_folds(task: TensorTask) -> int:
     """Count the passes: counting the varying elements, selecting among them, and the energy of each model."""
     if task.shared["select_topk"] >= 1:
         return 1
@@ -141,6 +123,6 @@ METHODS = (
             Parameter("int8_mask", "bool", "shared", False, "accepted for compatibility, has no effect"),
         ),
         steps=_steps,
-        costs=Costs(map=2.3, fold=2.0, folds=_folds),
+        costs=Costs(map=2.3, fold=2.0, folds=_count_folds),
     ),
 )

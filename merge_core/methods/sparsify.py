@@ -15,19 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mergegate.merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
-from mergegate.merge_core.methods.mask_cache import MaskCache
-from mergegate.merge_core.methods.masks import mask_words, threshold
-from mergegate.merge_core.methods.selection import (
-    Counters,
-    ScoreFunction,
-    SelectionRequest,
-    SelectionThreshold,
-    bits,
-    select,
-    select_passes,
-    selection_mask,
-)
+from mergegate.merge_core.methods.contract import Block, Fold, StoredBlock, TensorTask, fold_sums, load_kernels
+from mergegate.merge_core.methods.masks import MaskCache, mask_words, threshold
+from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, StoredScores, score_bits
+from mergegate.merge_core.methods.selection import SelectionThreshold, select, select_passes, selection_mask
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +78,7 @@ class Sparsifier:
     scales: tuple[float, ...]
     mask_cache: MaskCache
 
-    def of(self, block: Block) -> torch.Tensor:
+    def sparsify(self, block: Block) -> torch.Tensor:
         """Return the sparsified task vectors ``[models, elements]``."""
         import torch
 
@@ -100,7 +91,7 @@ class Sparsifier:
     def tables(self) -> tuple[Any, ...]:
         """Return the rules as tables for the fused kernels.
 
-        Tables that no rule needs are None, so that numba does not compile the code for them.
+        Tables that no rule uses are None, so that numba does not compile the code for them.
 
         * ``kinds [models]``: indices in :data:`_KINDS`.
         * ``cuts [models, 2, 4]``: key, quota, tied and stride of the low and high side of a magnitude window.
@@ -108,44 +99,36 @@ class Sparsifier:
         * ``chances [models, 3]``: limit and key of the random words.
         * ``spans [models, 2]``: smallest and largest probability by rank.
         """
-        kinds = np.zeros(len(self.rules), np.int64)
-        cuts = np.zeros((len(self.rules), 2, 4), np.int64)
-        chances = np.zeros((len(self.rules), 3), np.int64)
-        spans = np.zeros((len(self.rules), 2), np.float64)
-        windows = [
-            cut for rule in self.rules if isinstance(rule, MagnitudeWindow) for cut in (rule.low, rule.high) if cut
-        ]
-        before = np.zeros((len(self.rules), 2, max((len(cut.before) for cut in windows), default=0)), np.int64)
+        models = len(self.rules)
+        kinds = np.array([_KINDS.index(type(rule)) for rule in self.rules], np.int64)
+        sides = [(rule.low, rule.high) if isinstance(rule, MagnitudeWindow) else () for rule in self.rules]
+        grains = max((len(side.before) for pair in sides for side in pair if side), default=0)
+        cuts, before = np.zeros((models, 2, 4), np.int64), np.zeros((models, 2, grains), np.int64)
+        chances, spans = np.zeros((models, 3), np.int64), np.zeros((models, 2), np.float64)
         for model, rule in enumerate(self.rules):
-            kinds[model] = _KINDS.index(type(rule))
             if isinstance(rule, KeepAtRandom):
                 chances[model] = (rule.limit, *rule.key)
             if isinstance(rule, KeepByRank):
                 chances[model], spans[model] = (0, *rule.key), (rule.least, rule.most)
-            if isinstance(rule, MagnitudeWindow):
-                for side, cut in enumerate((rule.low, rule.high)):
-                    # A quota of 0 selects nothing; the largest key is above every score.
-                    cuts[model, side] = (cut.key, cut.quota, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
-                    if cut and len(cut.before):
-                        before[model, side] = cut.before
-        needs_cuts, needs_chances, needs_spans = (
-            any(isinstance(rule, readers) for rule in self.rules)
-            for readers in (MagnitudeWindow, KeepAtRandom | KeepByRank, KeepByRank)
-        )
+            for side, cut in enumerate(sides[model]):
+                # A quota of 0 selects nothing; the largest key is above every score.
+                cuts[model, side] = (cut.key, cut.quota, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
+                if cut and len(cut.before):
+                    before[model, side] = cut.before
+        types = set(map(type, self.rules))
         return (
             kinds,
-            cuts if needs_cuts else None,
-            before if needs_cuts else None,
-            chances if needs_chances else None,
-            spans if needs_spans else None,
+            cuts if MagnitudeWindow in types else None,
+            before if MagnitudeWindow in types else None,
+            chances if types & {KeepAtRandom, KeepByRank} else None,
+            spans if KeepByRank in types else None,
         )
 
+    def tile(self, grain: int) -> int:
+        """Return the number of elements that a fused kernel must process together: a whole row if ranks matter."""
+        from mergegate.merge_core.methods.kernels.tiles import TILE
 
-def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:
-    """Return the number of elements that a fused kernel must process together: a whole row if ranks matter."""
-    from mergegate.merge_core.methods.kernels.tiles import TILE
-
-    return grain if any(isinstance(rule, KeepByRank) for rule in rules) or grain % TILE else TILE
+        return grain if any(isinstance(rule, KeepByRank) for rule in self.rules) or grain % TILE else TILE
 
 
 Folds: TypeAlias = Generator[Fold, Any, Sparsifier]
@@ -161,7 +144,7 @@ def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.T
         case KeepNone():
             return torch.zeros_like(delta)
         case MagnitudeWindow(low, high):
-            keys = bits(delta.abs())
+            keys = score_bits(delta.abs())
             mask = selection_mask(low, keys, block)
             if high is not None:
                 mask &= ~selection_mask(high, keys, block)
@@ -175,14 +158,14 @@ def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.T
 
 def keep_all(task: TensorTask) -> Folds:
     """Keep every element, regardless of ``density``."""
-    count = len(task.column("weight"))
+    count = len(task.model_values("weight"))
     return Sparsifier((KeepAll(),) * count, (1.0,) * count, MaskCache(count))
-    yield  # A generator without a fold.
+    yield  # This makes the function a generator.
 
 
 def keep_largest(task: TensorTask) -> Folds:
     """Keep the ``max(1, int(density * n))`` elements of largest magnitude; none at density 0."""
-    densities = task.column("density")
+    densities = task.model_values("density")
     counts = [max(1, int(density * task.numel)) for density in densities]
     partial = [model for model, density in enumerate(densities) if 0 < density < 1]
     cuts: list[SelectionThreshold] = []
@@ -201,10 +184,12 @@ def keep_medium(task: TensorTask) -> Folds:
 
     If too few elements are left below the outliers, the smallest outliers fill the gap.
     """
-    rules = _plain_rules(task.column("density"))
+    rules = _plain_rules(task.model_values("density"))
     requests: list[SelectionRequest] = []
     windows: list[tuple[int, int, int | None]] = []
-    for model, (density, gamma) in enumerate(zip(task.column("density"), task.column("gamma"), strict=True)):
+    for model, (density, gamma) in enumerate(
+        zip(task.model_values("density"), task.model_values("gamma"), strict=True)
+    ):
         kept_count = int(density * task.numel)
         if density >= 1 or kept_count == 0:
             rules[model] = KeepAll() if density >= 1 else KeepNone()
@@ -226,10 +211,10 @@ def keep_at_random_by_rank(task: TensorTask) -> Folds:
 
     The probability rises from ``density - epsilon`` (smallest of its row) to ``density + epsilon`` (largest).
     """
-    densities = task.column("density")
+    densities = task.model_values("density")
     rules = _plain_rules(densities)
     for model, (density, epsilon, key) in enumerate(
-        zip(densities, task.column("epsilon"), task.model_seeds, strict=True)
+        zip(densities, task.model_values("epsilon"), task.model_seeds, strict=True)
     ):
         if 0 < density < 1:
             rules[model] = KeepByRank(density - epsilon, density + epsilon, key)
@@ -238,7 +223,7 @@ def keep_at_random_by_rank(task: TensorTask) -> Folds:
 
 def keep_at_random(task: TensorTask) -> Folds:
     """Keep each element with probability ``density``."""
-    densities = task.column("density")
+    densities = task.model_values("density")
     rules = _plain_rules(densities)
     for model, (density, key) in enumerate(zip(densities, task.model_seeds, strict=True)):
         if 0 < density < 1:
@@ -257,33 +242,19 @@ def folds_by_magnitude(task: TensorTask) -> int:
 
 
 def _drops_elements(task: TensorTask) -> bool:
-    return any(0 < density < 1 for density in task.column("density"))
+    return any(0 < density < 1 for density in task.model_values("density"))
 
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
     """Return ``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
 
-    def sizes(block: Any) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.sizes(block.data, block.rows, block.length)
-
-    def first(block: Any) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.first_digits(block.data, block.rows, block.length)
-
-    def later(block: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.next_digits(block.data, block.rows, block.length, streams, prefixes, shift, width)
-
-    def ties(block: Any, streams: Any, keys: Any) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        return kernels.ties(block.data, block.rows, block.length, block.grain, streams, keys)
-
-    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, Counters(sizes, first, later, ties))
+    stored = StoredScores(
+        lambda block: load_kernels().sizes(block.data, block.rows, block.length),
+        lambda block: load_kernels().first_digits(block.data, block.rows, block.length),
+        lambda block, *prefix: load_kernels().next_digits(block.data, block.rows, block.length, *prefix),
+        lambda block, *keys: load_kernels().ties(block.data, block.rows, block.length, block.grain, *keys),
+    )
+    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, stored)
 
 
 def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
@@ -292,7 +263,7 @@ def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
 
 def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
     """Add factors to the rules. It takes one more pass if ``rescale`` restores the L1 norm."""
-    mode, densities = task.shared["rescale"], task.column("density")
+    mode, densities = task.shared["rescale"], task.model_values("density")
     mask_cache = MaskCache(len(rules))
     plain = Sparsifier(tuple(rules), (1.0,) * len(rules), mask_cache)
     sparse = any(not isinstance(rule, (KeepAll, KeepNone)) for rule in rules)
@@ -302,22 +273,20 @@ def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
         scales = [1 / density if 0 < density < 1 else 1.0 for density in densities]
         return Sparsifier(plain.rules, tuple(scales), mask_cache)
 
-    def of(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
-        return block.grain_sums(torch.stack((block.deltas().abs(), plain.of(block).abs())))
+        return block.grain_sums(torch.stack((block.deltas().abs(), plain.sparsify(block).abs())))
 
     tables = plain.tables()
 
-    def fused(block: Any) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        tile = kernel_tile(plain.rules, block.grain)
+    def reduce_stored(block: StoredBlock) -> Any:
+        tile = plain.tile(block.grain)
         masks = mask_cache.begin(block.start, block.length, tile)
-        kernel: Any = kernels.masked_norms
-        return kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *tables, masks)
+        arguments = (block.start, block.grain, tile, *tables, masks)
+        return load_kernels().masked_norms(block.data, block.rows, block.length, *arguments)
 
-    norms = yield fold_sums(of, fused)
+    norms = yield fold_sums(reduce_block, reduce_stored)
     scales = [
         float(full_norm / kept_norm) if full_norm >= _NO_NORM and kept_norm >= _NO_NORM else 1.0
         for full_norm, kept_norm in zip(*norms, strict=True)

@@ -27,8 +27,8 @@ task vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.combination import combine
@@ -45,14 +45,17 @@ from mergegate.merge_core.methods.contract import (
     Values,
     add_in_order,
 )
-from mergegate.merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
+from mergegate.merge_core.methods.matrices import collect_deltas, deltas_of, grain_of_rows, rows_of, sum_delta_products
 from mergegate.merge_core.methods.task_vectors import LAMBDA, VectorCombination, mix
 
 if TYPE_CHECKING:
     import torch
 
-    # d_i' d_j of all pairs of models, i <= j. For matrices with long rows, d_i d_j'.
-    Products: TypeAlias = Mapping[tuple[int, int], torch.Tensor]
+    from mergegate.merge_core.methods.matrices import Products
+
+    # Function from the products d_i' d_j (for matrices with long rows, d_i d_j') to one factor per model, by which its
+    # task matrix is multiplied. None: the model itself does not count.
+    Factors: TypeAlias = Callable[[Products, "TensorTask"], list[torch.Tensor | None]]
 
 # Share of the largest singular value below which values are rounding noise. The square root of float64's precision is
 # 1.5e-8.
@@ -63,12 +66,10 @@ _OVERLAP = 1e-9
 _CHUNK = 2048
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "factor of each task vector")
 _DENSITY = Parameter(
-    "density", "float", "non_base", 0.5, "share of each task's numbers in the shared directions that is kept", 0.0, 1.0
+    "density", "float", "non_base", 0.5, "share of each task's numbers in the shared directions to keep", 0.0, 1.0
 )
-_MERGED = Parameter(
-    "merged", "bool", "non_base", False, "this model is what the others were merged into: it is treated, not their sum"
-)
-_ALPHA = Parameter("alpha", "float", "shared", 1.0, "least agreement that is assumed; 1 only shrinks", 1e-3)
+_MERGED = Parameter("merged", "bool", "non_base", False, "this model is the merge of the others and replaces their sum")
+_ALPHA = Parameter("alpha", "float", "shared", 1.0, "lower bound of the agreement; 1 only shrinks directions", 1e-3)
 
 
 def _product(products: Products, i: int, j: int) -> torch.Tensor:
@@ -100,11 +101,12 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
     return root
 
 
-def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
+def _tsv_factors(products: Products, task: TensorTask) -> list[torch.Tensor | None]:
     """Return ``M_i`` for each model, so that the merged task matrix is ``sum d_i M_i``."""
     import torch
 
-    parts = [_directions(products[i, i], shorter // models) for i in range(models)]
+    models = len(task.per_input) - 1
+    parts = [_directions(products[i, i], min(task.shape) // models) for i in range(models)]
     left = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
     crossed = torch.cat(
         [torch.cat([left[i].T @ _product(products, i, j) @ left[j] for j in range(models)], 1) for i in range(models)]
@@ -126,55 +128,41 @@ def _split_models(task: TensorTask) -> tuple[list[int], list[int]]:
     return tasks, merged or tasks
 
 
-def _check_merged(shared: Values, per_input: Sequence[Values], where: str) -> None:
+def _check_merged(shared: Values, per_input: Sequence[Values], location: str) -> None:
     flags = [values["merged"] for values in per_input if "merged" in values]
     if sum(flags) > 1 or all(flags):
         raise InvalidInput(
-            f"{where}: merged",
-            found=f"{sum(flags)} of {len(flags)} models",
-            expected="none, or one beside those that were merged into it",
+            f"{location}: merged",
+            found=f"{sum(flags)} of {len(flags)} models are marked as merged",
+            expected="at most one merged model, together with the models that were merged into it",
         )
 
 
-def _calibrate(
-    products: Products, task: TensorTask, agreements: Callable[..., torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Return ``V gamma V'`` or ``U gamma U'`` for treated models, depending on the products; None for others."""
+def _svc_factors(products: Products, task: TensorTask) -> list[torch.Tensor | None]:
+    """Return ``V gamma V'`` or ``U gamma U'`` for treated models, depending on the products; None for others.
+
+    With the products ``d_i' d_j``, ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``.
+    With ``d_i d_j'``, ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``.
+    """
+    import torch
+
     tasks, treated = _split_models(task)
     total = add_in_order([_product(products, i, j) for i in treated for j in treated])
     vectors, sizes = _directions(total, len(total))
-    alpha = float(task.shared["alpha"])
-    with_all = {i: add_in_order([_product(products, j, i) for j in treated]) for i in tasks}
-    shrunk = add_in_order([agreements(i, with_all[i], vectors, sizes).clamp_min(alpha) for i in tasks])
-    factor = (vectors * (len(tasks) / shrunk)) @ vectors.T
+    agreements = []
+    for i in tasks:
+        product = add_in_order([_product(products, j, i) for j in treated])
+        if task.shape[0] < task.shape[1]:
+            length = (vectors * (products[i, i] @ vectors)).sum(0)
+            overlap = (vectors * (product @ vectors)).sum(0)
+        else:
+            with_all = product.T @ vectors
+            length = with_all.square().sum(0) / sizes.square()
+            overlap = (vectors * with_all).sum(0)
+        agreement = torch.where(length > 0, overlap / length.clamp_min(1e-300), 0.0)
+        agreements.append(agreement.clamp_min(float(task.shared["alpha"])))
+    factor = (vectors * (len(tasks) / add_in_order(agreements))) @ vectors.T
     return [factor if index in treated else None for index in range(len(task.per_input) - 1)]
-
-
-def _svc_by_columns(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
-    """Calibrate from ``d_i' d_j``: ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``."""
-
-    def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        with_all = product.T @ vectors
-        length = with_all.square().sum(0) / sizes.square()
-        overlap = (vectors * with_all).sum(0)
-        return torch.where(length > 0, overlap / length.clamp_min(1e-300), 0.0)
-
-    return _calibrate(products, task, agreements)
-
-
-def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
-    """Calibrate from ``d_i d_j'``: ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``."""
-
-    def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        length = (vectors * (products[i, i] @ vectors)).sum(0)
-        overlap = (vectors * (product @ vectors)).sum(0)
-        return torch.where(length > 0, overlap / length.clamp_min(1e-300), 0.0)
-
-    return _calibrate(products, task, agreements)
 
 
 def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map:
@@ -183,31 +171,37 @@ def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map
     return combine(shares, about_base=True)
 
 
-# One factor per model, by which its task matrix is multiplied. None: the model itself does not count.
-Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor | None]]"
+def _multiply_by_factors(compute_factors: Factors) -> Callable[[TensorTask], Steps]:
+    """Return the steps of a method whose merged task matrix is ``sum d_i M_i`` with the factors ``M_i``."""
 
-
-def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Steps]:
     def steps(task: TensorTask) -> Steps:
-        weights, scale = task.column("weight"), float(task.shared["lambda"])
-        models = len(weights)
+        weights, scale = task.model_values("weight"), float(task.shared["lambda"])
         if not task.is_projection:
             return _mean(weights, scale, _split_models(task)[1])
         out, width = task.shape
         if out < width:
-            task_matrices = WholeDeltas(task)
-            yield task_matrices.fold()
-            merged = yield Solve(lambda device: _merge_in_memory(task_matrices.release(), by_rows, task))
-            return _add_to_base(task, merged, scale)
-        products = DeltaProducts(task, crossed=True)
-        yield products.fold()
-        factors = yield Solve(lambda device: by_columns(products.release(), models, width, task))
-        return _multiply_factors(task, factors, weights, scale)
+            deltas = yield from collect_deltas(task)
+            merged = yield Solve(lambda device: _merge_in_memory(deltas, compute_factors, task))
+            return _add_to_base(merged, scale)
+        products = yield from sum_delta_products(task, crossed=True)
+        factors = yield Solve(lambda device: compute_factors(products, task))
+
+        def map_block(block: Block) -> torch.Tensor:
+            import torch
+
+            parts = []
+            for part in rows_of(block, width):
+                pairs = zip(deltas_of(part, weights), factors, strict=True)
+                merged = add_in_order([delta @ factor for delta, factor in pairs if factor is not None])
+                parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
+            return torch.cat(parts)
+
+        return Map(map_block)
 
     return steps
 
 
-def _merge_in_memory(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> torch.Tensor:
+def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: TensorTask) -> torch.Tensor:
     """Return ``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, by chunks of columns in float64."""
     import torch
 
@@ -218,7 +212,7 @@ def _merge_in_memory(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -
         wide = chunk.double()
         for (i, j), total in products.items():
             total.addmm_(wide[i], wide[j].T)
-    factors = by_rows(products, models, out, task)
+    factors = compute_factors(products, task)
     products.clear()
     merged = torch.empty_like(deltas[0])
     columns = zip(torch.split(deltas, _CHUNK, dim=2), torch.split(merged, _CHUNK, dim=1), strict=True)
@@ -231,15 +225,12 @@ def _merge_in_memory(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -
 
 
 def _knots(task: TensorTask) -> Steps:
-    weights, scale = task.column("weight"), float(task.shared["lambda"])
+    weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     if not task.is_projection:
         return _mean(weights, scale, range(len(weights)))
-    task_matrices = WholeDeltas(task, weighted=False)
-    yield task_matrices.fold()
-    merged = yield Solve(
-        lambda device: _merge_in_shared_directions(task_matrices.release(), weights, task.column("density"))
-    )
-    return _add_to_base(task, merged, scale)
+    deltas = yield from collect_deltas(task, weighted=False)
+    merged = yield Solve(lambda device: _merge_in_shared_directions(deltas, weights, task.model_values("density")))
+    return _add_to_base(merged, scale)
 
 
 def _merge_in_shared_directions(
@@ -261,7 +252,10 @@ def _merge_in_shared_directions(
         projected = (vectors * sizes).T.to(deltas.dtype)
         inverse = vectors / sizes
         back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
-    merged = _merge_by_ties(list(torch.split(projected, width, 1)), weights, densities)
+    matrices = zip(torch.split(projected, width, 1), densities, strict=True)
+    sparse_matrices = torch.stack([_keep_largest(matrix, density) for matrix, density in matrices])
+    mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
+    merged = mix(mixing, torch.zeros_like(sparse_matrices[0]), sparse_matrices)
     return (back @ merged.double()).to(deltas.dtype)
 
 
@@ -274,15 +268,6 @@ def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
         wide = part.double()
         total.addmm_(wide.T, wide)
     return total
-
-
-def _merge_by_ties(matrices: list[torch.Tensor], weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
-    """Merge a few matrices of one shape by TIES."""
-    import torch
-
-    sparse_matrices = [_keep_largest(matrix, density) for matrix, density in zip(matrices, densities, strict=True)]
-    mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
-    return mix(mixing, torch.zeros_like(sparse_matrices[0]), torch.stack(sparse_matrices))
 
 
 def _keep_largest(values: torch.Tensor, density: float) -> torch.Tensor:
@@ -299,24 +284,9 @@ def _keep_largest(values: torch.Tensor, density: float) -> torch.Tensor:
     return torch.where(sizes >= threshold, values, 0.0)
 
 
-def _add_to_base(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
+def _add_to_base(merged: torch.Tensor, scale: float) -> Map:
     flat = merged.reshape(-1)
     return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
-
-
-def _multiply_factors(task: TensorTask, factors: list[torch.Tensor | None], weights: list[float], scale: float) -> Map:
-    def of(block: Block) -> torch.Tensor:
-        import torch
-
-        parts = []
-        for part in rows_of(block, task.shape[-1]):
-            deltas = deltas_of(part, weights)
-            pairs = zip(deltas, factors, strict=True)
-            merged = add_in_order([delta @ factor for delta, factor in pairs if factor is not None])
-            parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
-        return torch.cat(parts)
-
-    return Map(of)
 
 
 def _product_operations(task: TensorTask, decompositions: float) -> float:
@@ -329,10 +299,7 @@ def _product_operations(task: TensorTask, decompositions: float) -> float:
 
 
 def _held_bytes(task: TensorTask, workspaces: int) -> int:
-    """Return the bytes of the products, factors, decompositions and task matrices in memory.
-
-    ``workspaces`` is the number of matrices, of the size of a product, that the decompositions need.
-    """
+    """Return the bytes of the products, factors, decompositions and task matrices in memory."""
     if not task.is_projection:
         return 0
     models = len(task.per_input) - 1
@@ -345,33 +312,28 @@ def _held_bytes(task: TensorTask, workspaces: int) -> int:
 _EIGH = 12.5
 
 
-def _method(
-    name: str,
-    summary: str,
-    paper: str,
-    by_columns: Factors,
-    by_rows: Factors,
-    eigh: int,
-    workspaces: int,
-    *extra: Parameter,
-) -> Method:
+def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, **fields: Any) -> Method:
+    """Return a method that multiplies task matrices by factors.
+
+    Args:
+        compute_factors: Function that computes the factors.
+        decompositions: Number of eigendecompositions of a product.
+        workspaces: Number of matrices, of the size of a product, that the decompositions need.
+        fields: Other fields of :class:`.Method`.
+    """
     return Method(
-        name=name,
-        summary=f"{summary} (experimental)",
-        paper=paper,
         base="required",
         models=(1, None),
-        parameters=(_WEIGHT, *extra, LAMBDA),
-        steps=_steps(by_columns, by_rows),
+        steps=_multiply_by_factors(compute_factors),
         grain=grain_of_rows,
-        check=_check_merged if _MERGED in extra else lambda *_: None,
         costs=Costs(
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=lambda task: _product_operations(task, eigh * _EIGH),
-            held=lambda task: _held_bytes(task, workspaces),
+            products=lambda task: _product_operations(task, decompositions * _EIGH),
+            held_bytes=lambda task: _held_bytes(task, workspaces),
         ),
+        **fields,
     )
 
 
@@ -401,7 +363,7 @@ def _knots_held_bytes(task: TensorTask) -> int:
 METHODS = (
     Method(
         name="knots",
-        summary="TIES in the directions that all task matrices share; for adapters too (experimental)",
+        summary="TIES in the directions that all task matrices share, also for adapters (experimental)",
         paper="KnOTS, Stoica et al. 2025, https://arxiv.org/abs/2410.19735",
         base="required",
         models=(1, None),
@@ -413,28 +375,28 @@ METHODS = (
             fold=1.5,
             folds=lambda task: int(task.is_projection),
             products=_knots_operations,
-            held=_knots_held_bytes,
+            held_bytes=_knots_held_bytes,
         ),
         traits=Traits(adapters="products"),
     ),
     _method(
-        "tsv_m",
-        "Leading singular directions of each task matrix, made orthogonal to those of the others, added up",
-        "Task Singular Vectors, Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081",
         _tsv_factors,
-        _tsv_factors,
-        4,
-        9,
+        decompositions=4,
+        workspaces=9,
+        name="tsv_m",
+        summary="Sum of the leading singular directions of each task matrix, made orthogonal to those of the others"
+        " (experimental)",
+        paper="Task Singular Vectors, Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081",
+        parameters=(_WEIGHT, LAMBDA),
     ),
     _method(
-        "svc",
-        "The sum of the task matrices with each direction shrunk as far as the models agree on it",
-        "Singular value calibration, 2026, https://arxiv.org/abs/2602.05536",
-        _svc_by_columns,
-        _svc_by_rows,
-        1,
-        4,
-        _ALPHA,
-        _MERGED,
+        _svc_factors,
+        decompositions=1,
+        workspaces=4,
+        name="svc",
+        summary="Sum of the task matrices, with each direction shrunk as far as the models agree on it (experimental)",
+        paper="Singular value calibration, 2026, https://arxiv.org/abs/2602.05536",
+        parameters=(_WEIGHT, _ALPHA, _MERGED, LAMBDA),
+        check=_check_merged,
     ),
 )

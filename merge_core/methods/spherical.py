@@ -7,13 +7,12 @@ inputs, so all variants except rows and columns work on coefficients and the Gra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.methods.combination import combine, gram
+from mergegate.merge_core.methods.combination import check_weight_sum, combine, gram
 from mergegate.merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
@@ -45,12 +44,8 @@ _COLUMN_ROWS = 128
 
 
 def _slerp(task: TensorTask) -> Steps:
-    matrix = yield gram(len(task.per_input))
-    return combine(slerp_coefficients(matrix, float(task.shared["t"])))
-
-
-def slerp_coefficients(matrix: Matrix, t: float) -> list[float]:
-    """Return the coefficients of ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` from the Gram matrix of the ``x``."""
+    """Interpolate ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` on the coefficients of the inputs ``x``."""
+    matrix, t = (yield gram(len(task.per_input))), float(task.shared["t"])
     position = np.zeros(len(matrix))
     position[0] = 1.0
     for index in range(1, len(matrix)):
@@ -64,18 +59,28 @@ def slerp_coefficients(matrix: Matrix, t: float) -> list[float]:
             angle = math.acos(cosine)
             near, far = math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
         position = near * position + far * target
-    return [float(value) for value in position]
+    return combine(position.tolist())
 
 
 def _nuslerp(task: TensorTask) -> Steps:
-    first, second = task.column("weight")
+    first, second = task.model_values("weight")
     t = second / (first + second) if abs(first + second) >= 1e-6 else 0.5
     if task.shared["nuslerp_flatten"]:
         matrix = yield gram(2, about_base=task.has_base)
         near, far = nuslerp_coefficients(matrix[0, 0], matrix[1, 1], matrix[0, 1], t=t)
         return combine([float(near), float(far)], about_base=task.has_base)
     if not _by_columns(task.shape, task.shared):
-        return Map(lambda block: _nuslerp_rows(block, task, t))
+
+        def map_rows(block: Block) -> torch.Tensor:
+            import torch
+
+            first, second = block.grains(_vectors(block, task))
+            a, b = first.double(), second.double()
+            numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
+            scales = [torch.from_numpy(c).to(first).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
+            return _add_base(block, task, (first * scales[0] + second * scales[1]).flatten())
+
+        return Map(map_rows)
     width = task.numel // task.shape[0]
 
     def products(block: Block) -> torch.Tensor:
@@ -88,14 +93,14 @@ def _nuslerp(task: TensorTask) -> Steps:
 
     near, far = nuslerp_coefficients(*(yield fold_sums(products)), t=t)
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         import torch
 
         first_vector, second_vector = (vector.reshape(-1, width) for vector in _vectors(block, task))
         scales = [torch.from_numpy(np.asarray(c)).to(first_vector) for c in (near, far)]
-        return _about(block, task, (first_vector * scales[0] + second_vector * scales[1]).flatten())
+        return _add_base(block, task, (first_vector * scales[0] + second_vector * scales[1]).flatten())
 
-    return Map(of)
+    return Map(map_block)
 
 
 def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
@@ -110,21 +115,11 @@ def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tup
     return np.where(is_parallel, 1.0 - t, near), np.where(is_parallel, t, far)
 
 
-def _nuslerp_rows(block: Block, task: TensorTask, t: float) -> torch.Tensor:
-    import torch
-
-    first, second = block.grains(_vectors(block, task))
-    a, b = first.double(), second.double()
-    numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
-    scales = [torch.from_numpy(c).to(first).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
-    return _about(block, task, (first * scales[0] + second * scales[1]).flatten())
-
-
 def _vectors(block: Block, task: TensorTask) -> torch.Tensor:
     return block.deltas() if task.has_base else block.inputs
 
 
-def _about(block: Block, task: TensorTask, vector: torch.Tensor) -> torch.Tensor:
+def _add_base(block: Block, task: TensorTask, vector: torch.Tensor) -> torch.Tensor:
     return block.base + vector if task.has_base else vector
 
 
@@ -141,68 +136,52 @@ def _nuslerp_grain(shape: tuple[int, ...], shared: Values) -> int:
 
 
 def _multislerp(task: TensorTask) -> Steps:
-    weights = np.array(task.column("weight"))
+    """Move the mean direction of the unit vectors along the weighted tangent, and scale it by the mean norm."""
+    weights, eps = np.array(task.model_values("weight")), float(task.shared["eps"])
     if len(weights) == 1:
         return combine([0.0, 1.0] if task.has_base else [1.0])
     matrix = yield gram(len(weights), about_base=task.has_base)
-    coefficients = multislerp_coefficients(matrix, weights, task)
-    return combine(coefficients, about_base=task.has_base)
-
-
-def multislerp_coefficients(matrix: Matrix, weights: Matrix, task: TensorTask) -> list[float]:
-    """Return the mean direction of the unit vectors, moved along the weighted tangent and scaled by the mean norm."""
-    eps = float(task.shared["eps"])
     if task.shared["normalize_weights"]:
         weights = weights / weights.sum()
     norms = np.sqrt(np.diag(matrix))
     inverse = 1.0 / (norms + eps)
     units = matrix * np.outer(inverse, inverse)
     length = _norm(units, weights)
+    if length < eps and len(weights) == 2:
+        return combine(weights.tolist(), about_base=task.has_base)
     if length < eps:
-        if len(weights) == 2:
-            return [float(weight) for weight in weights]
         raise InvalidInput(
             task.name,
-            found="task vectors or weights whose directions cancel out",
-            expected="a mean direction",
+            found="task vectors or weights that cancel out",
+            expected="vectors with a mean direction",
             remedy="change the weights, or use another method",
         )
     mean = weights / length
     tangent = weights - float(weights @ units @ mean) * mean
     angle = _norm(units, tangent) + eps
     direction = math.cos(angle) * mean + math.sin(angle) / angle * tangent
-    return [float(value) for value in direction * inverse * float(weights @ norms)]
-
-
-def _check_multislerp(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    total = sum(values["weight"] for values in per_input if "weight" in values)
-    if shared["normalize_weights"] and abs(total) < 1e-12:
-        raise InvalidInput(where, found="weights that add up to 0", expected="a sum that can be normalised")
+    return combine((direction * inverse * float(weights @ norms)).tolist(), about_base=task.has_base)
 
 
 def _karcher(task: TensorTask) -> Steps:
-    count = len(task.per_input)
-    if count == 1:
-        return combine([1.0])
-    matrix = yield gram(count)
-    return combine(karcher_coefficients(matrix, int(task.shared["max_iter"]), float(task.shared["tol"])))
-
-
-def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[float]:
-    """Return the point on the sphere with the smallest sum of squared angles to all inputs.
+    """Find the point on the sphere with the smallest sum of squared angles to all inputs.
 
     Iterations follow the mean tangent until a step is shorter than ``tol``.
     """
+    count, tol = len(task.per_input), float(task.shared["tol"])
+    if count == 1:
+        return combine([1.0])
+    matrix = yield gram(count)
     norms = np.sqrt(np.diag(matrix))
     valid = norms > tol
     if not valid.any():
-        return [0.0] * len(norms)
+        return combine([0.0] * count)
     inverse = np.where(valid, 1.0 / np.where(valid, norms, 1.0), 0.0)
     units = matrix * np.outer(inverse, inverse)
     alphas = valid / valid.sum()
     length = _norm(units, alphas)
-    mean = alphas / length if length >= tol else np.eye(len(norms))[int(valid.argmax())]
-    for _ in range(max_iter):
+    mean = alphas / length if length >= tol else np.eye(count)[int(valid.argmax())]
+    for _ in range(int(task.shared["max_iter"])):
         cosines = np.clip(units @ mean, -1.0, 1.0)
         angles = np.arccos(cosines)
         moving = valid & (angles >= tol)
@@ -214,7 +193,7 @@ def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[floa
             break
         mean = math.cos(step) * mean + math.sin(step) / step * tangent
         mean = mean / _norm(units, mean)
-    return [float(value) for value in mean * inverse * norms.mean()]
+    return combine((mean * inverse * norms.mean()).tolist())
 
 
 def _norm(matrix: Matrix, coefficients: Matrix) -> float:
@@ -227,10 +206,6 @@ def _gram_folds(task: TensorTask) -> int:
     return 1 if len(task.model_seeds) > 1 else 0
 
 
-def _nuslerp_folds(task: TensorTask) -> int:
-    return 1 if task.shared["nuslerp_flatten"] or _by_columns(task.shape, task.shared) else 0
-
-
 METHODS = (
     Method(
         name="slerp",
@@ -238,9 +213,13 @@ METHODS = (
         paper="Shoemake 1985, https://doi.org/10.1145/325334.325242",
         base="donor",
         models=(2, None),
-        parameters=(Parameter("t", "float", "shared", REQUIRED, "0 is the first model or base, 1 the other"),),
+        parameters=(
+            Parameter(
+                "t", "float", "shared", REQUIRED, "position from 0, the first model or base, to 1, the next model"
+            ),
+        ),
         steps=_slerp,
-        alone="copy",
+        single_input="copy",
         costs=Costs(map=0.4, fold=1.0, folds=_gram_folds),
     ),
     Method(
@@ -250,14 +229,20 @@ METHODS = (
         base="optional",
         models=(2, 2),
         parameters=(
-            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
-            Parameter("nuslerp_flatten", "bool", "shared", True, "the whole tensor is one vector"),
-            Parameter("nuslerp_row_wise", "bool", "shared", False, "not flattened: vectors along the first dimension"),
+            Parameter("weight", "float", "non_base", REQUIRED, "weight of each model"),
+            Parameter("nuslerp_flatten", "bool", "shared", True, "treat the whole tensor as one vector"),
+            Parameter(
+                "nuslerp_row_wise", "bool", "shared", False, "if not flattened, use vectors along the first dimension"
+            ),
         ),
         steps=_nuslerp,
         grain=_nuslerp_grain,
-        alone="copy",
-        costs=Costs(map=0.4, fold=1.0, folds=_nuslerp_folds),
+        single_input="copy",
+        costs=Costs(
+            map=0.4,
+            fold=1.0,
+            folds=lambda task: int(task.shared["nuslerp_flatten"] or _by_columns(task.shape, task.shared)),
+        ),
         traits=Traits(adds_up=True),
     ),
     Method(
@@ -267,24 +252,24 @@ METHODS = (
         base="optional",
         models=(1, None),
         parameters=(
-            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
+            Parameter("weight", "float", "non_base", REQUIRED, "weight of each model"),
             Parameter("normalize_weights", "bool", "shared", True, "divide by the sum of the weights"),
-            Parameter("eps", "float", "shared", 1e-8, "smallest length of a mean direction", minimum=0.0),
+            Parameter("eps", "float", "shared", 1e-8, "minimum length of a mean direction", minimum=0.0),
         ),
         steps=_multislerp,
-        check=_check_multislerp,
+        check=check_weight_sum("normalize_weights"),
         costs=Costs(map=0.4, fold=1.9, folds=_gram_folds),
         traits=Traits(adds_up=True),
     ),
     Method(
         name="karcher",
-        summary="The point on the sphere nearest to all models (Riemannian centre of mass)",
+        summary="The point on the sphere nearest to all models (Riemannian center of mass)",
         paper="Karcher 1977, https://doi.org/10.1002/cpa.3160300502",
         base="ordinary",
         models=(1, None),
         parameters=(
-            Parameter("max_iter", "int", "shared", 10, "most steps", minimum=1),
-            Parameter("tol", "float", "shared", 1e-5, "stop when a step is shorter", minimum=0.0),
+            Parameter("max_iter", "int", "shared", 10, "maximum number of steps", minimum=1),
+            Parameter("tol", "float", "shared", 1e-5, "length of a step at which to stop", minimum=0.0),
         ),
         steps=_karcher,
         costs=Costs(map=0.5, fold=1.8, folds=_gram_folds),

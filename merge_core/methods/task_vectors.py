@@ -20,7 +20,6 @@ import numpy as np
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.contract import (
-    GRAIN,
     REQUIRED,
     ConflictRemedy,
     Costs,
@@ -33,11 +32,11 @@ from mergegate.merge_core.methods.contract import (
     Traits,
     Values,
     add_in_order,
+    load_kernels,
     row_length,
 )
 from mergegate.merge_core.methods.sparsify import (
     Folds,
-    Sparsifier,
     folds_at_random,
     folds_by_magnitude,
     keep_all,
@@ -45,7 +44,6 @@ from mergegate.merge_core.methods.sparsify import (
     keep_at_random_by_rank,
     keep_largest,
     keep_medium,
-    kernel_tile,
 )
 
 if TYPE_CHECKING:
@@ -109,62 +107,46 @@ def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> 
     return base + total * mixing.scale
 
 
-def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
+def _sparsify_and_mix(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
+    """Return the steps of a method that sparsifies task vectors and then combines them."""
+
     def steps(task: TensorTask) -> Steps:
-        sparsifier: Sparsifier = yield from sparsify(task)
+        sparsifier = yield from sparsify(task)
         mixing = VectorCombination(
-            weights=tuple(task.column("weight")),
+            weights=tuple(task.model_values("weight")),
             vote=str(task.shared["consensus"]) if vote == _FROM_RECIPE else vote,
             normalize=bool(task.shared["normalize"]),
             scale=float(task.shared["lambda"]),
         )
-        return Map(lambda block: mix(mixing, block.base, sparsifier.of(block)), _fused(mixing, sparsifier))
+        mix_arguments = (
+            np.asarray(mixing.weights, np.float32),
+            (None, "sum", "count", "kept").index(mixing.vote),
+            mixing.normalize,
+            np.float32(mixing.divisor),
+            np.float32(mixing.scale),
+            np.array(sparsifier.scales, np.float32),
+        )
+        kinds, *tables = sparsifier.tables()
+        needs_no_table = all(table is None for table in tables)
+
+        def map_stored(block: StoredBlock, out: Any) -> None:
+            masks = sparsifier.mask_cache.take(block.start)
+            # Pass either the tables or the cached masks, so that numba does not compile code for the other.
+            mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
+            arguments = (sparsifier.tile(block.grain), *mix_arguments, kinds, *mask_arguments, out)
+            load_kernels().task_vectors(block.data, block.rows, block.length, block.start, block.grain, *arguments)
+
+        return Map(lambda block: mix(mixing, block.base, sparsifier.sparsify(block)), map_stored)
 
     return steps
 
 
-def _fused(mixing: VectorCombination, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
-    mix_arguments = (
-        np.asarray(mixing.weights, np.float32),
-        (None, "sum", "count", "kept").index(mixing.vote),
-        mixing.normalize,
-        np.float32(mixing.divisor),
-        np.float32(mixing.scale),
-        np.array(sparsifier.scales, np.float32),
-    )
-    kinds, *tables = sparsifier.tables()
-    needs_no_table = all(table is None for table in tables)
-
-    def fused(block: StoredBlock, out: Any) -> None:
-        from mergegate.merge_core.methods import kernels
-
-        kernel: Any = kernels.task_vectors
-        tile = kernel_tile(sparsifier.rules, block.grain)
-        masks = sparsifier.mask_cache.take(block.start)
-        # Pass either the tables or the cached masks, so that numba does not compile code for the other.
-        mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
-        kernel(
-            block.data,
-            block.rows,
-            block.length,
-            block.start,
-            block.grain,
-            tile,
-            *mix_arguments,
-            kinds,
-            *mask_arguments,
-            out,
-        )
-
-    return fused
-
-
-def _check_weights(shared: Values, per_input: Sequence[Values], where: str) -> None:
+def _check_weights(shared: Values, per_input: Sequence[Values], location: str) -> None:
     for values in per_input:
         epsilon, density = values.get("epsilon"), values.get("density", 1.0)
         if epsilon is not None and 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise InvalidInput(
-                where,
+                location,
                 found=f"density {density:g} with epsilon {epsilon:g}",
                 expected="keep probabilities inside (0, 1): density - epsilon > 0 and density + epsilon < 1",
                 remedy="lower epsilon",
@@ -179,8 +161,8 @@ def _parameters(
     density: float | None = 1.0,
     extra: Sequence[Parameter] = (),
 ) -> tuple[Parameter, ...]:
-    density_summary = "share of each task vector's elements that is kept"
-    ignored = "accepted for compatibility, has no effect"
+    density_summary = "share of each task vector's elements to keep"
+    ignored = "accepted for compatibility; no effect"
     parameters = [
         WEIGHT,
         Parameter(
@@ -222,63 +204,41 @@ def _parameters(
 _ARITHMETIC = "Task Arithmetic, Ilharco et al. 2023, https://arxiv.org/abs/2212.04089"
 _TIES = "TIES-Merging, Yadav et al. 2023, https://arxiv.org/abs/2306.01708"
 _DARE = "DARE, Yu et al. 2024, https://arxiv.org/abs/2311.03099"
-
-
 _DELLA = "DELLA-Merging, Deep et al. 2024, https://arxiv.org/abs/2406.11617"
 _BREADCRUMBS = "Model Breadcrumbs, Davari and Belilovsky 2023, https://arxiv.org/abs/2312.06795"
-_GAMMA = (Parameter("gamma", "float", "non_base", 0.01, "share of largest elements dropped as outliers", 0.0, 1.0),)
+_GAMMA = (Parameter("gamma", "float", "non_base", 0.01, "share of the largest elements to drop as outliers", 0.0, 1.0),)
 _EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the keep probabilities", 0.0, 1.0),)
 
 
-def _method(
-    name: str,
-    summary: str,
-    paper: str,
-    sparsify: Callable[[TensorTask], Folds],
-    vote: str | None,
-    costs: Costs,
-    traits: Traits,
-    by_rows: bool = False,
-    **switches: Any,
-) -> Method:
+def _method(sparsify: Callable[[TensorTask], Folds], vote: str | None, **fields: Any) -> Method:
+    """Return a method on task vectors with the other ``fields`` of :class:`.Method`."""
     return Method(
-        name=name,
-        summary=summary,
-        paper=paper,
-        base="required",
-        models=(1, None),
-        parameters=_parameters(vote=vote, **switches),
-        steps=_steps(sparsify, vote),
-        grain=row_length if by_rows else lambda shape, shared: GRAIN,
-        check=_check_weights,
-        costs=costs,
-        traits=traits,
+        base="required", models=(1, None), steps=_sparsify_and_mix(sparsify, vote), check=_check_weights, **fields
     )
 
 
 TASK_ARITHMETIC = _method(
-    "task_arithmetic",
-    "The base plus a weighted sum of task vectors",
-    _ARITHMETIC,
     keep_all,
     None,
-    Costs(map=1.5),
-    Traits(adapters="sum", adds_up=True),
-    normalize=False,
-    rescale=False,
-    density=None,
+    name="task_arithmetic",
+    summary="The base plus a weighted sum of task vectors",
+    paper=_ARITHMETIC,
+    parameters=_parameters(normalize=False, rescale=False, density=None),
+    costs=Costs(map=1.5),
+    traits=Traits(adapters="sum", adds_up=True),
 )
 
 METHODS = (
     TASK_ARITHMETIC,
     _method(
-        "ties",
-        "Keep the largest elements of each task vector, elect signs, average what agrees",
-        _TIES,
         keep_largest,
         _FROM_RECIPE,
-        Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
-        Traits(
+        name="ties",
+        summary="Keep the largest elements of each task vector, elect signs, average what agrees",
+        paper=_TIES,
+        parameters=_parameters(normalize=True, rescale=False, vote=_FROM_RECIPE),
+        costs=Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
+        traits=Traits(
             adapters="products",
             sparse=True,
             conflict_remedy=ConflictRemedy(
@@ -288,91 +248,77 @@ METHODS = (
             ),
             first_draft="keeps the larger half of each difference, lets the signs vote, and adds the rest to the base",
         ),
-        normalize=True,
-        rescale=False,
     ),
     _method(
-        "dare_linear",
-        "Drop random elements of each task vector, rescale the rest, add up",
-        _DARE,
         keep_at_random,
         None,
-        Costs(map=2.6, fold=2.3, folds=folds_at_random),
-        Traits(adapters="products", adds_up=True, sparse=True),
-        normalize=False,
-        rescale=True,
+        name="dare_linear",
+        summary="Drop random elements of each task vector, rescale the rest, add up",
+        paper=_DARE,
+        parameters=_parameters(normalize=False, rescale=True),
+        costs=Costs(map=2.6, fold=2.3, folds=folds_at_random),
+        traits=Traits(adapters="products", adds_up=True, sparse=True),
     ),
     _method(
-        "dare_ties",
-        "Drop random elements of each task vector, rescale the rest, elect signs, add up what agrees",
-        _DARE,
         keep_at_random,
         _FROM_RECIPE,
-        Costs(map=2.7, fold=2.3, folds=folds_at_random),
-        Traits(adapters="products", sparse=True),
-        normalize=False,
-        rescale=True,
+        name="dare_ties",
+        summary="Drop random elements of each task vector, rescale the rest, elect signs, add up what agrees",
+        paper=_DARE,
+        parameters=_parameters(normalize=False, rescale=True, vote=_FROM_RECIPE),
+        costs=Costs(map=2.7, fold=2.3, folds=folds_at_random),
+        traits=Traits(adapters="products", sparse=True),
     ),
     _method(
-        "breadcrumbs",
-        "Drop the smallest elements and the outliers of each task vector, add up the rest",
-        _BREADCRUMBS,
         keep_medium,
         None,
-        Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
-        Traits(adapters="products", adds_up=True, sparse=True),
-        normalize=False,
-        rescale=False,
-        extra=_GAMMA,
+        name="breadcrumbs",
+        summary="Drop the smallest elements and the outliers of each task vector, add up the rest",
+        paper=_BREADCRUMBS,
+        parameters=_parameters(normalize=False, rescale=False, extra=_GAMMA),
+        costs=Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
+        traits=Traits(adapters="products", adds_up=True, sparse=True),
     ),
     _method(
-        "breadcrumbs_ties",
-        "Drop the smallest elements and the outliers of each task vector, elect signs, add up what agrees",
-        _BREADCRUMBS,
         keep_medium,
         _FROM_RECIPE,
-        Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
-        Traits(adapters="products", sparse=True),
-        normalize=False,
-        rescale=False,
-        extra=_GAMMA,
+        name="breadcrumbs_ties",
+        summary="Drop the smallest elements and the outliers of each task vector, elect signs, add up what agrees",
+        paper=_BREADCRUMBS,
+        parameters=_parameters(normalize=False, rescale=False, extra=_GAMMA, vote=_FROM_RECIPE),
+        costs=Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
+        traits=Traits(adapters="products", sparse=True),
     ),
     _method(
-        "della",
-        "Drop elements at random, the small ones more often, rescale, elect signs, average what agrees",
-        _DELLA,
         keep_at_random_by_rank,
         _FROM_RECIPE,
-        Costs(map=14.8, fold=14.0, folds=folds_at_random),
-        Traits(adapters="products", sparse=True),
-        normalize=True,
-        rescale=True,
-        extra=_EPSILON,
-        by_rows=True,
+        name="della",
+        summary="Drop elements at random, the small ones more often, rescale, elect signs, average what agrees",
+        paper=_DELLA,
+        parameters=_parameters(normalize=True, rescale=True, extra=_EPSILON, vote=_FROM_RECIPE),
+        grain=row_length,
+        costs=Costs(map=14.8, fold=14.0, folds=folds_at_random),
+        traits=Traits(adapters="products", sparse=True),
     ),
     _method(
-        "della_linear",
-        "Drop elements at random, the small ones more often, rescale, add up",
-        _DELLA,
         keep_at_random_by_rank,
         None,
-        Costs(map=14.8, fold=14.0, folds=folds_at_random),
-        Traits(adapters="products", adds_up=True, sparse=True),
-        normalize=False,
-        rescale=True,
-        extra=_EPSILON,
-        by_rows=True,
+        name="della_linear",
+        summary="Drop elements at random, the small ones more often, rescale, add up",
+        paper=_DELLA,
+        parameters=_parameters(normalize=False, rescale=True, extra=_EPSILON),
+        grain=row_length,
+        costs=Costs(map=14.8, fold=14.0, folds=folds_at_random),
+        traits=Traits(adapters="products", adds_up=True, sparse=True),
     ),
     _method(
-        "localize_and_stitch",
-        "Keep the largest elements of each task vector, average where they overlap, leave the rest as the base has it",
-        "Localize-and-Stitch (without data), He et al. 2024, https://arxiv.org/abs/2408.13656",
         keep_largest,
         "kept",
-        Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
-        Traits(adapters="products", sparse=True),
-        density=0.1,
-        normalize=True,
-        rescale=False,
+        name="localize_and_stitch",
+        summary="Keep the largest elements of each task vector, average where they overlap, keep the base elsewhere",
+        paper="Localize-and-Stitch (without data), He et al. 2024, https://arxiv.org/abs/2408.13656",
+        parameters=_parameters(density=0.1, normalize=True, rescale=False),
+        costs=Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
+        traits=Traits(adapters="products", sparse=True),
     ),
 )

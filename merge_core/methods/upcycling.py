@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.methods.combination import combine
-from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
+from mergegate.merge_core.methods.contract import Block, Costs, Map, Method, Parameter, TensorTask, Traits, map_only
 from mergegate.merge_core.methods.masks import mask_words
 
 if TYPE_CHECKING:
@@ -43,36 +43,22 @@ def normals(key: tuple[int, int], start: int, count: int, device: torch.device) 
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
 
 
-def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return random numbers from the uniform distribution between -1 and 1.
-
-    Args:
-        key: Key of the random stream.
-        start: Index of the first number in the stream.
-        count: Number of values to return.
-        device: Device on which to compute the numbers.
-
-    Returns:
-        float64 tensor of shape ``[count]``.
-    """
-    return (mask_words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
-
-
-def _upcycle(task: TensorTask) -> Steps:
-    """Return the map ``(x + noise * z) * scale``, with z from the distribution ``draw``."""
+def _upcycle(task: TensorTask) -> Map:
+    """Return the map ``(x + noise * z) * scale``, with ``z`` uniform between -1 and 1 or standard normal."""
     (values,), (key,) = task.per_input, task.seeds
     scale, noise = float(values["scale"]), float(values["noise"])
     if noise == 0:
         return combine([scale])
-    draw = uniforms if values["draw"] == "uniform" else normals
 
-    def of(block: Block) -> torch.Tensor:
+    def map_block(block: Block) -> torch.Tensor:
         numbers = block.inputs[0]
-        noise_values = draw(key, block.start, numbers.shape[0], numbers.device)
-        return ((numbers.double() + noise * noise_values) * scale).to(numbers.dtype)
+        if values["draw"] == "uniform":
+            draws = (mask_words(key, block.start, len(numbers), numbers.device).double() + 0.5) * (2 / _WORDS) - 1
+        else:
+            draws = normals(key, block.start, len(numbers), numbers.device)
+        return ((numbers.double() + noise * draws) * scale).to(numbers.dtype)
 
-    return Map(of)
-    yield  # A generator without a fold.
+    return Map(map_block)
 
 
 UPCYCLING = Method(
@@ -83,10 +69,10 @@ UPCYCLING = Method(
     models=(1, 1),
     parameters=(
         Parameter("scale", "float", "input", 1.0, "factor for every element"),
-        Parameter("noise", "float", "input", 0.0, "spread of what is added to every element", minimum=0.0),
-        Parameter("draw", "choice", "input", "normal", "where the noise comes from", choices=("normal", "uniform")),
+        Parameter("noise", "float", "input", 0.0, "size of the noise to add to every element", minimum=0.0),
+        Parameter("draw", "choice", "input", "normal", "distribution of the noise", choices=("normal", "uniform")),
     ),
-    steps=_upcycle,
+    steps=map_only(_upcycle),
     costs=Costs(map=0.5),
     traits=Traits(may_zero=True, merges_base=True),
 )

@@ -17,25 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, StoredBlock
+from mergegate.merge_core.methods.contract import GRAIN, Array, Block, Fold, StoredBlock, load_kernels
+from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, score_bits
 
 if TYPE_CHECKING:
     import torch
 
-    from mergegate.merge_core.methods.contract import Array
-    from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
-
 # Smaller tensors are read quickly, so their digits are counted.
 LARGE = 4 << 20
 # One in this many grains is sampled, in at least and at most this many pieces.
-_GLANCED_PART, _FEWEST_PIECES, _MOST_PIECES = 64, 8, 256
+_SAMPLE_EVERY, _MIN_PIECES, _MAX_PIECES = 64, 8, 256
 # Half the width of a window, in standard deviations of the sampled position of the k-th largest.
 _DEVIATIONS = 6.0
 # Largest number of keys per window that are only counted, and the smallest share of the scores inside for such a key.
 _COMMON, _COMMON_PART = 8, 1 / 64
 _NO_KEY = 2**32 - 1
 # Largest number of stored scores per tensor, and the largest share of all scores.
-_MOST_KEPT, _MOST_KEPT_PART = 16 << 20, 1 / 16
+_MAX_STORED, _MAX_STORED_SHARE = 16 << 20, 1 / 16
 # Number of scores that are computed at a time, so that they are still in the cache when they are scanned.
 _PART = 1 << 15
 
@@ -79,39 +77,33 @@ def guess_windows(
     scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
 ) -> Generator[Fold, Any, list[Window]]:
     """Sample the tensor and return a window for each request, or none at all if the windows would hold too much."""
-    pieces = max(_FEWEST_PIECES, min(_MOST_PIECES, numel // GRAIN // _GLANCED_PART))
-
-    def of(block: Block) -> torch.Tensor:
-        from mergegate.merge_core.methods.selection import bits
-
-        return bits(scores.of(block))
-
-    def fused(block: StoredBlock) -> Any:
-        assert scores.fused is not None
-        return scores.fused.scores(block).view(np.int32) & np.int32(0x7FFFFFFF)
 
     def combine(parts: Sequence[Array]) -> Any:
         guesses: dict[SelectionRequest, tuple[Window, float]] = {}
         for stream in {request.stream for request in requests}:
-            stream_requests = [request for request in requests if request.stream == stream]
-            guesses |= _windows(stream_requests, np.stack([part[stream] for part in parts]), numel, scores.dtype)
+            pieces = np.stack([part[stream] for part in parts])
+            ordered = np.sort(pieces, axis=None)
+            for request in requests:
+                if request.stream == stream:
+                    guesses[request] = _guess_window(request, pieces, ordered, numel, scores.dtype)
+            del pieces, ordered  # Free the memory before the next stream is sorted.
         shares = [guesses[request][1] for request in requests]
-        is_small = sum(shares) * numel <= _MOST_KEPT and max(shares) <= _MOST_KEPT_PART
+        is_small = sum(shares) * numel <= _MAX_STORED and max(shares) <= _MAX_STORED_SHARE
         return [guesses[request][0] for request in requests] if is_small else []
 
-    windows: list[Window] = yield Fold(of, combine, fused if scores.fused else None, glance=pieces)
+    stored = scores.stored
+    windows: list[Window] = yield Fold(
+        lambda block: score_bits(scores.score_block(block)),
+        combine,
+        (lambda block: stored.scores(block).view(np.int32) & np.int32(0x7FFFFFFF)) if stored else None,
+        sample_count=max(_MIN_PIECES, min(_MAX_PIECES, numel // GRAIN // _SAMPLE_EVERY)),
+    )
     return windows
 
 
-def _windows(
-    requests: Sequence[SelectionRequest], pieces: Array, numel: int, dtype: str
-) -> dict[SelectionRequest, tuple[Window, float]]:
-    """Return the windows of all requests of one stream. The sample is sorted once, one stream at a time."""
-    ordered = np.sort(pieces, axis=None)
-    return {request: _window(request, pieces, ordered, numel, dtype) for request in requests}
-
-
-def _window(request: SelectionRequest, pieces: Array, ordered: Array, numel: int, dtype: str) -> tuple[Window, float]:
+def _guess_window(
+    request: SelectionRequest, pieces: Array, ordered: Array, numel: int, dtype: str
+) -> tuple[Window, float]:
     """Return the window of one request, and the share of all scores that it would store.
 
     Args:
@@ -143,17 +135,15 @@ def _window(request: SelectionRequest, pieces: Array, ordered: Array, numel: int
     return Window(request.stream, low, high, tuple(keys[common].tolist())), float(stored_share)
 
 
-def scan(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, Any, list[WindowState]]:
+def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, Any, list[WindowState]]:
     """Yield the pass that scans the windows, and return their states, or none if they hold more than was guessed."""
     common_keys = max(len(window.common) for window in windows)
     header = 3 * len(windows) + 1
 
-    def of(block: Block) -> torch.Tensor:
+    def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
-        from mergegate.merge_core.methods.selection import bits
-
-        keys = bits(scores.of(block))
+        keys = score_bits(scores.score_block(block))
         numbers, counts, others = [0], [], []
         for window in windows:
             row = keys[window.stream]
@@ -169,10 +159,8 @@ def scan(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
         header_numbers = torch.tensor(numbers, dtype=torch.int64, device=keys.device)
         return torch.cat((header_numbers, torch.stack(counts, 1).flatten(), *others))
 
-    def fused(block: StoredBlock) -> Any:
-        from mergegate.merge_core.methods import kernels
-
-        assert scores.fused is not None
+    def reduce_stored(block: StoredBlock) -> Any:
+        assert scores.stored is not None
         grains, requests = -(-block.length // block.grain), len(windows)
         table = np.array([(window.stream, window.low, window.high) for window in windows], np.int64)
         common = np.full((requests, common_keys), _NO_KEY, np.uint32)
@@ -186,10 +174,12 @@ def scan(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
         for begin in range(0, block.length, step):
             length = min(step, block.length - begin)
             part = StoredBlock(block.data, block.rows + begin, length, block.start + begin, block.grain)
-            computed = scores.fused.scores(part)
+            computed = scores.stored.scores(part)
             positive = np.zeros(len(computed), np.int64) if positive is None else positive
             part_counts = counts[begin // block.grain :]
-            kernels.scan_windows(computed, table, common, block.grain, above, positive, part_counts, keys, filled)
+            load_kernels().scan_windows(
+                computed, table, common, block.grain, above, positive, part_counts, keys, filled
+            )
         is_complete = bool((filled <= keys.shape[1]).all())
         numbers = np.stack((above, positive[table[:, 0]], filled if is_complete else 0 * filled), 1)
         others = [row[:number] for row, number in zip(keys, filled, strict=True)] if is_complete else []
@@ -218,11 +208,11 @@ def scan(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, An
             for r, window in enumerate(windows)
         ]
 
-    states: list[WindowState] = yield Fold(of, combine, fused if scores.fused else None)
+    states: list[WindowState] = yield Fold(reduce_block, combine, reduce_stored if scores.stored else None)
     return states
 
 
-def locate(state: WindowState, window: Window, k: int) -> tuple[int, int, int, Array] | None:
+def find_kth_largest(state: WindowState, window: Window, k: int) -> tuple[int, int, int, Array] | None:
     """Return the key of the k-th largest, its rank among its ties, the number of ties and their number in each grain.
 
     Return None if the k-th largest is not in the window.

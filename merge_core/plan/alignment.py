@@ -32,13 +32,12 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
+from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, follow_tokens, serialize_config
 from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -105,8 +104,28 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     names = list(dict.fromkeys([*merged, donor]))
     tokenizer_name = donor if choice.source in ("base", "union") else str(choice.source)
     needed = list(dict.fromkeys([tokenizer_name, *names]))
-    vocabularies = {name: _read_definition(name, checkpoints[name], choice.location) for name in needed}
-    sizes = {name: _row_count(checkpoints[name], name) for name in needed}
+    vocabularies, sizes = {}, {}
+    for name in needed:
+        definition = read_tokenizer(checkpoints[name].companions)
+        # Not every tokenizer with a vocab.txt uses its line numbers as ids.
+        if definition is None or definition.where.endswith("vocab.txt"):
+            raise InvalidInput(
+                choice.location,
+                found=f"{name} has no tokenizer.json",
+                expected="a readable tokenizer in every model, to match tokens",
+                remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
+            )
+        vocabularies[name] = definition
+    for name in needed:
+        tables = [tensor for tensor in checkpoints[name].tensors.values() if has_vocabulary_rows(tensor.name)]
+        row_counts = {tensor.shape[0] for tensor in tables if tensor.shape}
+        if len(row_counts) != 1:
+            raise InvalidInput(
+                f"{name}: embeddings",
+                found=f"tables of {', '.join(map(str, sorted(row_counts)))} rows" if row_counts else "no embeddings",
+                expected="the same number of rows in embeddings and head",
+            )
+        sizes[name] = row_counts.pop()
     target = vocabularies[tokenizer_name]
     joined = _join_tokenizers(choice, vocabularies, tokenizer_name, merged)
     tokenizer = checkpoints[tokenizer_name]
@@ -117,9 +136,24 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
         for text in (joined.remarks if joined else ())
     ]
     size = _table_size(choice, ids, vocabularies, sizes, merged, tokenizer_name)
-    base = str(recipe.base) if recipe.base else None
     for row in choice.tokens:
-        _check_origin(row.origin, merged, vocabularies, sizes, row.token, choice.location)
+        if row.origin is not None and row.origin.model is not None:
+            name, location = str(row.origin.model), f"{choice.location}: tokens.{row.token}"
+            if name not in merged:
+                raise InvalidInput(
+                    location,
+                    found=f"{name} is not a merged model",
+                    expected=f"one of {', '.join(merged)}",
+                    remedy="name a merged model",
+                )
+            if not 0 <= _origin_row(row.origin, row.token, vocabularies[name]) < sizes[name]:
+                token_id, token = row.origin.token_id, row.origin.token or row.token
+                raise InvalidInput(
+                    location,
+                    found=f"{name} has no row for {f'token_id {token_id}' if token_id is not None else repr(token)}",
+                    expected="a token of that model",
+                    remedy="name a token of that model",
+                )
     return Alignment(
         choice=choice,
         tokenizer=tokenizer,
@@ -127,7 +161,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
         vocabularies=vocabularies,
         sizes=sizes,
         tokenizer_name=tokenizer_name,
-        base=base,
+        base=str(recipe.base) if recipe.base else None,
         size=size,
         content=target.content if joined is None else joined.content,
         model_changed=joined is not None and joined.model_changed,
@@ -147,9 +181,9 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
     return Finding(
         "block",
         f"{model}: {tensor.name}",
-        found=f"shape {list(tensor.shape)}, with as many as the model has rows of tokens",
-        expected="embeddings, heads and biases by names that are known, where tokens change their places",
-        remedy=f"merge without {alignment.choice.location}, or give the models one vocabulary with transformers first",
+        found=f"shape {list(tensor.shape)} includes the size of the vocabulary, but mergegate does not know the tensor",
+        expected="known names of embeddings, heads and biases, because token ids change",
+        remedy=f"remove {alignment.choice.location}, or first give the models one vocabulary with transformers",
     )
 
 
@@ -167,26 +201,25 @@ def aligned_config(
         donor: Reference of the model that provides the configuration.
         location: Name of the recipe in messages.
     """
-    tokenizer_model = alignment.tokenizer
+    tokenizer_config = alignment.tokenizer.config
     findings: list[Finding] = []
     if donor == alignment.tokenizer_name:
         return with_vocabulary(config, alignment.size), findings
-    before = {number: token for token, number in alignment.vocabularies[donor].ids.items()}
-    moved, unmatched_keys = follow_tokens(config, before, alignment.ids)
-    for key in _SPECIAL_KEYS:
-        if key in tokenizer_model.config:
-            moved[key] = tokenizer_model.config[key]
+    moved, unmatched_keys = follow_tokens(config, alignment.vocabularies[donor].ids, alignment.ids)
+    for key in SPECIAL_KEYS:
+        if key in tokenizer_config:
+            moved[key] = tokenizer_config[key]
     for key in unmatched_keys:
-        if key in _SPECIAL_KEYS and key in tokenizer_model.config:
+        if key in SPECIAL_KEYS and key in tokenizer_config:
             continue
         field_name = key.rpartition(".")[2]
         findings.append(
             Finding(
-                "warn" if field_name in _SPECIAL_KEYS else "block",
+                "warn" if field_name in SPECIAL_KEYS else "block",
                 f"{donor}: config.json: {key}",
-                found="a token that the result's tokenizer lacks",
+                found="the result's tokenizer lacks this token",
                 expected="tokens of the result",
-                remedy=f"tokenizer: {{source: union}} in {location}, or tokens: with that token",
+                remedy=f"set tokenizer: {{source: union}} in {location}, or add the token under tokenizer: tokens",
             )
         )
     return with_vocabulary(moved, alignment.size), findings
@@ -197,13 +230,12 @@ def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str)
 
     The result is empty if the model that provides the tokenizer has this file or is the donor.
     """
-    if donor_name == alignment.tokenizer_name or GENERATION in alignment.tokenizer.companions:
+    is_provided = donor_name == alignment.tokenizer_name or GENERATION in alignment.tokenizer.companions
+    if is_provided or GENERATION not in donor.companions:
         return {}
-    if GENERATION not in donor.companions:
-        return {}
-    before = {number: token for token, number in alignment.vocabularies[donor_name].ids.items()}
-    moved, _ = follow_tokens(donor.companions.json(GENERATION) or {}, before, alignment.ids)
-    for key in _SPECIAL_KEYS:
+    content, donor_ids = donor.companions.json(GENERATION) or {}, alignment.vocabularies[donor_name].ids
+    moved, _ = follow_tokens(content, donor_ids, alignment.ids)
+    for key in SPECIAL_KEYS:
         if key in alignment.tokenizer.config:
             moved[key] = alignment.tokenizer.config[key]
     return {GENERATION: serialize_config(moved)}
@@ -230,8 +262,8 @@ def _join_tokenizers(
     if not target.has_pipeline:
         raise InvalidInput(
             choice.location,
-            found=f"{tokenizer_name} has no tokenizer.json, so a tokenizer with more tokens cannot be written",
-            expected="a tokenizer file that also says how text is split",
+            found=f"{tokenizer_name} has no tokenizer.json, so mergegate cannot add tokens to its tokenizer",
+            expected="a tokenizer file that includes the rules for splitting text",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
         )
     return joined
@@ -263,9 +295,13 @@ def _table_size(
 
 def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:
     choice, sizes, size = alignment.choice, alignment.sizes, alignment.size
-    plain = not any(row.origin for row in choice.tokens)
+    has_no_origins = not any(row.origin for row in choice.tokens)
     vocabularies = [alignment.vocabularies[name].ids for name in names]
-    if plain and all(ids == alignment.ids for ids in vocabularies) and all(sizes[name] == size for name in names):
+    if (
+        has_no_origins
+        and all(ids == alignment.ids for ids in vocabularies)
+        and all(sizes[name] == size for name in names)
+    ):
         return {}
     listed = sorted((number, token) for token, number in alignment.ids.items() if number < size)
     positions = np.fromiter((number for number, _ in listed), np.int64, len(listed))
@@ -273,22 +309,22 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
         len(names), -1
     )
     rows[rows >= np.array([sizes[name] for name in names])[:, None]] = -1
-    named = {row.token for row in choice.tokens}
+    recipe_tokens = {row.token for row in choice.tokens}
     with_origin = {row.token for row in choice.tokens if row.origin is not None}
     table_size = sizes[alignment.tokenizer_name]
     orphans = [
         listed[column][1]
         for column in np.flatnonzero(~(rows >= 0).any(0)).tolist()
-        if (listed[column][0] < table_size or listed[column][1] in named) and listed[column][1] not in with_origin
+        if (listed[column][0] < table_size or listed[column][1] in recipe_tokens)
+        and listed[column][1] not in with_origin
     ]
-    orphans += [token for token in named if token not in with_origin and alignment.ids[token] >= size]
+    orphans += [token for token in recipe_tokens if token not in with_origin and alignment.ids[token] >= size]
     if orphans:
         raise InvalidInput(
             choice.location,
-            found=f"{len(orphans)} tokens of {alignment.tokenizer_name} that no merged model has, "
-            f"such as {orphans[0]!r}",
-            expected="a tokenizer whose tokens the models know",
-            remedy="choose the tokenizer of one of the merged models, or give these tokens a source",
+            found=f"no merged model has {len(orphans)} tokens of {alignment.tokenizer_name}, such as {orphans[0]!r}",
+            expected="a tokenizer whose tokens are in the merged models",
+            remedy="use the tokenizer of one of the merged models, or set a source for these tokens",
         )
     preferred = names.index(alignment.base) if alignment.base in names else None
     maps = {}
@@ -299,7 +335,18 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
         for token in choice.tokens:
             position = alignment.ids[token.token]
             if token.origin is not None and (token.force or lender[position] != own_index):
-                lender[position], row[position] = _lender_of(token.origin, token.token, names, alignment)
+                if token.origin.model is None:
+                    lender[position], row[position] = ZERO, 0
+                    continue
+                model = str(token.origin.model)
+                if model not in names:
+                    raise InvalidInput(
+                        f"{choice.location}: tokens.{token.token}",
+                        found=f"the embeddings of {model} are not merged in this slice",
+                        expected=f"one of {', '.join(names)}",
+                    )
+                row[position] = _origin_row(token.origin, token.token, alignment.vocabularies[model])
+                lender[position] = names.index(model)
         maps[name] = RowMap(names, own_index, lender, row, tuple(shared))
     return maps
 
@@ -331,73 +378,5 @@ def _fill_padding(
         lender[spare], row[spare] = index, spare
 
 
-def _check_origin(
-    origin: RowOrigin | None,
-    merged: Sequence[str],
-    vocabularies: Mapping[str, TokenizerDefinition],
-    sizes: Mapping[str, int],
-    token: str,
-    location: str,
-) -> None:
-    if origin is None or origin.model is None:
-        return
-    name, token_location = str(origin.model), f"{location}: tokens.{token}"
-    if name not in merged:
-        raise InvalidInput(
-            token_location,
-            found=f"{name}, which is not merged",
-            expected=f"one of {', '.join(merged)}",
-            remedy="correct it",
-        )
-    row = _origin_row(origin, token, vocabularies[name])
-    if not 0 <= row < sizes[name]:
-        problem = f"token_id {origin.token_id}" if origin.token_id is not None else f"{origin.token or token!r}"
-        raise InvalidInput(
-            token_location,
-            found=f"{problem}, for which {name} has no row",
-            expected="a token of that model",
-            remedy="correct it",
-        )
-
-
 def _origin_row(origin: RowOrigin, token: str, vocabulary: TokenizerDefinition) -> int:
     return origin.token_id if origin.token_id is not None else vocabulary.ids.get(origin.token or token, -1)
-
-
-def _lender_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment: Alignment) -> tuple[int, int]:
-    if origin.model is None:
-        return ZERO, 0
-    name = str(origin.model)
-    if name not in names:
-        raise InvalidInput(
-            f"{alignment.choice.location}: tokens.{token}",
-            found=f"{name}, whose embeddings are not merged in this slice",
-            expected=f"one of {', '.join(names)}",
-        )
-    return names.index(name), _origin_row(origin, token, alignment.vocabularies[name])
-
-
-def _read_definition(name: str, checkpoint: Checkpoint, location: str) -> TokenizerDefinition:
-    definition = read_tokenizer(checkpoint.companions)
-    # Not every tokenizer with a vocab.txt uses its line numbers as ids.
-    if definition is None or definition.where.endswith("vocab.txt"):
-        raise InvalidInput(
-            location,
-            found=f"{name} has no tokenizer.json",
-            expected="a readable tokenizer in every model, to match tokens",
-            remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
-        )
-    return definition
-
-
-def _row_count(checkpoint: Checkpoint, name: str) -> int:
-    sizes = {
-        tensor.shape[0] for tensor in checkpoint.tensors.values() if has_vocabulary_rows(tensor.name) and tensor.shape
-    }
-    if len(sizes) != 1:
-        raise InvalidInput(
-            f"{name}: embeddings",
-            found=f"tables of {', '.join(map(str, sorted(sizes)))} rows" if sizes else "no embeddings",
-            expected="one number of rows in embeddings and head",
-        )
-    return sizes.pop()

@@ -70,14 +70,12 @@ def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> st
     if recipe.output is None:
         return str(recipe.donor)
     names = [str(source.model) for source in recipe.sources if str(source.model) in checkpoints]
-    with_own_text = (name for name in names if _has_own_text(checkpoints[name]))
-    return next(with_own_text, names[0] if names else str(recipe.donor))
-
-
-def _has_own_text(checkpoint: Checkpoint) -> bool:
-    """Return whether the tokenizer or chat templates come from an adapter, not from the model's directory."""
-    files = checkpoint.companions.only(lambda name: companion_kind(name) in ("tokenizer", "chat template"))
-    return any(source != checkpoint.directory for source in files.sources.values())
+    for name in names:
+        checkpoint = checkpoints[name]
+        files = checkpoint.companions.only(lambda file: companion_kind(file) in ("tokenizer", "chat template"))
+        if any(source != checkpoint.directory for source in files.sources.values()):  # The adapter's directory.
+            return name
+    return names[0] if names else str(recipe.donor)
 
 
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
@@ -110,17 +108,17 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
             "info" if kind in _MINOR else "warn",
             f"{next(iter(files))}: {_LABELS[kind]}",
             found=f"not in the result: {_listing(files)}",
-            expected="every file that the parents are used with",
-            remedy="copy the files into the result if it needs them; a small file with the same content in every"
-            " model is carried",
+            expected="all files that are used with the parents",
+            remedy="copy the files into the result if necessary; mergegate only copies small files that are the same "
+            "in every model",
         )
     for kind, files in differing.items():
         yield Finding(
             "info" if kind in _MINOR else "warn",
             f"{next(iter(files))}: {_LABELS[kind]}",
-            found=f"the result gets other content for {_listing(files)}",
+            found=f"the result gets different content for {_listing(files)}",
             expected="the same content in every model",
-            remedy="check that the content of the base model, which the result gets, is right for it",
+            remedy="check that the content of the base model, which the result gets, is suitable",
         )
 
 
@@ -132,7 +130,11 @@ def _module_reference(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> C
 
 
 def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield the reasons why a merge of embedding models would not be an embedding model."""
+    """Yield the reasons why a merge of embedding models would not be an embedding model.
+
+    Raises:
+        InvalidInput: ``modules.json`` is not a list of modules.
+    """
     if (reference := _module_reference(donor, parents)) is None:
         return
     first = next((name for name, parent in parents.items() if parent is reference), str(reference.directory))
@@ -152,18 +154,24 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
                 "block" if blocks else "warn",
                 f"{name}: {differing[0]}",
                 found=f"sentence-transformers modules differ from those of {first}: {_names(differing)}",
-                expected="the same modules in every model, so that the result can have them",
-                remedy="merge embedding models with the same pooling and the same further layers"
+                expected="the same modules in every model",
+                remedy="merge embedding models with the same pooling and additional layers"
                 if blocks
-                else f"check that the settings of {first}, which the result gets, are right for it",
+                else f"check that the settings of {first}, which the result gets, are suitable",
             )
-    for path in _module_paths(reference):
-        if f"{path.partition('/')[0]}/" in reference.others:
+    location = reference.companions.where(MODULES_FILE)
+    listed_modules = parse_json(reference.companions.read(MODULES_FILE, _BOUNDS.size), location)
+    if not isinstance(listed_modules, list) or not all(isinstance(module, dict) for module in listed_modules):
+        raise InvalidInput(
+            location, found=f"{listed_modules!r:.60}", expected="a list of sentence-transformers modules"
+        )
+    for path in (module.get("path") for module in listed_modules):
+        if isinstance(path, str) and path and f"{path.partition('/')[0]}/" in reference.others:
             yield Finding(
                 "block",
                 f"{first}: {MODULES_FILE}",
-                found=f"the module in {shown(path)}/, which a merge does not carry",
-                expected="directories with names such as 1_Pooling, which sentence-transformers gives them",
+                found=f"a merge does not copy the module in {shown(path)}/",
+                expected="directory names of sentence-transformers, such as 1_Pooling",
                 remedy="save the model again with sentence-transformers",
             )
 
@@ -172,21 +180,6 @@ def _modules(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the content of each file that belongs to the sentence-transformers modules, by name."""
     files = checkpoint.companions
     return {name: _content(files, name) for name in files if companion_kind(name) == "module"}
-
-
-def _module_paths(checkpoint: Checkpoint) -> list[str]:
-    """Return the directories that ``modules.json`` lists.
-
-    Raises:
-        InvalidInput: The file is not a list of modules.
-    """
-    files = checkpoint.companions
-    location = files.where(MODULES_FILE)
-    listed = parse_json(files.read(MODULES_FILE, _BOUNDS.size), location)
-    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise InvalidInput(location, found=f"{listed!r:.60}", expected="a list of sentence-transformers modules")
-    paths = [module.get("path") for module in listed]
-    return [path for path in paths if isinstance(path, str) and path]
 
 
 def _content(files: Companions, name: str) -> bytes | str | None:

@@ -34,7 +34,7 @@ _TEMPLATE_KEY = "chat_template"
 # transformers classes that follow tokenizer.json and add no rules of their own.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
-_HEADS = {True: "an output head of its own", False: "no output head: the embedding is the head"}
+_HEADS = {True: "an output head of its own", False: "no output head, because the embedding serves as the head"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
     return plan_with_findings(recipe, checkpoints).findings
 
 
+@cached_tokenizers()
 def plan_with_findings(
     recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: Collection[str] = ()
 ) -> PlannedMerge:
@@ -76,11 +77,6 @@ def plan_with_findings(
         accepted: Keys of the tokenizer differences that a reviewer has accepted: ``merges``, ``pre_tokenizer``,
             ``chat_template``, ...
     """
-    with cached_tokenizers():
-        return _plan_and_check(recipe, checkpoints, frozenset(accepted))
-
-
-def _plan_and_check(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
     sizes: list[Finding] = []
     measurable: list[TokenizerPair] = []
@@ -91,16 +87,15 @@ def _plan_and_check(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accep
         findings.append(finding_of(error))
     else:
         findings += problems
+        blocked = {problem.where for problem in problems if problem.severity == "block"}
         for step in assembled.steps:
             tables[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
-            findings += unused_tensors(
-                part, tables, {finding.where for finding in problems if finding.severity == "block"}
-            )
+            findings += unused_tensors(part, tables, blocked)
             findings += _compare_templates(part, tables, accepted)
             if part.recipe.output is None:  # An adapter has none of a model's files.
                 findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, tables))
-        if not any(problem.severity == "block" for problem in problems):
+        if not blocked:
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
         models = {str(ref): tables[str(ref)] for ref in document.own_references() if str(ref) in tables}
@@ -113,16 +108,13 @@ def _plan_and_check(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accep
                 if document.mixture is None:  # A mixture uses one part of each expert and compares it itself.
                     findings += _compare_configs(donor, models[donor], name, checkpoint, aligned=aligned)
                     sizes += compare_sizes(donor, models[donor], name, checkpoint)
-                if document.dtype is None and document.out_dtype is None:
-                    findings += _compare_formats(donor, models[donor], name, checkpoint)
-                if not aligned:
-                    findings += _compare_tokenizer_classes(donor, models[donor], name, checkpoint)
-        compared = compare_to_donor(document, models, accepted)
+                findings += _compare_forms(document, models[donor], name, checkpoint)
+        compared = compare_to_donor(document, models, frozenset(accepted))
         findings += compared.findings
         measurable += compared.pairs
     # List the cause before its effects. Sizes that block nothing do not count: slices may have cut the layers to fit.
-    troubled = {finding.cause for finding in findings if finding.severity == "block"}
-    causes = [size for size in sizes if size.cause in troubled]
+    blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
+    causes = [size for size in sizes if size.cause in blocking_causes]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
 
 
@@ -133,8 +125,8 @@ def _compare_configs(
         yield Finding(
             "block",
             f"{name}: config.json: architectures",
-            found=other.architecture or "nothing",
-            expected=f"{first.architecture or 'nothing'}, as in {donor}",
+            found=other.architecture or "no value",
+            expected=f"{first.architecture or 'no value'}, as in {donor}",
             remedy="merge models of one architecture",
             cause=different_size(name),
         )
@@ -147,7 +139,7 @@ def _compare_configs(
             f"{name}: config.json: {_END}",
             found=f"{other_end}",
             expected=f"{first_end}, as in {donor}, whose config the result gets",
-            remedy="set eos_token_id to the token that ends a text, in each model and in the result",
+            remedy="set eos_token_id to the token that ends a text in every model and in the result",
         )
     first_size, other_size = vocabulary_size(first.config), vocabulary_size(other.config)
     if first_size != other_size and not aligned:
@@ -160,13 +152,13 @@ def _compare_configs(
             cause=different_vocabulary(name),
         )
     if has_own_head(first) != has_own_head(other):
-        tied = donor if has_own_head(other) else name
+        tied_model = donor if has_own_head(other) else name
         yield Finding(
             "warn",
             f"{name}: config.json: tie_word_embeddings",
             found=_HEADS[has_own_head(other)],
             expected=f"{_HEADS[has_own_head(first)]}, as in {donor}",
-            remedy=f"the result gets an output head of its own, for which the embedding of {tied} counts as its head",
+            remedy=f"nothing to do: the result gets its own head, merged with the embedding of {tied_model}",
         )
 
 
@@ -195,25 +187,9 @@ def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoin
         yield Finding(
             "info",
             f"{name}: config.json: {', '.join(ignored_keys)}",
-            found=f"not as in {donor}",
-            expected="no effect: transformers reads no such key for this model_type, or derives it",
-            remedy="nothing to do, unless other software that reads them runs the result",
-        )
-
-
-def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding if the two models store weights in different formats.
-
-    The result then gets the wider format, tensor by tensor.
-    """
-    first_format, other_format = _format(first), _format(other)
-    if first_format and other_format and first_format != other_format:
-        yield Finding(
-            "warn",
-            f"{name}: dtype",
-            found=f"{other_format} weights",
-            expected=f"{first_format}, as in {donor}",
-            remedy="say dtype in the recipe: without it the result is written in the wider format",
+            found=f"the values differ from {donor}",
+            expected="no effect: transformers ignores or derives these keys for this model_type",
+            remedy="nothing to do, unless you run the result with other software that reads them",
         )
 
 
@@ -226,19 +202,27 @@ def _format(checkpoint: Checkpoint) -> str:
     return bytes_by_dtype.most_common(1)[0][0] if bytes_by_dtype else ""
 
 
-def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding if the two tokenizer classes split text by different rules.
-
-    Classes that follow ``tokenizer.json`` have no rules of their own.
-    """
+def _compare_forms(document: Recipe, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Yield findings if two models store weights in different formats, or split text by classes with own rules."""
+    donor = document.donor
+    first_format, other_format = _format(first), _format(other)
+    has_no_dtype = document.dtype is None and document.out_dtype is None
+    if has_no_dtype and first_format and other_format and first_format != other_format:
+        yield Finding(
+            "warn",
+            f"{name}: dtype",
+            found=f"{other_format} weights",
+            expected=f"{first_format}, as in {donor}",
+            remedy="set dtype in the recipe; without it, each tensor of the result gets the wider format",
+        )
     first_class, other_class = _tokenizer_class(first.companions), _tokenizer_class(other.companions)
-    if first_class and other_class and first_class != other_class:
+    if document.tokenizer is None and first_class and other_class and first_class != other_class:
         yield Finding(
             "warn",
             f"{name}: tokenizer_config.json: tokenizer_class",
             found=other_class,
             expected=f"{first_class}, as in {donor}, whose tokenizer the result gets",
-            remedy="make sure that both cut text in the same way: equal ids do not say so",
+            remedy="make sure that both split text in the same way; equal token ids do not show that",
         )
 
 
@@ -247,10 +231,9 @@ def _tokenizer_class(files: Companions) -> str:
         settings = files.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
     except InvalidInput:  # The tokenizer comparison reports it.
         return ""
-    plain = str(settings.get("tokenizer_class") or "").removesuffix(
-        "Fast"
-    )  # The fast and slow classes follow the same rules.
-    return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
+    # The fast and slow classes follow the same rules.
+    class_name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    return "" if class_name in _TOKENIZERS_WITHOUT_RULES else class_name
 
 
 def _compare_templates(
@@ -275,11 +258,11 @@ def _compare_templates(
         if not lost_titles:
             continue
         if lost_titles == [DEFAULT]:
-            difference = "another than the result gets" if DEFAULT in result else "the result gets none"
+            difference = "the result gets a different template" if DEFAULT in result else "the result gets no template"
         else:
             changed = [shown(title) for title in lost_titles if title in result]
             absent = [shown(title) for title in lost_titles if title not in result]
-            parts = [f"another {', '.join(changed)} than the result gets"] if changed else []
+            parts = [f"the result gets a different {', '.join(changed)}"] if changed else []
             parts += [f"the result gets no {', '.join(absent)}"] if absent else []
             difference = "; ".join(parts)
         yield Finding(
@@ -287,6 +270,6 @@ def _compare_templates(
             f"{name}: chat template",
             found=difference,
             expected="the templates that the model was trained with",
-            remedy="set chat_template in the recipe: auto, a known name, or the template itself; or accept it in "
+            remedy="set chat_template in the recipe to auto, a known name or the template; or accept the difference in "
             f"the profile: checks.tokenizer.accepted: [{_TEMPLATE_KEY}]",
         )

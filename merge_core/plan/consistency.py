@@ -23,7 +23,7 @@ from mergegate.merge_core.architecture import (
     vocabulary_size,
 )
 from mergegate.merge_core.architecture.experts import disk_name
-from mergegate.merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
+from mergegate.merge_core.checkpoint import TEXT_PARTS, Checkpoint
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.plan.finding_groups import different_head, different_size
 from mergegate.merge_core.plan.jobs import MergePlan
@@ -34,7 +34,7 @@ _PACKED = re.compile(
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
     r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
-_DEQUANTIZE = "dequantise it, or merge the unquantised models; then quantise the result"
+_DEQUANTIZE = "merge the unquantized models, or dequantize this one; then quantize the result"
 # Suffixes of the class names of models that need an output head.
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 # Byte tensors with several dimensions are packed weights: a network's own integers (positions, counters) have 64 bits
@@ -55,7 +55,7 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{name}: config.json: num_hidden_layers",
             found=f"{stated_depth}",
             expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
-            remedy="repair the config, or download the checkpoint again",
+            remedy="correct the config, or download the checkpoint again",
         )
     yield from _missing_head_findings(name, checkpoint)
     size = vocabulary_size(config)
@@ -66,7 +66,7 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
                 f"{name}: {tensor.name}",
                 found=f"{tensor.shape[0]} rows",
                 expected=f"vocab_size {size} of config.json",
-                remedy="repair the config, or download the checkpoint again",
+                remedy="correct the config, or download the checkpoint again",
             )
 
 
@@ -89,7 +89,7 @@ def _missing_head_findings(name: str, checkpoint: Checkpoint) -> Iterator[Findin
         "block",
         f"{name}: config.json: tie_word_embeddings",
         found="false, but no output head is stored: transformers would fill it with random numbers",
-        expected="a stored head such as lm_head.weight, or true if the embedding is the head",
+        expected="a stored head such as lm_head.weight, or true if the embedding serves as the head",
         remedy="set tie_word_embeddings to true in config.json if the head was tied, or save the model with its head",
     )
 
@@ -100,10 +100,14 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     A ``quantization_config`` next to full weights is left over from an earlier load. It is refused too, because every
     loader obeys it: evaluation would load a model that differs from the merged parent.
     """
-    packed = next(
-        (disk_name(tensor) for tensor in checkpoint.tensors.values() if _is_packed(tensor.name) or _is_bytes(tensor)),
-        None,
+    packed_tensors = (
+        disk_name(tensor)
+        for tensor in checkpoint.tensors.values()
+        if _is_packed_suffix(tensor.name.rpartition(".")[2])
+        or ".quant_state." in tensor.name
+        or (tensor.dtype.code in _BYTES and len(tensor.shape) > 1)
     )
+    packed = next(packed_tensors, None)
     parts = {"": checkpoint.config, **{f"{key}.": checkpoint.config.get(key) or {} for key in TEXT_PARTS}}
     for key, part in parts.items():
         settings = part.get("quantization_config")
@@ -119,11 +123,11 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{name}: config.json: {key}quantization_config",
             found=f"a quantization ({method}), but no stored tensor is quantized"
             if is_leftover
-            else f"a quantised model ({method})",
-            expected="no quantization_config next to full weights: loaders quantize them, or fail"
+            else f"a quantized model ({method})",
+            expected="no quantization_config for full weights, because loaders quantize them or fail"
             if is_leftover
-            else "unquantised weights",
-            remedy=f"delete the key {key}quantization_config from {path}; a model on the Hub must be downloaded first"
+            else "unquantized weights",
+            remedy=f"delete the key {key}quantization_config from {path}; download a model from the Hub first"
             if is_leftover
             else _DEQUANTIZE,
         )
@@ -132,24 +136,16 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             "block",
             f"{name}: {packed}",
-            found="a tensor of a quantised model",
-            expected="unquantised weights",
+            found="a tensor of a quantized model",
+            expected="unquantized weights",
             remedy=_DEQUANTIZE,
         )
-
-
-def _is_packed(name: str) -> bool:
-    return _is_packed_suffix(name.rpartition(".")[2]) or ".quant_state." in name
 
 
 # Cached because a table of 50,000 names has only a handful of suffixes.
 @lru_cache(maxsize=1024)
 def _is_packed_suffix(suffix: str) -> bool:
     return bool(_PACKED.search(suffix))
-
-
-def _is_bytes(tensor: AnyTensor) -> bool:
-    return tensor.dtype.code in _BYTES and len(tensor.shape) > 1
 
 
 def unused_tensors(
@@ -192,9 +188,9 @@ def unused_tensors(
                 yield Finding(
                     "warn",
                     f"{model}: {name}",
-                    found=f"left out: the result is of the class of {plan.recipe.donor}, which has no such tensor",
+                    found=f"not merged: the class of {plan.recipe.donor}, which the result gets, lacks this tensor",
                     expected="one class for all models",
-                    remedy=f"nothing to do, or make {model} the base_model to get a result with its head",
+                    remedy=f"nothing to do; to get a result with this head, set base_model: {model}",
                     cause=different_head(model),
                 )
                 continue
@@ -202,12 +198,12 @@ def unused_tensors(
             yield Finding(
                 "info" if optional else "block",
                 f"{model}: {name}",
-                found="the result has no such tensor",
-                expected="every tensor of every model is merged",
+                found="the result does not have this tensor",
+                expected="every tensor of every model in the result",
                 remedy=(
-                    "nothing to do: it is tied to the embeddings or computed by the library"
+                    "nothing to do: the library computes it or ties it to the embeddings"
                     if optional
-                    else "merge models of one architecture, or make this one the base_model"
+                    else "merge models of one architecture, or use this model as base_model"
                 ),
                 cause="" if optional else different_size(model),
             )

@@ -55,9 +55,9 @@ def compare_sizes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -
     pairs = [("layers", layer_count(other.config), layer_count(first.config))]
     pairs += [(label, config_value(other, key), config_value(first, key)) for key, label in SIZES.items()]
     differing = [
-        f"{other_value} {label} against {first_value}"
+        f"{other_value} {label} instead of {first_value}"
         if label in _COUNTED
-        else f"{label} {other_value} against {first_value}"
+        else f"{label} {other_value} instead of {first_value}"
         for label, other_value, first_value in pairs
         if other_value != first_value and other_value is not None and first_value is not None
     ]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mergegate.merge_core.architecture import has_own_head, is_base_class, is_embedding, is_head
-from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, ties_embeddings, with_tie
+from mergegate.merge_core.checkpoint import Checkpoint, ties_embeddings, with_tie
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import Recipe
 
@@ -32,20 +32,13 @@ def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Check
         donor = replace(donor, config=with_tie(donor.config, value=True))
     for name in _untied_models(recipe, donor, checkpoints):
         head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
-        embedding = tied_to(donor, head)
-        if embedding is None or embedding.name not in checkpoints[name].tensors:
+        tables = [tensor for tensor in donor.tensors.values() if is_embedding(tensor.name)]
+        table = donor.tensors.get(head) or (tables[0] if len(tables) == 1 else None)
+        if table is None or table.name not in checkpoints[name].tensors:
             continue
-        tensors = {**donor.tensors, head: replace(embedding, name=head)}
+        tensors = {**donor.tensors, head: replace(table, name=head)}
         return replace(donor, tensors=tensors, config=with_tie(donor.config, value=False))
     return donor
-
-
-def tied_to(checkpoint: Checkpoint, head: str) -> AnyTensor | None:
-    """Return the table that a tied ``head`` shares; None if it is ambiguous."""
-    if head in checkpoint.tensors:
-        return checkpoint.tensors[head]
-    embeddings = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
-    return embeddings[0] if len(embeddings) == 1 else None
 
 
 def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
@@ -56,9 +49,9 @@ def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Chec
         yield Finding(
             "block",
             f"{name}: config.json: tie_word_embeddings",
-            found="an output head of its own",
-            expected=f"an embedding in {donor.directory.name} that can stand for its head",
-            remedy=f"name {name} as base_model",
+            found="the model has an output head of its own",
+            expected=f"an embedding in {donor.directory.name} that can replace the head",
+            remedy=f"set base_model: {name}",
         )
 
 

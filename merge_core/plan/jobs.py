@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mergegate.merge_core.architecture import is_inputs_first, is_projection
@@ -66,12 +67,6 @@ class TensorJob:
     per_input: tuple[Mapping[str, Any], ...]
     mode: Literal["merge", "copy", "equal"]
 
-    def written_as(self, dtype: DType) -> TensorJob:
-        """Return the job with the output in format ``dtype``."""
-        if dtype == self.output.dtype:
-            return self
-        return replace(self, output=replace(self.output, dtype=dtype))
-
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """Stored tensors that the job reads block by block."""
@@ -129,6 +124,15 @@ class TensorJob:
             moments=tuple(item.moments for item in self.inputs),
             has_importance=bool(self.importance),
         )
+
+
+def bulk_dtype(jobs: Iterable[TensorJob]) -> DType | None:
+    """Return the format of most weights, which the config should declare."""
+    sizes: Counter[DType] = Counter()
+    for job in jobs:
+        if job.output.dtype.kind == "float":
+            sizes[job.output.dtype] += job.output.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
 @dataclass(frozen=True)

@@ -62,16 +62,52 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
             (:func:`merge_core.architecture.experts.split_experts`).
     """
     stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
-    groups = _donor_groups(stored, donor)
-    if groups is None:
-        groups = _pack(stored, _shard_limit(donor))
+    donor_parts = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
+    groups: dict[str, list[DiskTensor]] = {}
+    if all(donor_parts.get(tensor.name) for tensor in stored):
+        order = {name: position for position, name in enumerate(donor_parts)}
+        for tensor in sorted(stored, key=lambda tensor: order[tensor.name]):
+            groups.setdefault(donor_parts[tensor.name][0].file.name, []).append(tensor)
+    else:
+        groups = _pack(stored, donor)
     if len(groups) == 1:
         names = [SINGLE_NAME]
     elif all(name.endswith(".safetensors") for name in groups):
         names = list(groups)
     else:
         names = [f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors" for index in range(len(groups))]
-    return tuple(_shard(name, group) for name, group in zip(names, groups.values(), strict=True))
+    shards = []
+    for name, group in zip(names, groups.values(), strict=True):
+        entries = [(tensor.name, tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in group]
+        header = render_header(entries, {"format": "pt"})
+        pieces, offsets, position = [], [], len(header)
+        for tensor in group:
+            for piece in tensor.pieces:
+                pieces.append(piece)
+                offsets.append(position)
+                position += tensor.nbytes // len(tensor.pieces)
+        shards.append(Shard(name, header, tuple(pieces), tuple(offsets), position, tuple(group)))
+    return tuple(shards)
+
+
+def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]]:
+    """Pack tensors in order into files no larger than the donor's largest."""
+    file_sizes: dict[str, int] = {}
+    for donor_tensor in donor.tensors.values():
+        if donor_tensor.parts:
+            file = donor_tensor.parts[0].file.name
+            file_sizes[file] = file_sizes.get(file, 0) + donor_tensor.nbytes
+    is_single = len(file_sizes) <= 1
+    limit = max(DEFAULT_SHARD_BYTES, *file_sizes.values(), 0) if is_single else max(file_sizes.values())
+    groups: list[list[DiskTensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return {str(number): group for number, group in enumerate(groups)}
 
 
 def requires_index(shards: Sequence[Shard]) -> bool:
@@ -85,49 +121,3 @@ def index_text(shards: Sequence[Shard]) -> str:
     total = sum(shard.size - len(shard.header) for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2) + "\n"
-
-
-def _shard(name: str, tensors: Sequence[DiskTensor]) -> Shard:
-    header = render_header(
-        [(tensor.name, tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors], {"format": "pt"}
-    )
-    pieces, offsets, position = [], [], len(header)
-    for tensor in tensors:
-        for piece in tensor.pieces:
-            pieces.append(piece)
-            offsets.append(position)
-            position += tensor.nbytes // len(tensor.pieces)
-    return Shard(name, header, tuple(pieces), tuple(offsets), position, tuple(tensors))
-
-
-def _donor_groups(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]] | None:
-    parts_by_name = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
-    order = {name: position for position, name in enumerate(parts_by_name)}
-    if any(not parts_by_name.get(tensor.name) for tensor in tensors):
-        return None
-    groups: dict[str, list[DiskTensor]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: order[tensor.name]):
-        groups.setdefault(parts_by_name[tensor.name][0].file.name, []).append(tensor)
-    return groups
-
-
-def _pack(tensors: Sequence[DiskTensor], limit: int) -> dict[str, list[DiskTensor]]:
-    groups: list[list[DiskTensor]] = []
-    filled = limit + 1
-    for tensor in tensors:
-        if filled + tensor.nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.nbytes
-    return {str(number): group for number, group in enumerate(groups)}
-
-
-def _shard_limit(donor: Checkpoint) -> int:
-    sizes: dict[str, int] = {}
-    for tensor in donor.tensors.values():
-        if not tensor.parts:
-            continue
-        file = tensor.parts[0].file.name
-        sizes[file] = sizes.get(file, 0) + tensor.nbytes
-    return max(sizes.values()) if len(sizes) > 1 else max(DEFAULT_SHARD_BYTES, *sizes.values(), 0)

@@ -23,9 +23,9 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, constant_tensor, mixture_config
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.jobs import Input, TensorJob
+from mergegate.merge_core.plan.jobs import Input, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor
-from mergegate.merge_core.recipe import Expert, GateRows, Mixture, Recipe
+from mergegate.merge_core.recipe import Expert, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
 _STACK = "model.layers"
@@ -35,17 +35,9 @@ _MAX_NEAR_PAIRS = 5
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class MixturePlan:
-    """Jobs and configuration of a mixture."""
-
-    jobs: list[TensorJob]
-    config: dict[str, Any]
-
-
 def plan_mixture(
     recipe: Recipe, mixture: Mixture, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
-) -> MixturePlan:
+) -> tuple[list[TensorJob], dict[str, Any]]:
     """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``.
 
     Raises:
@@ -68,12 +60,12 @@ def plan_mixture(
         raise InvalidInput(
             f"{recipe.location}: router rows",
             found=f"[layers, rows, width] = {[gates.layers, gates.rows, gates.width]}",
-            expected=f"{list(expected_shape)}, as config.json of {reference} and the recipe say",
+            expected=f"{list(expected_shape)}, according to config.json of {reference} and the recipe",
         )
     problems += _mismatches(reference, base, mixture, family, checkpoints)
     builder = _Builder(recipe, mixture, family, checkpoints, base, config["num_hidden_layers"], config["hidden_size"])
     jobs = list(builder.jobs(problems))
-    return MixturePlan(jobs, with_dtype(config, _bulk_dtype(jobs)))
+    return jobs, with_dtype(config, bulk_dtype(jobs))
 
 
 @dataclass(frozen=True)
@@ -100,28 +92,23 @@ class _Builder:
                     yield self._copy_job(name, reference, base_tensor)
                 elif not (part.endswith(".bias") or "_norm." in part):
                     problems.append(_missing(reference, name))
-            yield from self._bias_jobs(layer)
+            for part in ("q_proj", "k_proj", "v_proj") if self.family.biased else ():
+                # The family has biases. They are zero if the base has none.
+                name = f"{_STACK}.{layer}.self_attn.{part}"
+                weight = self.base.tensors.get(f"{name}.weight")
+                if weight is not None and f"{name}.bias" not in self.base.tensors:
+                    yield self._constant_job(f"{name}.bias", weight.shape[:1], self._format([weight]))
             yield from self._feed_forward_jobs(layer, problems)
             if len(problems) > problem_count:  # A config may claim any number of layers.
                 return
 
     def _copy_job(self, name: str, reference: str, tensor: AnyTensor) -> TensorJob:
         dtype = self.recipe.out_dtype or self.recipe.dtype or tensor.dtype
-        return _job(name, dtype if tensor.dtype.kind == "float" else tensor.dtype, reference, tensor)
-
-    def _bias_jobs(self, layer: int) -> Iterator[TensorJob]:
-        """Yield zero biases if the family has biases and the base has none."""
-        if not self.family.biased:
-            return
-        for part in ("q_proj", "k_proj", "v_proj"):
-            name = f"{_STACK}.{layer}.self_attn.{part}"
-            weight = self.base.tensors.get(f"{name}.weight")
-            if weight is not None and f"{name}.bias" not in self.base.tensors:
-                yield self._constant_job(f"{name}.bias", weight.shape[:1], self._format([weight]))
+        return _job(name, dtype if tensor.dtype.kind == "float" else tensor.dtype, Input(reference, tensor))
 
     def _feed_forward_jobs(self, layer: int, problems: list[Finding]) -> Iterator[TensorJob]:
         module = f"{_STACK}.{layer}.{self.family.module}"
-        tensors = [self._dense(expert, layer, problems) for expert in self.mixture.all_experts]
+        tensors = [self._projections(expert, layer, problems) for expert in self.mixture.all_experts]
         if any(len(projections) < len(_DENSE) for projections in tensors):
             return
         sizes, config_sizes = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
@@ -131,8 +118,8 @@ class _Builder:
                     "block",
                     f"{self.recipe.base}: config.json: intermediate_size, hidden_size",
                     found=f"{list(config_sizes)}",
-                    expected=f"{list(sizes)}, as {tensors[0][0].name} of {self.mixture.experts[0].model} has",
-                    remedy="make the mixture of models of one size, or repair the config",
+                    expected=f"{list(sizes)}, the shape of {tensors[0][0].name} in {self.mixture.experts[0].model}",
+                    remedy="use models of one size, or correct the config",
                 )
             )
             return
@@ -147,7 +134,8 @@ class _Builder:
             for dense, name, tensor in zip(_DENSE, names, expert_tensors, strict=True):
                 residual = self.family.residual if expert.residual_scale is None else expert.residual_scale
                 scale = residual if dense == "down_proj" else 1.0
-                yield _job(f"{prefix}.{name}.weight", dtype, str(expert.model), tensor, scale, expert.noise_scale)
+                item = Input(str(expert.model), tensor)
+                yield _job(f"{prefix}.{name}.weight", dtype, item, scale=scale, noise=expert.noise_scale)
         yield self._router_job(f"{module}.gate.weight", layer, 0, count, dtype)
         if self.family.correction_bias:
             yield self._constant_job(f"{module}.gate.e_score_correction_bias", (count,), None)
@@ -158,7 +146,7 @@ class _Builder:
             else:
                 yield self._constant_job(name, (1, self.width), dtype)
 
-    def _dense(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
+    def _projections(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
         """Return the gate, up and down projections of a layer.
 
         Omit those with a problem, and add it to ``problems``.
@@ -177,7 +165,7 @@ class _Builder:
                         f"{expert.model}: {name}",
                         found=f"shape {list(tensor.shape)}",
                         expected=f"{list(first.shape)}, as in {self.mixture.experts[0].model}",
-                        remedy="make the mixture of models of one size",
+                        remedy="use models of one size",
                     )
                 )
             elif tensor.dtype.kind != "float":
@@ -185,9 +173,9 @@ class _Builder:
                     Finding(
                         "block",
                         f"{expert.model}: {name}",
-                        found=f"{tensor.dtype.code} numbers",
+                        found=f"{tensor.dtype.code} values",
                         expected="bfloat16, float16, float32 or float64 weights",
-                        remedy="use the unquantised model",
+                        remedy="use the unquantized model",
                     )
                 )
             else:
@@ -206,46 +194,32 @@ class _Builder:
             # The engine draws the rows as noise: zeros plus noise are the noise.
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
-            return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape), 1.0, noise, draw)
-        if gates is None:  # A plan needs only sizes; the engine checks that the rows are available.
-            return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape))
-        return _job(name, dtype, _RECIPE_ORIGIN, constant_tensor(name, shape, gates.of(layer, first, count)))
+            return _job(name, dtype, Input(_RECIPE_ORIGIN, constant_tensor(name, shape)), noise=noise, draw=draw)
+        # A plan needs only sizes; the engine checks that the rows are available.
+        values = gates.of(layer, first, count) if gates is not None else None
+        return _job(name, dtype, Input(_RECIPE_ORIGIN, constant_tensor(name, shape, values)))
 
     def _constant_job(self, name: str, shape: tuple[int, ...], dtype: DType | None) -> TensorJob:
         tensor = constant_tensor(name, shape)
-        return _job(name, dtype or tensor.dtype, _RECIPE_ORIGIN, tensor)
+        return _job(name, dtype or tensor.dtype, Input(_RECIPE_ORIGIN, tensor))
 
 
 # Origin, in messages, of tensors that come from no model.
 _RECIPE_ORIGIN = "the recipe"
 
 
-def _job(
-    name: str,
-    dtype: DType,
-    reference: str,
-    tensor: AnyTensor,
-    scale: float = 1.0,
-    noise: float = 0.0,
-    draw: str = "normal",
-) -> TensorJob:
-    is_plain = scale == 1.0 and noise == 0.0
+def _job(name: str, dtype: DType, item: Input, **changes: Any) -> TensorJob:
+    """Return the job that copies ``item``, or changes it by its ``scale`` and by ``noise`` of the kind ``draw``."""
+    values = {"scale": 1.0, "noise": 0.0, "draw": "normal", **changes}
+    is_plain = values["scale"] == 1.0 and values["noise"] == 0.0
     return TensorJob(
-        output=OutputTensor(name, dtype, tensor.shape),
-        inputs=(Input(reference, tensor),),
+        output=OutputTensor(name, dtype, item.tensor.shape),
+        inputs=(item,),
         has_base=False,
         shared={},
-        per_input=({"scale": scale, "noise": noise, "draw": draw},),
+        per_input=(values,),
         mode="equal" if dtype.kind == "exact" else "copy" if is_plain else "merge",
     )
-
-
-def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
-    sizes: dict[DType, int] = {}
-    for job in jobs:
-        if job.output.dtype.kind == "float":
-            sizes[job.output.dtype] = sizes.get(job.output.dtype, 0) + job.output.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
 def _missing(reference: str, name: str) -> Finding:
@@ -253,8 +227,8 @@ def _missing(reference: str, name: str) -> Finding:
         "block",
         f"{reference}: {name}",
         found="missing",
-        expected="every layer has it",
-        remedy="make the mixture of models of one family and depth",
+        expected="a tensor in every layer",
+        remedy="use models of one family with the same number of layers",
     )
 
 
@@ -286,18 +260,27 @@ def _mismatches(
                     expected=f"one of {', '.join(family.sources)}"
                     if key == "model_type"
                     else f"{base_value!r}, as in {reference}",
-                    remedy="make the mixture of models of one family and depth",
+                    remedy="use models of one family with the same number of layers",
                 )
     yield from _duplicate_experts(mixture)
-    if mixture.gates is not None:
-        yield from _near_duplicate_rows(mixture, mixture.gates)
 
 
-def _near_duplicate_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]:
-    """Yield pairs of experts whose router rows are nearly the same in some layers.
-
-    A token then goes to both experts or to neither.
-    """
+def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
+    """Yield experts that no router can tell apart: those with the same prompts, or with nearly the same router rows."""
+    first_by_key: dict[tuple[Any, ...], Expert] = {}
+    for expert in mixture.experts if mixture.needs_prompts else ():
+        first_expert = first_by_key.setdefault((expert.positive, expert.negative), expert)
+        if first_expert is not expert:
+            yield Finding(
+                "warn",
+                expert.location,
+                found=f"the prompts are those of {first_expert.location.rpartition(': ')[2]}, so two rows of the "
+                "router are equal",
+                expected="different prompts for every expert",
+                remedy="give each expert its own prompts, or set gate_mode: random to distinguish them by training",
+            )
+    if (gates := mixture.gates) is None:
+        return
     import numpy as np
 
     count = len(mixture.experts)
@@ -308,32 +291,14 @@ def _near_duplicate_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]
         for first, second in zip(*np.nonzero(cosines > _NEAR_DUPLICATE), strict=True):
             layers_by_pair.setdefault((int(first), int(second)), []).append(layer)
     for (first, second), layers in list(layers_by_pair.items())[:_MAX_NEAR_PAIRS]:
-        if mixture.experts[first].positive == mixture.experts[second].positive:
-            continue  # _duplicate_experts reports it.
-        yield Finding(
-            "warn",
-            mixture.experts[second].location,
-            found=f"in {len(layers)} of {gates.layers} layers nearly the router row of experts[{first}]",
-            expected="prompts that the base tells apart, in every layer by their last tokens",
-            remedy="let prompts end differently, or set gate_mode: hidden_avg",
-        )
-
-
-def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
-    """Yield experts that no router can tell apart because they have the same prompts."""
-    first_by_key: dict[tuple[Any, ...], Expert] = {}
-    for expert in mixture.experts:
-        key = (expert.positive, expert.negative) if mixture.needs_prompts else (expert.location, expert.model)
-        first = first_by_key.setdefault(key, expert)
-        if first is expert or not mixture.needs_prompts:
-            continue
-        yield Finding(
-            "warn",
-            expert.location,
-            found=f"the same prompts as {first.location.rpartition(': ')[2]}: two equal rows of the router",
-            expected="prompts that tell experts apart",
-            remedy="give each expert prompts of its own, or set gate_mode: random to let training tell them apart",
-        )
+        if mixture.experts[first].positive != mixture.experts[second].positive:
+            yield Finding(
+                "warn",
+                mixture.experts[second].location,
+                found=f"the router row is nearly that of experts[{first}] in {len(layers)} of {gates.layers} layers",
+                expected="prompts whose last tokens the base distinguishes in every layer",
+                remedy="end the prompts differently, or set gate_mode: hidden_avg",
+            )
 
 
 def _unused_tensor(reference: str, name: str, family: OutputFamily) -> Finding:
@@ -341,6 +306,6 @@ def _unused_tensor(reference: str, name: str, family: OutputFamily) -> Finding:
         "block",
         f"{reference}: {name}",
         found=f"{family.name} has no such tensor",
-        expected="models whose every tensor has a place",
-        remedy="set architecture to a family that has it, or use other models",
+        expected="a family that has all tensors of the models",
+        remedy="set architecture to a family that has this tensor, or use other models",
     )

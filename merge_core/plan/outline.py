@@ -11,6 +11,7 @@ There are three cases:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,13 +63,17 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     Raises:
         InvalidInput: A module does not exist, or no module covers a part of the network.
     """
-    specs = []
+    specs: list[OutputSpec] = []
     for module, stack, names in _split_modules(recipe, donor):
         if is_sliced(module):
             layer_stack = stack or main_stack(donor, f"{recipe.location}: slices")
             specs += _sliced_specs(module, layer_stack, names, donor, checkpoints)
-        else:
-            specs += _whole_specs(module, names)
+            continue
+        (cut,), depths = module.slices, stacks(names)
+        for name in names:
+            at = parse_layer_place(name)
+            t = _position(at.index, depths[at.stack]) if at else 0.0
+            specs.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
     return specs
 
 
@@ -110,7 +115,7 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
         if not any(stack.startswith(prefix) for prefix in prefixes.values()):
             raise InvalidInput(
                 f"{recipe.location}: modules",
-                found=f"nothing about {stack}",
+                found=f"no module contains {stack}",
                 expected="a module for every stack of layers",
                 remedy=f"add a module named {stack.rsplit('.', 2)[-2] if stack.count('.') else stack!r}",
             )
@@ -120,9 +125,8 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
     tensors_by_module: dict[str | None, list[str]] = {module.name: [] for module in recipe.modules}
     for tensor in donor.tensors:
         matching = [name for name, prefix in prefixes.items() if tensor.startswith(prefix)]
-        tensors_by_module[max(matching, key=lambda name: len(prefixes[name])) if matching else default_module].append(
-            tensor
-        )
+        owner = max(matching, key=lambda name: len(prefixes[name])) if matching else default_module
+        tensors_by_module[owner].append(tensor)
     return [(module, stack_by_module[module.name], tensors_by_module[module.name]) for module in recipe.modules]
 
 
@@ -137,21 +141,10 @@ def _find_stack(module: Module, depths: Mapping[str, int], location: str) -> str
     parts = sorted({part for stack in depths for part in stack.split(".")} - {"model", "layers", "blocks", "block"})
     raise InvalidInput(
         f"{location}.{module.name}",
-        found=f"no part of the network with that name; layers are in {', '.join(depths) or 'nothing'}",
-        expected="a module of this network",
+        found=f"no part of the network has this name; layers are in {', '.join(depths) or 'no part'}",
+        expected="the name of a part of this network",
         remedy=suggest(str(module.name), parts) if parts else "use 'models'",
     )
-
-
-def _whole_specs(module: Module, names: Sequence[str]) -> list[OutputSpec]:
-    (cut,) = module.slices
-    depth = stacks(names)
-    specs = []
-    for name in names:
-        layer_place = parse_layer_place(name)
-        t = _position(layer_place.index, depth[layer_place.stack]) if layer_place else 0.0
-        specs.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
-    return specs
 
 
 def _sliced_specs(
@@ -165,7 +158,12 @@ def _sliced_specs(
         outer_names = [name for name in outer_names if name not in predictions]
     positions = _outer_positions(outer_names, module, stack, donor)
     specs = [_outer_spec(name, module, first) for name in outer_names if positions[name] == "before"]
-    parts = {str(source.model): _layer_parts(checkpoints[str(source.model)], stack) for source in _sources(module)}
+    parts: dict[str, dict[int, list[str]]] = {}  # Parts of each layer, such as ``mlp.up_proj.weight``, by model.
+    for model in {str(cut.sources[0].model) for cut in module.slices}:
+        parts[model] = defaultdict(list)
+        for name in checkpoints[model].tensors:
+            if (at := parse_layer_place(name)) is not None and at.stack == stack:
+                parts[model][at.index].append(at.part)
     layer = 0
     for cut in module.slices:
         ranges = [source.layers or (0, 0) for source in cut.sources]
@@ -220,9 +218,9 @@ def _outer_positions(names: Sequence[str], module: Module, stack: str, donor: Ch
         if len(end_models) > 1 and not is_optional(name):
             raise InvalidInput(
                 f"{module.slices[0].location}: {name}",
-                found="neither its name nor its family says whether it stands before or after the layers",
-                expected="a tensor of the embeddings, or of the norm and head",
-                remedy="begin and end with slices of the same models, or merge whole models ('models')",
+                found="neither its name nor its family shows whether it is before or after the layers",
+                expected="a tensor of the embeddings, the norm or the head",
+                remedy="use the same models in the first and last slice, or merge whole models ('models')",
             )
         positions[name] = "after"
     return positions
@@ -230,16 +228,6 @@ def _outer_positions(names: Sequence[str], module: Module, stack: str, donor: Ch
 
 def _sources(module: Module) -> list[Source]:
     return [source for cut in module.slices for source in cut.sources]
-
-
-def _layer_parts(checkpoint: Checkpoint, stack: str) -> list[list[str]]:
-    """Return the parts of each layer of a stack, for example ``mlp.up_proj.weight``."""
-    parts: list[list[str]] = [[] for _ in range(stacks(checkpoint.tensors).get(stack, 0))]
-    for name in checkpoint.tensors:
-        layer_place = parse_layer_place(name)
-        if layer_place is not None and layer_place.stack == stack:
-            parts[layer_place.index].append(layer_place.part)
-    return parts
 
 
 def _position(index: int, count: int) -> float:

@@ -6,9 +6,8 @@ Planning is pure and reads no files. :func:`assemble` collects all problems for
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,6 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
-    BY_CODE,
     AnyTensor,
     Checkpoint,
     DType,
@@ -45,17 +43,16 @@ from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.filters import lost_filters
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
 from mergegate.merge_core.plan.heads import lost_heads, with_head
-from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob
+from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor, lay_out
 from mergegate.merge_core.plan.mixture import plan_mixture
 from mergegate.merge_core.plan.outline import OutputSpec, outline
 from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
 from mergegate.merge_core.plan.turn_ends import with_turn_ends
-from mergegate.merge_core.plan.values import ValueTable
+from mergegate.merge_core.plan.values import ValueTable, lost_filters
 from mergegate.merge_core.recipe import Recipe, Source
 
 # Prefix of the placeholder directory that a step's result has until it is written.
@@ -85,17 +82,17 @@ def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], proble
 
     The record of the merge includes these findings.
     """
-    warnings = (problem for problem in problems if problem.severity == "warn")
-    return replace(plan, findings=(*warnings, *_inconsistencies(plan, checkpoints)))
-
-
-def _inconsistencies(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     tables = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+    findings = [problem for problem in problems if problem.severity == "warn"]
     for part in (*plan.steps, plan):
-        findings = [*unused_tensors(part, tables, set()), *self_consistency("the result", planned_checkpoint(part))]
+        inconsistencies = [
+            *unused_tensors(part, tables, set()),
+            *self_consistency("the result", planned_checkpoint(part)),
+        ]
         for ref in part.recipe.own_references():
-            findings += self_consistency(str(ref), tables[str(ref)])
-        yield from (finding for finding in findings if finding.severity != "info")
+            inconsistencies += self_consistency(str(ref), tables[str(ref)])
+        findings += (finding for finding in inconsistencies if finding.severity != "info")
+    return replace(plan, findings=tuple(findings))
 
 
 def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
@@ -148,52 +145,62 @@ def step_of(file: Path) -> str | None:
 def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]) -> MergePlan:
     for ref in recipe.own_references():
         if str(ref) not in checkpoints:
-            raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
+            raise InvalidInput(
+                str(ref), found="its checkpoint was not opened", expected="an opened checkpoint for every reference"
+            )
     name = str(recipe.donor)
     donor = checkpoints[name]
     if recipe.mixture is not None:
-        mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
-        return _build_plan(recipe, donor, donor, mixture.jobs, mixture.config, {}, checkpoints)
+        mixture_jobs, mixture_config = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
+        return _build_plan(recipe, donor, mixture_jobs, mixture_config, checkpoints, None)
     checkpoints = {model: rename_to_layout(donor, checkpoint) for model, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor = with_head(recipe, donor, checkpoints)
     problems += lost_heads(recipe, donor, checkpoints)
-    structure = _structure(recipe, donor, checkpoints, problems)
-    specs = outline(recipe, donor, checkpoints)
-    values = ValueTable(recipe)
-    jobs = [
-        job
-        for spec in specs
-        if (job := _job(recipe, spec, donor, alignment, checkpoints, values, problems)) is not None
-    ]
+    structure: Mapping[str, Any] = donor.config
+    if (sliced := config_of_slices(recipe, donor, checkpoints)) is not None:
+        structure = sliced[0]
+        problems += sliced[1]
+    else:
+        for ref in recipe.own_references():
+            if ref != recipe.donor:
+                problems += differing_kinds(name, donor, str(ref), checkpoints[str(ref)])
+    document = _Document(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
+    all_jobs = [_job(document, spec) for spec in outline(recipe, donor, checkpoints)]
+    jobs = [job for job in all_jobs if job is not None]
     problems += lost_filters(recipe, jobs)
-    config = _with_class(with_dtype(structure, _bulk_dtype(jobs)), donor, checkpoints.values())
-    tokenizer, rewritten = checkpoints[name], dict[str, bytes | None]()
+    config = _with_class(with_dtype(structure, bulk_dtype(jobs)), donor, checkpoints.values())
     if alignment is not None:
         config, id_findings = aligned_config(config, alignment, name, recipe.location)
         problems += [*id_findings, *alignment.remarks]
-        tokenizer = alignment.tokenizer
-        rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
-    return _build_plan(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints, alignment)
+    return _build_plan(recipe, donor, jobs, config, checkpoints, alignment)
 
 
 def _build_plan(
     recipe: Recipe,
     donor: Checkpoint,
-    tokenizer: Checkpoint,
     jobs: Sequence[TensorJob],
     config: Mapping[str, Any],
-    rewritten: Mapping[str, bytes | None],
     checkpoints: Mapping[str, Checkpoint],
-    alignment: Alignment | None = None,
+    alignment: Alignment | None,
 ) -> MergePlan:
     """Return the plan of ``jobs``, with a position in the output files for each."""
+    donor_name = str(recipe.donor)
+    tokenizer, rewritten = checkpoints[donor_name], dict[str, bytes | None]()
+    if alignment is not None:
+        tokenizer = alignment.tokenizer
+        rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[donor_name], donor_name)}
     shards = lay_out([job.output for job in jobs], donor)
     jobs_by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
-    ordered = tuple(jobs_by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
+    ordered = tuple(
+        job if job.output.dtype == dtypes[name] else replace(job, output=replace(job.output, dtype=dtypes[name]))
+        for shard in shards
+        for name in shard.tensors
+        for job in [jobs_by_name[name]]
+    )
     parents = parents_of(recipe, ordered, checkpoints)
-    companions = gather_companions(checkpoints[str(recipe.donor)], tokenizer, parents).changed(rewritten)
+    companions = gather_companions(checkpoints[donor_name], tokenizer, parents).changed(rewritten)
     templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
         models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
@@ -203,7 +210,7 @@ def _build_plan(
         companions = with_chat_templates(companions, templates)
     return MergePlan(
         recipe=recipe,
-        donor=checkpoints[str(recipe.donor)],
+        donor=checkpoints[donor_name],
         jobs=ordered,
         shards=shards,
         config=config,
@@ -225,31 +232,37 @@ def parents_of(
     return {name: checkpoints[name] for name in names if name in checkpoints and name not in states}
 
 
-def _job(
-    recipe: Recipe,
-    spec: OutputSpec,
-    donor: Checkpoint,
-    alignment: Alignment | None,
-    checkpoints: Mapping[str, Checkpoint],
-    values: ValueTable,
-    problems: list[Finding],
-) -> TensorJob | None:
-    method, cut = values.method, spec.cut
+@dataclass(frozen=True)
+class _Document:
+    """One recipe document with everything that its jobs are planned from, and the list that collects problems."""
+
+    recipe: Recipe
+    donor: Checkpoint
+    checkpoints: Mapping[str, Checkpoint]
+    alignment: Alignment | None
+    values: ValueTable
+    problems: list[Finding]
+
+
+def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
+    """Return the job that computes ``spec``, or None if there is nothing to compute or a problem prevents it."""
+    recipe, alignment, problems = document.recipe, document.alignment, document.problems
+    method, cut = recipe.method, spec.cut
     inputs: list[tuple[Source, AnyTensor]] = []
     headless: list[str] = []
     for source, name in zip(cut.sources, spec.source_names, strict=True):
-        tensor = find_tensor(checkpoints[str(source.model)], name)
+        tensor = find_tensor(document.checkpoints[str(source.model)], name)
         if tensor is not None:
             inputs.append((source, tensor))
-        elif is_of_head(name) and class_difference(donor, checkpoints[str(source.model)]) == "head":
+        elif is_of_head(name) and class_difference(document.donor, document.checkpoints[str(source.model)]) == "head":
             headless.append(str(source.model))
         elif not is_optional(name) or is_head(name):
             problems.append(
                 Finding(
                     "block",
                     f"{source.model}: {name}",
-                    found="missing" + (", and no embedding that stands for it" if is_head(name) else ""),
-                    expected="every model has it",
+                    found="missing" + (", and no embedding can replace it" if is_head(name) else ""),
+                    expected="a tensor that every model has",
                     remedy="merge models of one architecture",
                     cause=different_size(str(source.model)),
                 )
@@ -261,16 +274,15 @@ def _job(
             Finding(
                 "warn",
                 f"{headless[0]}: {spec.name}",
-                found="missing: its class has another head, or none",
+                found="missing: the class of this model has a different head, or none",
                 expected="one class for all models",
                 remedy=f"nothing to do: the result gets the tensor of {inputs[0][0].model} unchanged",
                 cause=different_head(headless[0]),
             )
         )
     if method.base != "ordinary" and cut.base is not None:
-        inputs.sort(
-            key=lambda item: item[0].model != cut.base
-        )  # The sort is stable: the base first, then the others in recipe order.
+        # The sort is stable: the base first, then the others in recipe order.
+        inputs.sort(key=lambda item: item[0].model != cut.base)
     if not inputs:
         return None
     has_base = method.base in ("required", "optional") and inputs[0][0].model == cut.base
@@ -280,8 +292,8 @@ def _job(
                 "block",
                 f"{cut.base}: {spec.name}",
                 found="missing in the base",
-                expected=f"{method.name} works on differences to it",
-                remedy="use a base that has it",
+                expected=f"a tensor in the base: {method.name} merges differences from it",
+                remedy="use a base that has this tensor",
             )
         )
         return None
@@ -299,20 +311,17 @@ def _job(
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     min_models, _ = method.models
-    is_copied = bool(headless) or (len(inputs) == 1 and method.alone == "copy" and min_models > 1)
-    tensor_values = values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
+    is_copied = bool(headless) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
+    tensor_values = document.values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
+    # Rows that other models lend have no importance.
+    is_weighted = not maps and dtype.kind == "float"
     mode: Literal["merge", "copy", "equal"] = "copy" if is_copied else "merge"
     return TensorJob(
         output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(
-            Input(
-                str(source.model),
-                tensor,
-                maps.get(str(source.model)),
-                _moments(recipe, str(source.model), tensor),
-                _importance(recipe, str(source.model), tensor) if not maps and dtype.kind == "float" else None,
-            )
+            Input(str(source.model), tensor, maps.get(str(source.model)), moments, importance if is_weighted else None)
             for source, tensor in inputs
+            for moments, importance in [_measurements(recipe, str(source.model), tensor)]
         ),
         has_base=has_base,
         shared=tensor_values.shared,
@@ -321,29 +330,21 @@ def _job(
     )
 
 
-def _moments(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | ExpectedMoments | None:
-    """Return the measured or expected activation statistics of a matrix of a model."""
+def _measurements(
+    recipe: Recipe, model: str, tensor: AnyTensor
+) -> tuple[StoredMoments | ExpectedMoments | None, AnyTensor | ExpectedImportance | None]:
+    """Return the measured or expected activation statistics and importance of a tensor of ``model``."""
     if recipe.measured is not None:
-        statistics = recipe.measured.get(model)
-        return statistics.moments.get(tensor.name) if statistics else None
-    if recipe.method.traits.reads_text != "moments" or len(tensor.shape) != 2 or not is_projection(tensor.name):
-        return None
-    width = input_width(tensor.name, tensor.shape)
-    return ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
-
-
-def _importance(recipe: Recipe, model: str, tensor: AnyTensor) -> AnyTensor | ExpectedImportance | None:
-    """Return the measured or expected importance of each element of a tensor.
-
-    There is none for a tensor with rows that other models lend.
-    """
-    if recipe.measured is not None:
-        statistics = recipe.measured.get(model)
-        importance = statistics.importance.get(tensor.name) if statistics else None
-        return importance if importance is not None and importance.shape == tensor.shape else None
-    if recipe.method.traits.reads_text != "importance":
-        return None
-    return ExpectedImportance(tensor.shape)
+        if (statistics := recipe.measured.get(model)) is None:
+            return None, None
+        importance = statistics.importance.get(tensor.name)
+        has_importance = importance is not None and importance.shape == tensor.shape
+        return statistics.moments.get(tensor.name), importance if has_importance else None
+    reads, moments = recipe.method.traits.reads_text, None
+    if reads == "moments" and len(tensor.shape) == 2 and is_projection(tensor.name):
+        width = input_width(tensor.name, tensor.shape)
+        moments = ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
+    return moments, ExpectedImportance(tensor.shape) if reads == "importance" else None
 
 
 def _output_dtype(
@@ -362,9 +363,9 @@ def _output_dtype(
             Finding(
                 "block",
                 f"{source.model}: {name}",
-                found=f"{tensor.dtype.code}, the payload of a quantised model",
+                found=f"{tensor.dtype.code}, which stores quantized weights",
                 expected="bfloat16, float16, float32 or float64 weights",
-                remedy="merge the unquantised models, then quantise the result",
+                remedy="merge the unquantized models, then quantize the result",
             )
         )
         return None
@@ -374,9 +375,9 @@ def _output_dtype(
             Finding(
                 "block",
                 f"{source.model}: {name}",
-                found=f"{tensor.dtype.code} here, {other_codes} elsewhere",
-                expected="one format: integers are copied, not merged",
-                remedy="merge models of one kind",
+                found=f"{tensor.dtype.code}, but {other_codes} in other models",
+                expected="one format, because integers are copied and not merged",
+                remedy="merge models whose tensors have the same formats",
             )
         )
         return None
@@ -400,7 +401,7 @@ def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems:
                 found=f"shape {list(tensor.shape)}",
                 expected=f"{list(first.shape)}, as in {first_source.model}",
                 remedy=(
-                    "the vocabularies differ in size: resize one model's embeddings, or set tokenizer_source"
+                    "resize the embeddings of one model, or set tokenizer_source"
                     if vocabulary
                     else "merge models of one architecture and size"
                 ),
@@ -428,27 +429,3 @@ def _with_class(config: Mapping[str, Any], donor: Checkpoint, checkpoints: Itera
         ):
             return {**config, "architectures": [candidate.class_name]}
     return config
-
-
-def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
-    """Return the format of most weights, which the config should declare."""
-    sizes: Counter[str] = Counter()
-    for job in jobs:
-        if job.output.dtype.kind == "float":
-            sizes[job.output.dtype.code] += job.output.nbytes
-    return BY_CODE[max(sizes, key=lambda code: sizes[code])] if sizes else None
-
-
-def _structure(
-    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
-) -> Mapping[str, Any]:
-    """Return the donor's config, with the layers that remain after slicing."""
-    sliced = config_of_slices(recipe, donor, checkpoints)
-    if sliced is not None:
-        problems += sliced[1]
-        return sliced[0]
-    donor_name = recipe.donor
-    for ref in recipe.own_references():
-        if ref != donor_name:
-            problems += differing_kinds(str(donor_name), donor, str(ref), checkpoints[str(ref)])
-    return donor.config

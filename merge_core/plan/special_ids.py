@@ -14,11 +14,12 @@ from typing import Any
 
 GENERATION = "generation_config.json"
 _IDS = re.compile(r"(^|_)token_(id|ids|index)$|^(begin_)?suppress_tokens$|^bad_words_ids$")
+SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PAIRS = "forced_decoder_ids"  # [position, id]
 
 
 def follow_tokens(
-    config: Mapping[str, Any], before: Mapping[int, str], after: Mapping[str, int]
+    config: Mapping[str, Any], before: Mapping[str, int], after: Mapping[str, int]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return ``config`` with the new ids of its tokens, and the keys whose tokens no longer exist.
 
@@ -26,16 +27,17 @@ def follow_tokens(
 
     Args:
         config: Configuration of a model or of generation.
-        before: Tokens by their ids in ``config``.
+        before: Ids in ``config``, by token.
         after: Ids in the result, by token.
     """
+    tokens = {number: token for token, number in before.items()}
     lost_keys: list[str] = []
 
     def move(value: Any, key: str) -> Any:
         if type(value) is int:
             if value < 0:  # Some configurations use negative ids for "none".
                 return value
-            if (token := before.get(value)) is not None and token in after:
+            if (token := tokens.get(value)) is not None and token in after:
                 return after[token]
             lost_keys.append(key)
             return None
@@ -51,8 +53,9 @@ def follow_tokens(
                 new = move(value, prefix + key)
                 result[key] = None if isinstance(value, list) and value and not new else new
             elif key == _PAIRS and isinstance(value, list):
-                pairs = [(pair[0], move(pair[1], prefix + key)) for pair in value if _is_pair(pair)]
-                result[key] = [[position, number] for position, number in pairs if number is not None] or None
+                pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+                moved = [[position, move(number, prefix + key)] for position, number in pairs]
+                result[key] = [pair for pair in moved if pair[1] is not None] or None
             elif isinstance(value, Mapping) and key.endswith("_config"):
                 result[key] = move_part(value, f"{prefix}{key}.")
             else:
@@ -65,7 +68,3 @@ def follow_tokens(
 def serialize_config(config: Mapping[str, Any]) -> bytes:
     """Return the file content of a configuration."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2

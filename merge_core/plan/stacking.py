@@ -42,8 +42,18 @@ def config_of_slices(
     location = f"{recipe.location}: slices"
     stack = main_stack(donor, location)
     layers = list(_layer_origins(module, stack, checkpoints))
-    has_predictions = keeps_predictions(module, stack, checkpoints)
-    warnings = [] if has_predictions else _left_out_predictions(module, checkpoints)
+    warnings = []
+    if not keeps_predictions(module, stack, checkpoints):
+        for model in dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources):
+            if predictions := sorted(prediction_tensors(checkpoints[model])):
+                finding = Finding(
+                    "warn",
+                    f"{model}: {predictions[0]}",
+                    found=f"the result does not get the layers for multi-token prediction ({len(predictions)} tensors)",
+                    expected="the preceding layers as they were trained",
+                    remedy="nothing to do; if a server should draft tokens with these layers, merge whole models",
+                )
+                warnings.append(finding)
     config = stacked_config(donor.config, layers, location, dropped=bool(warnings))
     if not keeps_layer_positions(layers):
         for model in dict.fromkeys(origin.model for origins in layers for origin in origins):
@@ -100,24 +110,6 @@ def _layer_origins(
             )
 
 
-def _left_out_predictions(module: Module, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
-    models = dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources)
-    findings = []
-    for model in models:
-        predictions = sorted(prediction_tensors(checkpoints[model]))
-        if predictions:
-            findings.append(
-                Finding(
-                    "warn",
-                    f"{model}: {predictions[0]}",
-                    found=f"layers that predict further tokens ({len(predictions)} tensors): left out",
-                    expected="the layers before them as they were trained",
-                    remedy="nothing to do, unless a server is to draft tokens with them: then merge whole models",
-                )
-            )
-    return findings
-
-
 def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
     """Check that layers of one kind have the same tensors.
 
@@ -133,15 +125,13 @@ def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
     first_index: dict[str, int] = {}
     for index, tensors in enumerate(shapes):
         kinds = layer_kinds(part, index, depth, f"{model}: config.json")
-        same = first_index.setdefault(repr(kinds), index)
-        if shapes[same] != tensors:
-            differing_part = min(dict(shapes[same].items() ^ tensors.items()))
-            description = (
-                ", ".join(f"{name} {value}" for name, value in kinds.items()) or "of the one kind that is described"
-            )
+        same_kind = first_index.setdefault(repr(kinds), index)
+        if shapes[same_kind] != tensors:
+            differing_part = min(dict(shapes[same_kind].items() ^ tensors.items()))
+            description = ", ".join(f"{name} {value}" for name, value in kinds.items()) or "of the same kind"
             raise InvalidInput(
                 f"{model}: {stack}.{index}.{differing_part}",
-                found=f"not what layer {same} has, although both are {description}",
+                found=f"layer {same_kind} has a different tensor here, although both layers are {description}",
                 expected="the same tensors in all layers of a kind",
-                remedy="merge whole models ('models'): what tells these layers apart is not in what is known of them",
+                remedy="merge whole models ('models'), because mergegate does not know how these layers differ",
             )

@@ -94,8 +94,8 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
                     "block",
                     donor,
                     found="no tokenizer",
-                    expected=f"one: the result gets its tokenizer from {donor}, and {with_tokenizer[0]} has one",
-                    remedy=f"copy the tokenizer files of {with_tokenizer[0]} into {donor}, or name another base_model",
+                    expected=f"a tokenizer: the result gets that of {donor}, and {with_tokenizer[0]} has one",
+                    remedy=f"copy the tokenizer files of {with_tokenizer[0]} into {donor}, or use another base_model",
                 )
             )
         return ComparedTokenizers(tuple(findings), ())
@@ -164,9 +164,9 @@ def _compare_aligned(
             change = Finding(
                 "warn",
                 f"{name}: tokenizer.json",
-                found=f"{len(alignment.ids) - len(other.ids)} tokens more in the result, {alignment.choice.strangers}",
+                found=f"{len(alignment.ids) - len(other.ids)} more tokens in the result ({alignment.choice.strangers})",
                 expected="the tokenizer that the model was trained with",
-                remedy="see how many texts are cut in another way; strangers: specials changes none",
+                remedy="check how many texts are split differently; with strangers: specials, no text is",
             )
             findings.append(change)
             if other.has_pipeline:
@@ -185,10 +185,11 @@ def _difference_finding(
         found=difference.found,
         expected=f"{difference.expected}, as in {donor}, whose tokenizer the result gets",
         remedy=(
-            "merge models that cut text alike; or say tokenizer_source in the recipe, or accept it in the profile: "
-            f"checks.tokenizer.accepted: [{difference.key}]"
+            "merge models that split text in the same way, set tokenizer_source in the recipe, or accept the "
+            f"difference in the profile: checks.tokenizer.accepted: [{difference.key}]"
             if changes
-            else f"see that it does not matter; a profile accepts it: checks.tokenizer.accepted: [{difference.key}]"
+            else "check that the difference does not matter, then accept it in the profile: "
+            f"checks.tokenizer.accepted: [{difference.key}]"
         ),
     )
 
@@ -199,9 +200,9 @@ def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterato
         yield Finding(
             "warn",
             f"{name}: {PurePath(definition.where).name}: added_tokens",
-            found=f"{len(definition.misnumbered)} ids that are not given so, such as that of {token!r}",
-            expected=f"{definition.ids[token]} for {token!r}: an added token has the id after the last one",
-            remedy="save the tokenizer again; here the id that the library gives counts",
+            found=f"the library assigns different ids to {len(definition.misnumbered)} tokens, such as {token!r}",
+            expected=f"{definition.ids[token]} for {token!r}, because an added token gets the next free id",
+            remedy="save the tokenizer again; mergegate uses the ids that the library assigns",
         )
 
 
@@ -213,8 +214,8 @@ def _vocabulary_findings(
             "warn",
             name,
             found="no tokenizer",
-            expected=f"the same as {donor}",
-            remedy="make sure that it was trained with that tokenizer",
+            expected=f"the tokenizer of {donor}",
+            remedy="make sure that the model was trained with that tokenizer",
         )
         return
     shared = sorted(reference.digests.keys() & other.digests.keys())
@@ -224,19 +225,19 @@ def _vocabulary_findings(
             yield Finding(
                 "warn",
                 f"{name}: {differing[0]}",
-                found=f"another file than in {donor}; which tokens differ in it was not compared",
-                expected="one vocabulary for every library that reads one of the files",
-                remedy=f"check that {differing[0]} of {donor}, which the result gets, is right for it",
+                found=f"the file differs from that of {donor}; mergegate did not compare its tokens",
+                expected="one vocabulary in all files",
+                remedy=f"check that {differing[0]} of {donor}, which the result gets, is suitable",
             )
     else:
         if differing:
             yield Finding(
                 "block",
                 f"{name}: {differing[0]}",
-                found=f"another vocabulary than in {donor}: the files differ, and which tokens differ was not compared",
-                expected="one meaning for every row of the embeddings",
-                remedy="save both tokenizers as tokenizer.json (a fast tokenizer), and say tokenizer_source in the "
-                "recipe, so that rows follow their tokens",
+                found=f"the vocabulary differs from {donor}: the files differ, and mergegate cannot compare tokens",
+                expected="the same token for each row of the embeddings",
+                remedy="save both tokenizers as tokenizer.json (a fast tokenizer), and set tokenizer_source in the "
+                "recipe, which reorders the rows by token",
             )
             return
         if not shared:
@@ -247,8 +248,8 @@ def _vocabulary_findings(
             yield Finding(
                 "warn",
                 f"{name}: tokenizer",
-                found=f"{files}: the vocabulary was not compared with {first_files} of {donor}",
-                expected="files of one kind, which can be compared",
+                found=f"{files}: mergegate cannot compare the vocabulary with {first_files} of {donor}",
+                expected="files of the same kind in both models",
                 remedy="save both tokenizers as tokenizer.json (a fast tokenizer)",
             )
             return
@@ -258,19 +259,19 @@ def _vocabulary_findings(
         yield Finding(
             "block",
             f"{name}: {file}",
-            found=f"{len(moved)} tokens with another id than in {donor}: {_examples(moved)}",
-            expected="one meaning for every row of the embeddings",
-            remedy="say tokenizer_source in the recipe, so that rows follow their tokens: otherwise the result is "
-            "silently garbled",
+            found=f"{len(moved)} tokens have different ids in {donor}: {_examples(moved)}",
+            expected="the same token for each row of the embeddings",
+            remedy="set tokenizer_source in the recipe, which reorders the rows by token; without it, the result "
+            "generates garbled text",
         )
     elif missing or extra:
-        listed = _examples(extra or missing)
+        examples = _examples(extra or missing)
         yield Finding(
             "info" if "vocabulary" in accepted else "block",
             f"{name}: {file}",
-            found=f"{len(extra)} tokens that {donor} lacks, {len(missing)} that it lacks itself: {listed}",
+            found=f"{len(extra)} tokens are not in {donor}, and {len(missing)} of its tokens are not here: {examples}",
             expected="one vocabulary",
-            remedy=f"say tokenizer_source in the recipe: union keeps all of them, base those of {donor}; or accept it "
+            remedy=f"set tokenizer_source in the recipe (union keeps all tokens, base those of {donor}), or accept it "
             "in the profile: checks.tokenizer.accepted: [vocabulary]",
         )
 

@@ -12,10 +12,8 @@ from mergegate.merge_core.checkpoint.vocabulary import TokenizerDefinition
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import plan_merge
-from mergegate.merge_core.plan.special_ids import GENERATION, follow_tokens, serialize_config
+from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, follow_tokens, serialize_config
 from mergegate.merge_core.recipe import load_recipe
-
-_SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def plan_transplant(
@@ -36,12 +34,10 @@ def plan_transplant(
         InvalidInput: The model cannot be planned.
     """
     size = next(iter(tables.values())).shape[0]
-    before = {number: token for token, number in tokenizers[0].ids.items()}
-    after = tokenizers[1].ids
 
-    def translate(content: Mapping[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
-        moved, _ = follow_tokens(content, before, after)
-        return {**moved, **{key: marks[key] for key in _SPECIAL_KEYS if key in marks}}
+    def translate(content: Mapping[str, Any], donor_ids: Mapping[str, Any]) -> dict[str, Any]:
+        moved, _ = follow_tokens(content, tokenizers[0].ids, tokenizers[1].ids)
+        return {**moved, **{key: donor_ids[key] for key in SPECIAL_KEYS if key in donor_ids}}
 
     view = replace(
         model,
@@ -54,8 +50,8 @@ def plan_transplant(
     for checkpoint in (model, donor):
         if (content := checkpoint.companions.json(GENERATION)) is not None:
             donor_settings = donor.companions.json(GENERATION)
-            marks = donor.config if donor_settings is None else donor_settings
-            merged_settings = {**content, **marks} if checkpoint is donor else translate(content, marks)
+            donor_ids = donor.config if donor_settings is None else donor_settings
+            merged_settings = {**content, **donor_ids} if checkpoint is donor else translate(content, donor_ids)
             companions = companions.changed({GENERATION: serialize_config(merged_settings)})
             break
     return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

@@ -7,7 +7,7 @@ template are added to the result's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mergegate.merge_core.checkpoint import DEFAULT, TURN_ENDS, ChatTemplates, Checkpoint, Companions
@@ -41,43 +41,27 @@ def with_turn_ends(
     # The generation settings of another donor already use the result's ids.
     if alignment is not None and (GENERATION not in companions or GENERATION in tokenizer.companions):
         ends = _translate_ends(ends, alignment.tokenizer_name, alignment)
-    extra_ends = [
-        *_known_end(choice, tokenizer, alignment),
-        *(
-            end
-            for name, parent in parents.items()
-            if parent.chat_template is not None and parent.chat_template == templates.get(DEFAULT)
-            for end in _translate_ends(_ends_of(parent), name, alignment)
-        ),
-    ]
+    extra_ends: list[int] = []
+    if choice in TURN_ENDS:  # A chat format known by name.
+        vocabulary = read_vocabulary(tokenizer.companions) if alignment is None else alignment
+        if vocabulary is not None and TURN_ENDS[choice] in vocabulary.ids:
+            extra_ends.append(vocabulary.ids[TURN_ENDS[choice]])
+    for name, parent in parents.items():
+        if parent.chat_template is not None and parent.chat_template == templates.get(DEFAULT):
+            parent_ends = _token_ids((parent.companions.json(GENERATION) or {}).get(_END))
+            extra_ends += _translate_ends(parent_ends or _token_ids(parent.config.get(_END)), name, alignment)
     if not ends or set(extra_ends) <= set(ends):  # Without existing ends there is nothing to extend.
         return companions
     content = {**generation, _END: list(dict.fromkeys((*ends, *extra_ends)))}
     return companions.changed({GENERATION: serialize_config(content)})
 
 
-def _ends_of(parent: Checkpoint) -> Sequence[int]:
-    ends = _token_ids((parent.companions.json(GENERATION) or {}).get(_END))
-    return ends or _token_ids(parent.config.get(_END))
-
-
 def _translate_ends(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:
     """Return the ids that the end tokens have in the result."""
     if alignment is None or name is None:
         return list(ends)
-    before = {number: token for token, number in alignment.vocabularies[name].ids.items()}
-    moved, _ = follow_tokens({_END: list(ends)}, before, alignment.ids)
+    moved, _ = follow_tokens({_END: list(ends)}, alignment.vocabularies[name].ids, alignment.ids)
     return _token_ids(moved[_END])
-
-
-def _known_end(choice: str, tokenizer: Checkpoint, alignment: Alignment | None) -> Iterator[int]:
-    """Yield the token that ends a turn in a chat format known by name, if the vocabulary has it."""
-    if choice not in TURN_ENDS:
-        return
-    vocabulary = read_vocabulary(tokenizer.companions) if alignment is None else None
-    ids = alignment.ids if alignment is not None else vocabulary.ids if vocabulary is not None else {}
-    if TURN_ENDS[choice] in ids:
-        yield ids[TURN_ENDS[choice]]
 
 
 def _token_ids(value: Any) -> list[int]:

@@ -2,20 +2,24 @@
 
 A recipe can distinguish tensors only by their slice, by their position along the layers, and by the filters that match
 their names. A mixture of 256 experts has hundreds of tensors of each kind, and all of a kind share one value object.
+
+:func:`lost_filters` finds filters that match no tensor because a merge addresses fused experts one by one. Without it,
+a filter for the name of a fused tensor would silently match nothing, and its value would never apply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mergegate.merge_core.architecture.experts import disk_name
 from mergegate.merge_core.checkpoint import AnyTensor
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.methods import REQUIRED
-from mergegate.merge_core.plan.filters import filtered_conditions
+from mergegate.merge_core.plan.jobs import TensorJob
 from mergegate.merge_core.plan.outline import OutputSpec
-from mergegate.merge_core.recipe import Parameters, Recipe, Source, value_for
+from mergegate.merge_core.recipe import Condition, Parameters, Recipe, Source, value_for
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class ValueTable:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self.method = recipe, recipe.method
-        self._filters = filtered_conditions(recipe)
+        self._filters = _filtered_conditions(recipe)
         # The keys use the identity of parts of the recipe. self._recipe keeps them alive, so an identity is
         # never reused.
         self._cache: dict[tuple[object, ...], TensorValues] = {}
@@ -83,12 +87,45 @@ class ValueTable:
         return TensorValues(shared, tuple(per_input))
 
 
+def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]:
+    """Yield a finding for each filter that matches only names on disk, not the names that the merge uses."""
+    filters = _filtered_conditions(recipe)
+    if not filters:
+        return
+    tensors = [item.tensor for job in jobs for item in job.inputs]
+    names = {tensor.name for tensor in tensors} | {job.output.name for job in jobs}
+    fused = {disk_name(tensor): tensor.name for tensor in reversed(tensors) if disk_name(tensor) not in names}
+    if not fused:
+        return
+    for condition in filters:
+        if any(condition.matches(name) for name in names):
+            continue
+        example = next((name for disk, name in fused.items() if condition.matches(disk)), None)
+        if example is not None:
+            yield Finding(
+                "block",
+                condition.location,
+                found=f"filter {condition.filter!r} only matches names of fused tensors",
+                expected=f"a part of the name of a single expert, such as {example}",
+                remedy="use the name of the projection in a single expert, because experts are merged one by one",
+            )
+
+
+def _filtered_conditions(recipe: Recipe) -> tuple[Condition, ...]:
+    """Return the conditions of one recipe document that apply to some tensors only."""
+    cuts = [cut for module in recipe.modules for cut in module.slices]
+    scopes = [recipe.parameters, *(module.parameters for module in recipe.modules), *(cut.parameters for cut in cuts)]
+    scopes += [source.parameters for cut in cuts for source in cut.sources]
+    conditions = (condition for scope in scopes for setting in scope.settings for condition in setting.conditions)
+    return tuple(condition for condition in conditions if condition.filter is not None)
+
+
 def _required(value: Any, parameter: str, spec: OutputSpec, subject: str) -> Any:
     if value is REQUIRED:
         raise InvalidInput(
             f"{spec.cut.location}: {parameter}",
-            found=f"no value for {subject}: no filter matches it",
+            found=f"no value for {subject}, because no filter matches it",
             expected="a value for every tensor",
-            remedy="end the list with a value without filter",
+            remedy="add a value without a filter at the end of the list",
         )
     return value

@@ -176,7 +176,7 @@ class Recipe:
     @property
     def needs_distances(self) -> bool:
         """Whether the distances between the models must be measured before the merge."""
-        by_distance = self.mixture is None and self.method.traits.by_distance
+        by_distance = self.mixture is None and self.method.traits.weights_by_distance
         return by_distance or self.leave_out_beyond is not None
 
     @property
@@ -244,7 +244,7 @@ class Recipe:
         """Sources of all documents that are optimizer states instead of models, from steps or from earlier merges."""
         states: dict[str, None] = {}
         for document in (*self.steps, self):
-            first = None if document.mixture is not None else document.method.traits.states_from
+            first = None if document.mixture is not None else document.method.traits.first_state
             for cut in (cut for module in document.modules for cut in module.slices if first is not None):
                 base = cut.base or document.base
                 models = [str(source.model) for source in cut.sources if source.model != base]
@@ -840,7 +840,7 @@ def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
     """Check that distances can be measured, if the recipe needs them: entire models and a base."""
     if not recipe.needs_distances:
         return
-    setting = method.name if method.traits.by_distance else "leave_out_beyond"
+    setting = method.name if method.traits.weights_by_distance else "leave_out_beyond"
     if recipe.base is None or method.base not in ("required", "optional"):
         raise InvalidInput(
             f"{recipe.location}: {setting}",

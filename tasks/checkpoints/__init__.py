@@ -35,7 +35,7 @@ from mergegate.tasks.checkpoints.model_cache import (
     torch_threads,
     unload_models,
 )
-from mergegate.tasks.checkpoints.model_process import TellProgress, call_model_process, end_model_process
+from mergegate.tasks.checkpoints.model_process import CallNeeds, TellProgress, call_model_process, end_model_process
 from mergegate.tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
@@ -62,6 +62,7 @@ __all__ = [
     "CARD_FILE",
     "NO_CARD",
     "NO_FRONT_MATTER",
+    "CallNeeds",
     "LoadedModel",
     "Model",
     "ModelCard",

@@ -27,7 +27,7 @@ from mergegate.tasks.checkpoints.memory import gpu_memory
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.store import digest
 
-SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
+SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
 
 _SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.

@@ -5,7 +5,7 @@ A call that hangs is killed at a time limit, and a crash of the process does not
 The process starts when it is first needed. It keeps models in memory for later calls, so perplexity, all tasks and
 all interim looks load each model once. It ends with the parent process, however that ends (``tasks.sandbox``)::
 
-    answer = call_model_process(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
+    answer = call_model_process(function, arguments, location="task gsm8k on merge", models=[merge])
     end_model_process()  # Release the memory of the models.
 
 ``function`` is a module-level function, which the process calls as ``function(*arguments, on_progress)``. Requests and
@@ -49,7 +49,14 @@ from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import SMALLER, OutOfModelMemory, hold_at_most, on_unload, unload_models
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
-from mergegate.tasks.sandbox import Confinement, SupervisedProcess, acquire_gpus, compile_imports, environment_of_child
+from mergegate.tasks.sandbox import (
+    Confinement,
+    ProcessOptions,
+    SupervisedProcess,
+    acquire_gpus,
+    compile_imports,
+    environment_of_child,
+)
 from mergegate.tasks.stage import home, memory_of_child, on_input_change, store
 
 # Messages of Python, torch and C++ if a memory limit, rather than the size of the memory, stops an allocation.
@@ -60,16 +67,17 @@ _NO_MEMORY = re.compile(
     # Message of the interpreter if an extension runs out of memory during an import.
     r"|SystemError: .*without (setting an exception|exception set)"
 )
-_LOOK_EVERY = 1.0  # Seconds between checks that the process is alive.
-_PROGRESS_EVERY = 0.1  # Minimum seconds between progress messages. A tiny model answers thousands of prompts a second.
+_POLL_S = 1.0  # Seconds between checks that the process is alive.
+# Minimum seconds between progress messages. A tiny model answers thousands of prompts a second.
+_PROGRESS_EVERY_S = 0.1
 _START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
-_IMPORTED = (
+_IMPORTS = (
     "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
     "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
 )
-# Maximum seconds without progress if the call has no time limit. The largest models load within this time.
-_SILENCE = 3600.0
+# Maximum time without progress if the call has no time limit. The largest models load within this time.
+_SILENCE_S = 3600.0
 # Stages that write a journal in the model process and resume from it.
 _JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance")
 # Memory limit as a multiple of the machine's memory. Weights count twice: once when mapped and once when read.
@@ -87,16 +95,31 @@ _log = logging.getLogger(__name__)
 _alone = False  # Whether memory was once too small for several models.
 
 
+@dataclasses.dataclass(frozen=True)
+class CallNeeds:
+    """Needs of a call that the model process does not serve by default.
+
+    Args:
+        own_process: Whether the models need a process of their own, because only its end frees their memory.
+        network: Whether the call needs network access.
+        variables: Names of environment variables that the call needs. Third-party code in the process can read them.
+        time_limit: Time limit in seconds, not counting the wait for other processes to end. Default: the process is
+            killed after an hour without progress.
+    """
+
+    own_process: bool = False
+    network: bool = False
+    variables: tuple[str, ...] = ()
+    time_limit: float | None = None
+
+
 def call_model_process(
     function: Callable[..., A],
     arguments: Sequence[object],
     *,
-    where: str,
+    location: str,
     models: Sequence[Model] = (),
-    own_process: bool = False,
-    network: bool = False,
-    passing: Sequence[str] = (),
-    time_limit: float | None = None,
+    needs: CallNeeds = CallNeeds(),
     on_progress: TellProgress = lambda done, total: None,
 ) -> A:
     """Run ``function(*arguments, on_progress)`` in the model process and return its result.
@@ -108,13 +131,9 @@ def call_model_process(
     Args:
         function: Module-level function to run.
         arguments: Positional arguments of the function. They must support pickling.
-        where: Name of the call in messages.
+        location: Name of the call in messages.
         models: Models that ``function`` loads. If empty, the call can use a running process with any models.
-        own_process: Whether the models need a process of their own, because only its end frees their memory.
-        network: Whether the call needs network access.
-        passing: Names of environment variables that the call needs. Third-party code in the process can read them.
-        time_limit: Time limit in seconds, not counting the wait for other processes to end. Default: the process is
-            killed after an hour without progress.
+        needs: Network access, environment variables and the time limit of the call.
         on_progress: Called with the finished and the total amount of work.
 
     Raises:
@@ -125,35 +144,31 @@ def call_model_process(
         Cancelled: The result is no longer needed.
     """
     unload_models()  # The models of both processes may not fit into memory together.
-    detail("asks the process that holds models: %s.%s for %s", function.__module__, function.__qualname__, where)
+    detail("call the model process: %s.%s for %s", function.__module__, function.__qualname__, location)
     slot = current_slot()
-    place = _place_at(slot.number)
-
-    def call() -> A:
-        digests = {model.digest for model in models}
-        only_for = "".join(model.digest for model in models) if own_process else ""
-        kind = _Kind(only_for, network, tuple(passing), slot.environment)
-        question = _Question((function, tuple(arguments)), where, time_limit, on_progress)
-        return cast(A, place.ask(question, kind, digests, any_models=not models, slot=slot))
-
-    with place.lock:
+    with _creation_lock:
+        slot_process = _slot_processes.setdefault(slot.number, _SlotProcess(slot.number))
+    digests = tuple(model.digest for model in models)
+    kind = _Kind("".join(digests) if needs.own_process else "", needs.network, needs.variables, slot.environment)
+    request = _Request((function, tuple(arguments)), location, needs.time_limit, on_progress)
+    with slot_process.lock:
         try:
-            return call()
+            return cast(A, slot_process.call(request, kind, set(digests), slot))
         except OutOfModelMemory:
-            if not _has_other_processes(place):
+            if not any(process.current is not None for process in _processes_in_order() if process is not slot_process):
                 raise
-    _log.warning("%s: its process was killed while others were at work; once more, when they are gone", where)
+    _log.warning("%s: its process was killed while others were running; repeating the call without them", location)
     with ExitStack() as locks:
-        for process_place in _places_in_order():
-            locks.enter_context(process_place.lock)
-            process_place.end()
-        return call()
+        for process in _processes_in_order():
+            locks.enter_context(process.lock)
+            process.end()
+        return cast(A, slot_process.call(request, kind, set(digests), slot))
 
 
 def end_model_process() -> None:
     """End all model processes and their child processes, and release the memory of their models."""
-    for place in _places_in_order():
-        place.end()
+    for process in _processes_in_order():
+        process.end()
 
 
 @atexit.register
@@ -162,19 +177,24 @@ def _end() -> None:
 
     A thread that waits for an answer holds a lock, and it must not delay the end of this process.
     """
-    for place in _places_in_order():
-        if (holder := place.current) is not None:
-            holder.process.end()
+    for process in _processes_in_order():
+        if (running := process.current) is not None:
+            running.child.end()
 
 
-def _forget() -> None:
+def _drop_models() -> None:
     unload_models()
     end_model_process()
 
 
+def _end_slot(number: int) -> None:
+    if (process := _slot_processes.get(number)) is not None:
+        process.end()
+
+
 on_unload(end_model_process)
-on_input_change(_forget)
-on_slot_end(lambda number: _place_at(number).end())
+on_input_change(_drop_models)
+on_slot_end(_end_slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,26 +204,26 @@ class _Kind:
     Args:
         only_for: Concatenated digests of the only models that the process may hold. Empty: any models.
         network: Whether the process has network access.
-        passing: Names of environment variables that the process receives in addition to the default ones.
+        variables: Names of environment variables that the process receives in addition to the default ones.
         environment: Environment variables of the worker slot, as names and values.
     """
 
     only_for: str
     network: bool
-    passing: tuple[str, ...]
+    variables: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
 
 
-class _Question(NamedTuple):
+class _Request(NamedTuple):
     """One call of ``call_model_process``."""
 
     content: tuple[Any, ...]
-    where: str
-    limit: float | None
+    location: str
+    time_limit: float | None
     on_progress: TellProgress
 
 
-class _Place:
+class _SlotProcess:
     """The model process of one worker slot. One thread at a time uses it."""
 
     def __init__(self, number: int) -> None:
@@ -211,25 +231,33 @@ class _Place:
         self.lock = threading.RLock()
         self.current: _ModelProcess | None = None
 
-    def ask(self, question: _Question, kind: _Kind, models: set[str], *, any_models: bool, slot: WorkerSlot) -> Any:
+    def call(self, request: _Request, kind: _Kind, models: set[str], slot: WorkerSlot) -> Any:
         """Return the answer of the process.
 
         Starts the process if necessary. If memory runs out with several models, restarts it with one model at a time.
+
+        Args:
+            models: Digests of the models that the call loads. If empty, a running process with any models is used.
         """
         global _alone
-        deadline = time.monotonic() + question.limit if question.limit is not None else None
+        deadline = time.monotonic() + request.time_limit if request.time_limit is not None else None
         with self.lock:
             while True:
                 if slot.cancelled.is_set():
                     raise Cancelled
-                process = self._process_for(kind, any_models=any_models)
+                process = self.current
+                if process is None or not process.child.alive or not process.serves(kind, models):
+                    self.end()
+                    process = self.current = _ModelProcess(kind)
                 process.models |= models
                 try:
-                    return self._exchange(process, question, deadline, slot)
+                    return self._exchange(process, request, deadline, slot)
                 except OutOfModelMemory:
                     if _alone or len(process.models) < 2:
                         raise
-                    _log.warning("%s: memory was short with several models in it; now one at a time", question.where)
+                    _log.warning(
+                        "%s: memory ran out with several models loaded; continuing with one at a time", request.location
+                    )
                     self.end()
                     _alone = True
 
@@ -240,79 +268,61 @@ class _Place:
                 self.current.end()
                 self.current = None
 
-    def _process_for(self, kind: _Kind, *, any_models: bool) -> _ModelProcess:
-        if self.current is not None and self.current.process.alive:
-            required = dataclasses.replace(kind, only_for=self.current.kind.only_for) if any_models else kind
-            if self.current.kind == required:
-                return self.current
-        self.end()
-        self.current = _ModelProcess(kind)
-        return self.current
-
-    def _exchange(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: WorkerSlot) -> Any:
-        """Send the question to the process and return its answer."""
+    def _exchange(self, process: _ModelProcess, request: _Request, deadline: float | None, slot: WorkerSlot) -> Any:
+        """Send the request to the process and return its answer."""
         is_answered = False
         last_message_at = time.monotonic()
         try:
-            holder.connection.send(question.content)
+            process.connection.send(request.content)
             while not is_answered:
-                remaining = (last_message_at + _SILENCE if deadline is None else deadline) - time.monotonic()
+                remaining = (last_message_at + _SILENCE_S if deadline is None else deadline) - time.monotonic()
                 if remaining <= 0:
                     raise Refused(
-                        question.where,
-                        found=f"not done after {question.limit:g} s, and stopped"
-                        if question.limit
-                        else f"silent for {_SILENCE:g} s, stopped",
-                        expected="an answer within evaluate.time_limit" if question.limit else "progress, or an end",
-                        remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
+                        request.location,
+                        found=f"not finished after {request.time_limit:g} s, so mergegate stopped it"
+                        if request.time_limit
+                        else f"no progress for {_SILENCE_S:g} s, so mergegate stopped it",
+                        expected="an answer within evaluate.time_limit" if request.time_limit else "progress",
+                        remedy="increase evaluate.time_limit, or batch_size if the device has enough memory",
                     )
                 if slot.cancelled.is_set():
                     raise Cancelled
-                if not holder.connection.poll(min(remaining, _LOOK_EVERY)):
-                    if holder.process.alive or holder.connection.poll():
+                if not process.connection.poll(min(remaining, _POLL_S)):
+                    if process.child.alive or process.connection.poll():
                         continue
                     raise EOFError
-                kind, *content = receive(holder.connection, question.where)
+                kind, *content = receive(process.connection, request.location)
                 last_message_at = time.monotonic()
                 if kind == "progress":
-                    question.on_progress(*content)
+                    request.on_progress(*content)
                 else:
                     is_answered = True
         except (EOFError, ConnectionError):
-            raise _death_error(question.where, holder.process.end().returncode, holder.last_line()) from None
+            raise _death_error(request.location, process.child.end().returncode, process.last_line()) from None
         finally:
-            if not is_answered:  # A late answer would be mistaken for the answer to the next question.
+            if not is_answered:  # A late answer would be mistaken for the answer to the next request.
                 self.end()
         if kind == "problem":
             raise cast(MergegateError, content[0])
         if kind == "crash":
             self.end()  # The crash may have left the process in any state.
             error, trace = content
-            _log.info("%s\n%s", question.where, trace)
-            raise InvalidInput(question.where, found=error, expected="an answer")
+            _log.info("%s\n%s", request.location, trace)
+            raise InvalidInput(request.location, found=error, expected="an answer")
         if kind == "starved":
             self.end()  # The process may contain half-imported modules, so it is not reused.
-            raise _memory_error(question.where, content[0])
+            raise _memory_error(request.location, content[0])
         return content[0]
 
 
-_places: dict[int, _Place] = {}
-_making = threading.Lock()
+_slot_processes: dict[int, _SlotProcess] = {}
+_creation_lock = threading.Lock()
 
 
-def _place_at(number: int) -> _Place:
-    with _making:
-        return _places.setdefault(number, _Place(number))
-
-
-def _places_in_order() -> list[_Place]:
-    """Return all places by slot number. The fixed order prevents deadlocks of threads that lock all places."""
-    with _making:
-        return [_places[number] for number in sorted(_places)]
-
-
-def _has_other_processes(place: _Place) -> bool:
-    return any(candidate.current is not None for candidate in _places_in_order() if candidate is not place)
+def _processes_in_order() -> list[_SlotProcess]:
+    """Return the processes by slot number. The fixed order prevents deadlocks of threads that lock all of them."""
+    with _creation_lock:
+        return [_slot_processes[number] for number in sorted(_slot_processes)]
 
 
 class _ModelProcess:
@@ -323,25 +333,31 @@ class _ModelProcess:
         self.models: set[str] = set()  # Digests of the models that the process was called for.
         self.connection, child_connection = Pipe()
         compile_libraries()
-        passed_variables = {name: os.environ[name] for name in kind.passing if name in os.environ}
+        variables = {name: os.environ[name] for name in kind.variables if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._gpus = acquire_gpus()
         try:
-            self.process = SupervisedProcess(
+            self.child = SupervisedProcess(
                 # -P keeps the working directory of the run out of the import path.
                 [sys.executable, "-P", "-c", _START, str(child_connection.fileno()), *([_ALONE] if _alone else [])],
-                _environment() | dict(kind.environment) | passed_variables | ({} if kind.network else _OFFLINE),
+                _environment() | dict(kind.environment) | variables | ({} if kind.network else _OFFLINE),
                 self._output,
-                name="evaluation",
-                pass_fds=[child_connection.fileno()],
-                confinement=_confinement(kind),
-                inherited=self._gpus.descriptors,
+                ProcessOptions(
+                    "evaluation",
+                    pass_fds=(child_connection.fileno(),),
+                    confinement=_confinement(kind),
+                    inherited=self._gpus.descriptors,
+                ),
             )
         except BaseException:
             self._gpus.release()
             raise
         finally:
             child_connection.close()
+
+    def serves(self, kind: _Kind, models: set[str]) -> bool:
+        """Return whether the process can serve a call of this kind. A call without models accepts any models."""
+        return self.kind == (kind if models else dataclasses.replace(kind, only_for=self.kind.only_for))
 
     def last_line(self) -> str:
         """Return the last line that the process printed. Libraries often print the cause of a crash there."""
@@ -351,7 +367,7 @@ class _ModelProcess:
 
     def end(self) -> None:
         """End the process and release its GPUs, connection and output file."""
-        self.process.end()
+        self.child.end()
         self._gpus.release()
         self.connection.close()
         self._output.close()
@@ -364,7 +380,7 @@ def compile_libraries() -> None:
     """
     package = importlib.util.find_spec("lm_eval.models")
     for directory in package.submodule_search_locations or () if package else ():
-        compile_imports(sys.executable, _IMPORTED, Path(directory) / "huggingface.py", _environment())
+        compile_imports(sys.executable, _IMPORTS, Path(directory) / "huggingface.py", _environment())
 
 
 def _environment() -> dict[str, str]:
@@ -390,8 +406,8 @@ def _death_error(location: str, code: int | None, last_line: str) -> InvalidInpu
     if code is None or code == -signal.SIGKILL:
         return OutOfModelMemory(
             location,
-            found="the process that scores was killed by signal 9, as the system does when memory is full",
-            expected="memory for the model and a batch",
+            found="the model process was killed by signal 9, which the system sends when memory is full",
+            expected="enough memory for the model and a batch",
             remedy=SMALLER,
         )
     if _NO_MEMORY.search(last_line):
@@ -399,7 +415,7 @@ def _death_error(location: str, code: int | None, last_line: str) -> InvalidInpu
     cause = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
     return InvalidInput(
         location,
-        found=f"the process that scores ended {cause}" + (f": {last_line}" if last_line else ""),
+        found=f"the model process ended {cause}" + (f": {last_line}" if last_line else ""),
         expected="an answer",
         remedy=SMALLER if code < 0 else "",
     )
@@ -408,9 +424,9 @@ def _death_error(location: str, code: int | None, last_line: str) -> InvalidInpu
 def _memory_error(location: str, message: str) -> OutOfModelMemory:
     return OutOfModelMemory(
         location,
-        found=f"the process that scores had no memory left: {message}",
-        expected="memory for the data, the model and a batch, within limits.memory if the profile has that",
-        remedy=f"a higher limits.memory if the profile has that; {SMALLER}",
+        found=f"the model process ran out of memory: {message}",
+        expected="enough memory for the data, the model and a batch, within limits.memory if the profile sets it",
+        remedy=f"increase limits.memory if the profile sets it, or {SMALLER}",
     )
 
 
@@ -420,10 +436,10 @@ def _memory_message(error: BaseException) -> str:
     Any import, load or parse step can fail if memory runs out. Code that catches such a failure often reports it as
     invalid input, so the whole chain of causes is searched.
     """
-    chain: list[BaseException] = []
+    visited: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
+    while cause is not None and cause not in visited:
+        visited.append(cause)
         message = f"{type(cause).__name__}: {' '.join(str(cause).split())}".rstrip(": ")
         if isinstance(cause, MemoryError) or (not isinstance(cause, MergegateError) and _NO_MEMORY.search(message)):
             return message[:300]
@@ -460,7 +476,7 @@ def answer_question(
 
     def on_progress(done: int, total: int) -> None:
         nonlocal last_sent
-        if done == total or time.monotonic() - last_sent >= _PROGRESS_EVERY:
+        if done == total or time.monotonic() - last_sent >= _PROGRESS_EVERY_S:
             last_sent = time.monotonic()
             connection.send(("progress", done, total))
 
@@ -474,11 +490,8 @@ def answer_question(
             return "starved", memory_message
         if isinstance(error, MergegateError):
             return "problem", error
-        message = " ".join(str(error).split())[:300] or _line_of(error)
+        message = " ".join(str(error).split())[:300]
+        if not message and (frames := traceback.extract_tb(error.__traceback__)):
+            # Show the source line of an error without a message, such as a library's bare assert.
+            message = f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
         return "crash", f"{type(error).__name__}: {message}".rstrip(": "), traceback.format_exc()
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the source line that raised ``error``, for errors without a message such as a library's bare assert."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from mergegate.merge_core.files import JournalPlace
-from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
+from mergegate.tasks.checkpoints import CallNeeds, Model, TellProgress, call_model_process
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.settings import Scoring
@@ -45,12 +45,14 @@ def score_in_child(
     return call_model_process(
         _score,
         (model, task, scoring, part, device, journal),
-        where=f"task {task.name} on {model.name}: {part}",
+        location=f"task {task.name} on {model.name}: {part}",
         models=[model],
-        own_process=not backend.frees_memory,
-        network=backend.network,
-        passing=backend.environment,
-        time_limit=scoring.time_limit,
+        needs=CallNeeds(
+            own_process=not backend.frees_memory,
+            network=backend.network,
+            variables=tuple(backend.environment),
+            time_limit=scoring.time_limit,
+        ),
         on_progress=on_progress,
     )
 
@@ -81,9 +83,11 @@ def call_with_task_data(
     return call_model_process(
         function,
         arguments,
-        where=f"task {task.name}: {subject}",
-        network=not task.is_local,  # data that is loaded now needs no network later
-        time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+        location=f"task {task.name}: {subject}",
+        needs=CallNeeds(
+            network=not task.is_local,  # data that is loaded now needs no network later
+            time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+        ),
     )
 
 

@@ -148,7 +148,7 @@ def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
         yield Remedy(
             change={"merge_method": alternative.name, **remedy_traits.settings, **additions},
             reason=f"{_conflict_words(diagnosis.tally)}; {method.name} adds them up and they cancel, "
-            f"while {alternative.name} {remedy_traits.because}.",
+            f"while {alternative.name} {remedy_traits.reason}.",
         )
 
 
@@ -220,7 +220,7 @@ def _take_the_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
             change={**change, "weight": 1.0},
             reason=f"{worst.task} lost {worst.drop:.1f} points where the models share one average; their cards name "
             f"{diagnosis.named_base} as what they were made from, "
-            f"and {alternative.name} over it {remedy_traits.because}.",
+            f"and {alternative.name} over it {remedy_traits.reason}.",
         )
 
 

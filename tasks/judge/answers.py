@@ -55,7 +55,7 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     answered = call_model_process(
         _answer_all,
         (model, read_prompts(prompts), generation, runtime.device),
-        where=f"answers of {model.name}",
+        location=f"answers of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "answers"),
     )

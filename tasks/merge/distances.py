@@ -167,7 +167,7 @@ def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint],
             expected="one at least that is sound",
         )
     shares = None
-    if recipe.method.traits.by_distance:
+    if recipe.method.traits.weights_by_distance:
         rows = [distances.sound.index(index) for index in remaining]
         gram = [[distances.gram[i][j] for j in rows] for i in rows]
         weights = [recipe.model_weight(refs[index]) for index in remaining]

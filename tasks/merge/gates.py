@@ -135,7 +135,7 @@ def router_rows(model: Model, question: GateQuestion, runtime: Runtime) -> Route
     result = call_model_process(
         compute_rows,
         (model, question, runtime.device),
-        where=f"router rows of {model.name}",
+        location=f"router rows of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "prompts"),
     )

@@ -48,7 +48,7 @@ def input_statistics(
     return call_model_process(
         read_inputs,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
-        where=f"statistics of {model.name}",
+        location=f"statistics of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )
@@ -70,7 +70,7 @@ def importance_statistics(
     return call_model_process(
         read_gradients,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
-        where=f"importance of {model.name}",
+        location=f"importance of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )

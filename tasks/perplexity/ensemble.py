@@ -69,7 +69,7 @@ def ensemble_likelihoods(
     measurement = call_model_process(
         _measure_together,
         (models, documents, windows, runtime.device, journal),
-        where="perplexity of the parents together",
+        location="perplexity of the parents together",
         models=models,
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )

@@ -73,7 +73,7 @@ def perplexity(
     measurement = call_model_process(
         measure,
         (model, documents, windows, runtime.device, journal),
-        where=f"perplexity of {model.name}",
+        location=f"perplexity of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )

@@ -3,16 +3,14 @@
 The package also forecasts the statistical power and the duration of a run.
 """
 
-from mergegate.tasks.preflight.calibration_texts import collect_calibration_texts, overlap_findings
 from mergegate.tasks.preflight.compatibility import (
     Compatibility,
     HeaderDigest,
     check_compatibility,
     header_digests,
-    open_and_plan,
     plan_cached,
 )
-from mergegate.tasks.preflight.custom_code import CodeSettings, custom_code_findings
+from mergegate.tasks.preflight.custom_code import custom_code_findings
 from mergegate.tasks.preflight.duration import (
     AROUND,
     STARTING,
@@ -25,6 +23,8 @@ from mergegate.tasks.preflight.evidence import (
     Evidence,
     JudgeQuestions,
     check_references,
+    collect_calibration_texts,
+    overlap_findings,
     pin_evidence,
     stored_dtypes,
     with_supported_dtype,
@@ -33,7 +33,7 @@ from mergegate.tasks.preflight.machine import machine_findings, measure_machine_
 from mergegate.tasks.preflight.power_forecast import forecast_power, plan_interim_looks, planned_tasks
 from mergegate.tasks.preflight.sample_text import SAMPLE
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
-from mergegate.tasks.preflight.tokenizers import TokenizerSettings
+from mergegate.tasks.preflight.settings import CodeSettings, TokenizerSettings
 
 __all__ = [
     "AROUND",
@@ -58,7 +58,6 @@ __all__ = [
     "machine_findings",
     "measure_machine_capacity",
     "merge_seconds",
-    "open_and_plan",
     "overlap_findings",
     "pin_evidence",
     "plan_cached",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -37,8 +38,8 @@ from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import digest
 
 _WEIGHTS = (".safetensors", ".bin")
-_MOST_COMPANION_BYTES = 256 << 20
-_MOST_LISTED = 10  # Largest number of further problems in one message.
+_MAX_COMPANION_BYTES = 256 << 20
+_MAX_LISTED = 10  # Largest number of further problems in one message.
 
 
 class HeaderDigest(BaseModel):
@@ -97,18 +98,23 @@ class Compatibility(StageValue):
         if not blocking:
             return None
         worst, *others = group_findings(blocking)
-        also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_LISTED])
-        if len(others) > _MOST_LISTED:
-            also += f"\n  also: {len(others) - _MOST_LISTED} more, which 'mergegate check' shows"
+        also = "".join(f"\n  also: {group.first}" for group in others[:_MAX_LISTED])
+        if len(others) > _MAX_LISTED:
+            also += f"\n  also: {len(others) - _MAX_LISTED} more; run 'mergegate check' to see all"
         return replace(worst.first, found=worst.first.found + also).refusal()
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
     """Return the identity of all inputs of the check: file names, sizes and headers, small files, and stored heads."""
-    return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
+    digests = []
+    for parent in parents:
+        files = _files_digest(parent)
+        with_adapter = digest([files, _files_digest(parent.adapter)]) if parent.adapter else files
+        digests.append(HeaderDigest(ref=parent.ref, digest=with_adapter))
+    return tuple(digests)
 
 
-@value_stage("compat", version=7)
+@value_stage("compat", version=8)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],
@@ -131,30 +137,35 @@ def check_compatibility(
     planned, checkpoints = plan_cached(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*add_segmentation_shares(planned), *adapter_findings_of_parents(parents), *code])
-    compatibility = _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
-    size = None if planned.blocking else size_of_adapter(recipe, parents)
-    if size is None:
-        return compatibility
-    adapter_sizes = {"tensors": size.tensors, "bytes_read": size.read, "bytes_written": size.nbytes}
-    return compatibility.model_copy(update={**adapter_sizes, "disk": compatibility.disk + size.nbytes + size.scratch})
+    sizes = {field: 0 for field in Compatibility.model_fields if field != "remarks"}
+    if planned.plan and not planned.blocking:
+        sizes = _job_sizes(planned.plan, checkpoints)
+        if adapter := size_of_adapter(recipe, parents):
+            sizes |= {"tensors": adapter.tensors, "bytes_read": adapter.read, "bytes_written": adapter.nbytes}
+            sizes["disk"] += adapter.nbytes + adapter.scratch
+    return Compatibility(remarks=tuple(findings), **sizes)
 
 
-def open_and_plan(
-    recipe: Recipe, parents: Sequence[ResolvedCheckpoint], accepted_tokenizers: Sequence[str] = ()
-) -> tuple[PlannedMerge, Mapping[str, Checkpoint]]:
-    """Return findings and plan from a single pass, and the parents' headers by reference, each read once.
+def _job_sizes(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> dict[str, int]:
+    """Return the sizes in :class:`Compatibility` for a full merge."""
+    from mergegate.merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine.forecast import estimate_needs
 
-    Raises:
-        InvalidInput: If a parent cannot be a checkpoint.
-        Refused: If a parent cannot be read.
-    """
-    checkpoints = {parent.ref: open_parent(parent) for parent in parents}
-    return plan_with_findings(recipe, checkpoints, accepted_tokenizers), checkpoints
+    # Disk and blocks do not depend on the number of cores or the kind of device.
+    needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
+    models = [
+        (checkpoint.nbytes, sum(tensor.numel for tensor in checkpoint.tensors.values()))
+        for checkpoint in checkpoints.values()
+    ]
+    largest = max([*models, (plan.bytes_written, plan.parameters)])
+    sizes = {"tensors": len(plan.jobs), "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written}
+    sizes |= {"largest_bytes": largest[0], "largest_parameters": largest[1]}
+    return sizes | {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held}
 
 
 Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]
 # The last plan of this process, by its inputs, so that a check that was not cached does not need a second plan.
-_last: dict[str, Planned] = {}
+_last_plan: dict[str, Planned] = {}
 
 
 def plan_cached(
@@ -163,72 +174,32 @@ def plan_cached(
     metadata: Sequence[HeaderDigest],
     accepted_tokenizers: Sequence[str] = (),
 ) -> Planned:
-    """Return the result of ``open_and_plan``, reusing the last plan for unchanged headers.
+    """Return the plan with its findings, and the headers of the parents by reference. Reuse the last plan if possible.
 
     Args:
-        metadata: Current header digests of the parents.
+        metadata: Current header digests of the parents. The last plan is valid if they are unchanged.
+
+    Raises:
+        InvalidInput: If a parent cannot be a checkpoint.
+        Refused: If a parent cannot be read.
     """
     directories = [
         (str(parent.directory), str(parent.adapter.directory) if parent.adapter else "") for parent in parents
     ]
     key = digest([recipe.canonical(), str(recipe.directory), directories, metadata, sorted(accepted_tokenizers)])
-    if key not in _last:
-        planned = open_and_plan(recipe, parents, accepted_tokenizers)
-        _last.clear()
-        _last[key] = planned
-    return _last[key]
-
-
-def _compatibility(
-    remarks: Sequence[Finding], plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]
-) -> Compatibility:
-    if plan is None:
-        return Compatibility(
-            remarks=tuple(remarks),
-            tensors=0,
-            bytes_read=0,
-            bytes_written=0,
-            disk=0,
-            block=0,
-            gpu_block=0,
-            largest_bytes=0,
-            largest_parameters=0,
-        )
-    from mergegate.merge_core.engine import EngineSettings
-    from mergegate.merge_core.engine.forecast import estimate_needs
-
-    # Disk and blocks do not depend on the number of cores or the kind of device.
-    needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
-    sizes = [
-        (checkpoint.nbytes, sum(tensor.numel for tensor in checkpoint.tensors.values()))
-        for checkpoint in checkpoints.values()
-    ]
-    largest = max([*sizes, (plan.bytes_written, plan.parameters)])
-    return Compatibility(
-        remarks=tuple(remarks),
-        tensors=len(plan.jobs),
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        disk=needs.disk,
-        block=needs.block,
-        gpu_block=needs.gpu_block,
-        held=needs.held,
-        largest_bytes=largest[0],
-        largest_parameters=largest[1],
-    )
-
-
-def _metadata_digest(parent: ResolvedCheckpoint) -> str:
-    """Return a sha256: over names, sizes, small files and headers of a directory, or over the file list of a commit."""
-    files = _files_digest(parent)
-    return digest([files, _files_digest(parent.adapter)]) if parent.adapter else files
+    if key not in _last_plan:
+        checkpoints = {parent.ref: open_parent(parent) for parent in parents}
+        planned = plan_with_findings(recipe, checkpoints, accepted_tokenizers)
+        _last_plan.clear()
+        _last_plan[key] = planned, checkpoints
+    return _last_plan[key]
 
 
 def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
     running = hashlib.sha256()
     if parent.snapshot:
-        listed = ((name, parent.snapshot.files[name]) for name in parent.snapshot.deciding)
-        for name, file in listed:
+        for name in parent.snapshot.deciding:
+            file = parent.snapshot.files[name]
             running.update(f"{name}\0{file.size}\0{file.sha256 or file.blob}\0".encode())
         return running.hexdigest()
     for name in parent.deciding:
@@ -237,25 +208,17 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
         running.update(
             _header(path)
             if path.suffix in _WEIGHTS and not is_module_file(name)
-            else read_plain(path, _MOST_COMPANION_BYTES, within=parent.directory)
+            else read_plain(path, _MAX_COMPANION_BYTES, within=parent.directory)
         )
     for name in list_others(parent.directory):
         running.update(f"{name}\0".encode(errors="surrogateescape"))
-    running.update(_stored_heads(parent.directory))
+    # The check answers one question from weights: whether a stored output head is the embedding. It asks only if
+    # config.json does not declare untied embeddings.
+    with suppress(InvalidInput):  # An adapter, or a damaged checkpoint: the check itself reports that.
+        if ties_embeddings(read_json(parent.directory / "config.json")) is not False:
+            heads = filter(is_head, open_checkpoint(parent.directory).tensors)
+            running.update("\0".join(heads).encode())
     return running.hexdigest()
-
-
-def _stored_heads(directory: Path) -> bytes:
-    """Return the output heads of a model whose config.json does not declare untied embeddings.
-
-    This is the only question that the check answers from weights: whether a stored head is the embedding.
-    """
-    try:
-        if ties_embeddings(read_json(directory / "config.json")) is False:
-            return b""
-        return "\0".join(filter(is_head, open_checkpoint(directory).tensors)).encode()
-    except InvalidInput:  # An adapter, or a damaged checkpoint: the check itself reports that.
-        return b""
 
 
 def _header(path: Path) -> bytes:

@@ -14,30 +14,12 @@ that gets its code from such a repository::
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from mergegate.merge_core import Finding, MergePlan
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 
-# Key under which transformers finds classes next to the weights or in another repository.
-_MAP = "auto_map"
-_AT_A_COMMIT = r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$"
 _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-
-
-class CodeSettings(BaseModel):
-    """Code that may travel with a release."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    accepted: tuple[str, ...] = Field(
-        default=(), description="Python files, and classes of 'auto_map', that may be in the release, by name."
-    )
-    trusted: tuple[Annotated[str, Field(pattern=_AT_A_COMMIT)], ...] = Field(
-        default=(), description="Repositories whose own code may be run, each at a commit: org/name@<40 hex digits>."
-    )
 
 
 def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> tuple[Finding, ...]:
@@ -49,44 +31,36 @@ def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> t
     Raises:
         InvalidInput: If a configuration is not JSON.
     """
-    return tuple(_finding(location, code, accepted) for location, code in dict.fromkeys(_code(plan)))
-
-
-def _finding(location: str, code: str, accepted: Collection[str] | None) -> Finding:
-    if accepted is not None and code in accepted:
-        return Finding("info", location, f"the code {code}, which the profile accepts")
-    return Finding(
-        "warn" if accepted is None else "block",
-        location,
-        found=f"the code {code}, which would travel with the release",
-        expected="a model that needs no code of its own",
-        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{code}]; run it is only if"
-        " checks.code.trusted names its repository at its commit",
-    )
-
-
-def _code(plan: MergePlan) -> Iterator[tuple[str, str]]:
     donor = plan.donor.directory.name
-    for name in plan.companions:
-        if name.endswith(".py"):
-            yield f"{donor}: {name}", name
-    yield from _referenced(f"{donor}: config.json", plan.config)
+    code = [(f"{donor}: {name}", name) for name in plan.companions if name.endswith(".py")]
+    code += _auto_map_references(f"{donor}: config.json", plan.config)
     for name in _CONFIGURATIONS:
         if (content := plan.companions.json(name, TOKENIZER_BOUNDS)) is not None:
             source = plan.companions.sources[name]
             owner = donor if isinstance(source, bytes) else source.name
-            yield from _referenced(f"{owner}: {name}", content)
+            code += _auto_map_references(f"{owner}: {name}", content)
+    return tuple(
+        Finding("info", location, f"the code {name}, which the profile accepts")
+        if accepted is not None and name in accepted
+        else Finding(
+            "warn" if accepted is None else "block",
+            location,
+            found=f"the code {name}, which would be part of the release",
+            expected="a model without code of its own",
+            remedy=f"review the code, then set checks.code.accepted: [{name}] in the profile. mergegate runs it only "
+            "if checks.code.trusted names its repository at its commit",
+        )
+        for location, name in dict.fromkeys(code)
+    )
 
 
-def _referenced(location: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    references = configuration.get(_MAP)
-    if references is None:
-        return
-    pending = [references]
+def _auto_map_references(location: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the classes that transformers would load from a code file or another repository."""
+    pending = [configuration.get("auto_map")]
     while pending:
         reference = pending.pop()
         if isinstance(reference, str):
-            yield f"{location}: {_MAP}", reference
+            yield f"{location}: auto_map", reference
         elif isinstance(reference, Mapping):
             pending += reference.values()
         elif isinstance(reference, list):

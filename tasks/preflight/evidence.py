@@ -1,18 +1,25 @@
-"""Pin the evidence of a run by content: tasks, documents and prompts, and the rules that judge the merge."""
+"""Pin the evidence of a run by content: tasks, documents and prompts, and the rules that judge the merge.
+
+Calibration texts must not overlap with the documents that judge the merge. A merge that is fitted to these documents
+would pass for abilities that it does not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
-from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
+from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.evaluation import (
+    CalibrationTexts,
+    ContaminatedDocuments,
     EvalTask,
     Scoring,
     find_backend,
@@ -31,7 +38,16 @@ from mergegate.tasks.gate import (
     with_anchor,
 )
 from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
-from mergegate.tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
+from mergegate.tasks.merge import pin_calibration_texts
+from mergegate.tasks.perplexity import (
+    DriftLimits,
+    HeldOutText,
+    PerplexitySettings,
+    WindowSettings,
+    pin_documents,
+    read_texts,
+)
+from mergegate.tasks.store import digest
 
 
 class JudgeQuestions(NamedTuple):
@@ -53,9 +69,8 @@ class Evidence(NamedTuple):
     limits: DriftLimits | None = None
     ensemble: bool = False
     answers: JudgeQuestions | None = None
-    computed: str = (
-        ""  # Reason why models are computed in another format than they are stored in; empty if they are not.
-    )
+    # Reason why models are computed in another format than they are stored in; empty if they are not.
+    computed: str = ""
 
 
 def check_references(
@@ -77,7 +92,7 @@ def check_references(
     if judge and judge.guarded_by not in names:
         raise InvalidInput(
             "judge.guarded_by",
-            found=f"{judge.guarded_by!r}, which is no model of this merge",
+            found=f"{judge.guarded_by!r}, which is not a model in this merge",
             expected="the name of a parent",
             remedy=suggest(judge.guarded_by, names),
         )
@@ -152,3 +167,54 @@ def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
         with suppress(MergegateError):  # The loader reports problems of the model.
             dtypes.add(dtype_in(read_json(model.directory / "config.json")))
     return frozenset(dtypes - {""})
+
+
+def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTexts | None:
+    """Return all texts that the models of ``recipe`` read during the merge, or None if there are none.
+
+    Raises:
+        InvalidInput: If a text is missing or differs from the recipe's declaration.
+    """
+    contents: list[str] = []
+    pinned: list[tuple[HeldOutText, int]] = []
+    for document in (*recipe.steps, recipe):
+        for _, text in pin_calibration_texts(document, hashes):
+            pinned.append((text, document.reading.documents))
+            contents += [content for _, content in read_texts(text, document.reading.documents)]
+    return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
+
+
+def overlap_findings(
+    texts: CalibrationTexts,
+    evidence: Evidence,
+    documents_of: Callable[[EvalTask, CalibrationTexts], ContaminatedDocuments],
+) -> Iterator[Finding]:
+    """Yield a blocking finding for each task, and for the held-out text, that overlaps with calibration texts.
+
+    Args:
+        texts: Calibration texts.
+        evidence: Evidence with its data pinned.
+        documents_of: ``tasks.evaluation.find_contaminated_documents`` or a replacement.
+
+    Raises:
+        InvalidInput: If data of a task cannot be loaded.
+    """
+
+    def overlap(location: str, shared: int, documents: int, first: str) -> Finding:
+        return Finding(
+            "block",
+            location,
+            found=f"{shared:,} of {documents:,} documents also occur in the calibration texts: {first[:60]!r}",
+            expected="evaluation documents that the merge was not fitted to",
+            remedy="remove them from the calibration texts, or evaluate on other documents",
+        )
+
+    if evidence.documents and evidence.windows:
+        held_out = [text.strip() for _, text in read_texts(evidence.documents, evidence.windows.documents)]
+        calibration = {text.strip() for text in texts.texts}
+        if shared := [text for text in held_out if text in calibration]:
+            yield overlap("perplexity.documents", len(shared), len(held_out), shared[0])
+    for task in evidence.tasks:
+        contaminated = documents_of(task, texts)
+        if contaminated.read:
+            yield overlap(f"task {task.name}", contaminated.read, contaminated.documents, contaminated.first)

@@ -63,12 +63,20 @@ def measure_machine_capacity(
     """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
     from mergegate.merge_core.engine import usable_cores
 
-    return Machine(
-        cores=usable_cores(),
-        disks=_disks(compatibility.disk, parents),
-        memory=system_memory(),
-        gpu=gpu_memory(device) if device != "cpu" else None,
-    )
+    snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
+    writes = [(home(), "the merged checkpoint", compatibility.disk)]
+    downloads = {directory: snapshot.bytes_to_download for directory, snapshot in snapshots.items()}
+    writes += [(directory, "weights from the Hub", count) for directory, count in downloads.items() if count]
+    # The project and the cache of the Hub may be on the same disk.
+    disks: dict[int, Disk] = {}
+    for directory, purpose, count in writes:
+        existing = nearest(directory)
+        device_id = existing.stat().st_dev
+        disk = disks.get(device_id) or Disk(existing, shutil.disk_usage(existing).free, {})
+        total = disk.writes.get(purpose, 0) + count
+        disks[device_id] = Disk(disk.directory, disk.free, {**disk.writes, purpose: total})
+    gpu = gpu_memory(device) if device != "cpu" else None
+    return Machine(cores=usable_cores(), disks=tuple(disks.values()), memory=system_memory(), gpu=gpu)
 
 
 def machine_findings(
@@ -82,10 +90,13 @@ def machine_findings(
     """
     if compatibility.blocking():  # The needs of a blocked merge are unknown.
         return ()
-    return (*_disk_findings(machine), *_memory_findings(compatibility, machine, device, dtypes))
+    return tuple(_findings(compatibility, machine, device, dtypes))
 
 
-def _disk_findings(machine: Machine) -> Iterator[Finding]:
+def _findings(compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]) -> Iterator[Finding]:
+    from mergegate.merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine.forecast import peak_memory
+
     for disk in machine.disks:
         needed = round(_SPARE * sum(disk.writes.values()))
         if disk.free < needed:
@@ -94,67 +105,38 @@ def _disk_findings(machine: Machine) -> Iterator[Finding]:
                 severity="block",
                 where=str(disk.directory),
                 found=f"{format_bytes(disk.free)} free",
-                expected=f"{format_bytes(needed)}: {parts}, and a tenth to spare",
+                expected=f"{format_bytes(needed)}: {parts}, and a reserve of 10 %",
                 remedy="free some space, or point MERGEGATE_HOME or HF_HOME to a larger disk",
             )
-
-
-def _memory_findings(
-    compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
-) -> Iterator[Finding]:
-    from mergegate.merge_core.engine import EngineSettings
-    from mergegate.merge_core.engine.forecast import peak_memory
-
     threads = EngineSettings().workers_on(machine.cores)
     merging = peak_memory(compatibility.block, threads=threads, device=device, held=compatibility.held)
-    yield from _lacking("memory", machine.memory, merging, "merging", "merge on a machine with more memory")
+    yield from _memory_shortage("memory", machine.memory, merging, "merge on a machine with more memory")
     if machine.gpu:
         on_gpu = threads * compatibility.gpu_block
-        yield from _lacking(f"memory of {device}", machine.gpu, on_gpu, "merging", "merge: {device: cpu}")
-    weights = max((_in_memory(compatibility, dtype) for dtype in dtypes), default=0)
-    evaluating, location = round(_TO_EVALUATE * weights), f"memory of {device}" if machine.gpu else "memory"
+        yield from _memory_shortage(f"memory of {device}", machine.gpu, on_gpu, "set merge: {device: cpu}")
+    largest = {"auto": compatibility.largest_bytes}
+    largest |= {dtype: width * compatibility.largest_parameters for dtype, width in _WIDTH.items()}
+    evaluating = round(_TO_EVALUATE * max((largest.get(dtype, largest["auto"]) for dtype in dtypes), default=0))
     capacity = machine.gpu or machine.memory
     if capacity and capacity.available < evaluating:
         yield Finding(
             severity="warn",
-            where=location,
+            where=f"memory of {device}" if machine.gpu else "memory",
             found=f"{format_bytes(capacity.available)} available",
             expected=f"about {format_bytes(evaluating)} to evaluate the largest model",
-            remedy="evaluate in dtype: bfloat16, on a larger machine, or with a server as backend",
+            remedy="evaluate with dtype: bfloat16, on a larger machine, or with a server as backend",
         )
 
 
-def _lacking(location: str, capacity: Capacity | None, needed: int, purpose: str, remedy: str) -> Iterator[Finding]:
+def _memory_shortage(location: str, capacity: Capacity | None, needed: int, remedy: str) -> Iterator[Finding]:
     if capacity is None or capacity.available >= needed:
         return
     is_permanent = capacity.total < needed
+    size, when = (capacity.total, "in total") if is_permanent else (capacity.available, "available now")
     yield Finding(
         severity="block" if is_permanent else "warn",
         where=location,
-        found=f"{format_bytes(capacity.total)} in all"
-        if is_permanent
-        else f"{format_bytes(capacity.available)} available now",
-        expected=f"about {format_bytes(needed)} for {purpose}",
-        remedy=remedy if is_permanent else "end other programs first",
+        found=f"{format_bytes(size)} {when}",
+        expected=f"about {format_bytes(needed)} for merging",
+        remedy=remedy if is_permanent else "stop other programs first",
     )
-
-
-def _in_memory(compatibility: Compatibility, dtype: str) -> int:
-    """Return the size in bytes of the largest model's weights in ``dtype``."""
-    width = _WIDTH.get(dtype)
-    return compatibility.largest_bytes if width is None else width * compatibility.largest_parameters
-
-
-def _disks(merged: int, parents: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
-    """Return the project's disk and the disk of the Hub's cache, which may be the same."""
-    snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
-    downloads = {directory: snapshot.bytes_to_download for directory, snapshot in snapshots.items()}
-    writes = [(home(), "the merged checkpoint", merged)]
-    writes += [(directory, "weights from the Hub", count) for directory, count in downloads.items() if count]
-    disks: dict[int, Disk] = {}
-    for directory, reason, count in writes:
-        existing = nearest(directory)
-        device = existing.stat().st_dev
-        disk = disks.get(device) or Disk(existing, shutil.disk_usage(existing).free, {})
-        disks[device] = Disk(disk.directory, disk.free, {**disk.writes, reason: disk.writes.get(reason, 0) + count})
-    return tuple(disks.values())

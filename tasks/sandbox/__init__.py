@@ -4,12 +4,11 @@ Programs that load third-party code run here: without secrets, without network a
 limits on memory and time. The package also shares the GPUs of a host between processes.
 """
 
-from mergegate.tasks.sandbox.bytecode import compile_imports
 from mergegate.tasks.sandbox.confinement import Confinement, environment_of_child
 from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus, hold_gpus
-from mergegate.tasks.sandbox.linux import require_linux
+from mergegate.tasks.sandbox.preparation import compile_imports, require_linux
 from mergegate.tasks.sandbox.programs import ProgramEnd, ProgramLimits, run_program
-from mergegate.tasks.sandbox.supervision import Gpus, NotStarted, ProcessEnd, SupervisedProcess
+from mergegate.tasks.sandbox.supervision import Gpus, NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess
 
 __all__ = [
     "Confinement",
@@ -17,6 +16,7 @@ __all__ = [
     "Gpus",
     "NotStarted",
     "ProcessEnd",
+    "ProcessOptions",
     "ProgramEnd",
     "ProgramLimits",
     "SupervisedProcess",

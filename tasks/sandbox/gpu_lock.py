@@ -34,7 +34,7 @@ _UUID = re.compile(r"GPU UUID:\s*(GPU-[0-9a-fA-F-]{4,64})")
 _log = logging.getLogger(__name__)
 
 
-def gpus_of_host(driver: Path = _DRIVER) -> tuple[str, ...]:
+def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
     """Return the UUIDs in bus order, which is how NVML counts GPUs, and CUDA too if all are of one kind."""
     uuids = []
     for path in sorted(driver.glob("*/information")):
@@ -44,22 +44,22 @@ def gpus_of_host(driver: Path = _DRIVER) -> tuple[str, ...]:
     return tuple(uuids)
 
 
-def gpus_to_hold(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
+def select_gpus(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs of ``host`` that ``visible`` selects, in locking order.
 
     Args:
         visible: Numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of the
             host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
     """
-    chosen: set[str] = set()
+    selected: set[str] = set()
     for name in visible:
         if name.isdigit() and int(name) < len(host):
-            chosen.add(host[int(name)])
+            selected.add(host[int(name)])
         elif matches := [uuid for uuid in host if name.startswith("GPU-") and uuid.startswith(name)]:
-            chosen.update(matches)
+            selected.update(matches)
         else:
             return tuple(sorted(host))
-    return tuple(sorted(chosen))
+    return tuple(sorted(selected))
 
 
 class GpuLease:
@@ -71,12 +71,12 @@ class GpuLease:
     """
 
     def __init__(self, descriptors: tuple[int, ...], release: Callable[[], None]) -> None:
-        self.descriptors, self._release = descriptors, release
+        self.descriptors, self._on_release = descriptors, release
 
     def release(self) -> None:
         """Release the GPUs. Safe to call twice."""
-        release, self._release = self._release, lambda: None
-        release()
+        on_release, self._on_release = self._on_release, lambda: None
+        on_release()
 
 
 class GpuLocks:
@@ -89,37 +89,37 @@ class GpuLocks:
     def __init__(self, driver: Path = _DRIVER) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._held: list[int] = []
-        self._holders = 0
+        self._descriptors: list[int] = []
+        self._leases = 0
 
-    def take(self, environment: Mapping[str, str]) -> GpuLease:
+    def acquire(self, environment: Mapping[str, str]) -> GpuLease:
         """Wait for all GPUs that are visible in ``environment``.
 
         Raises:
             OSError: A lock file cannot be created.
         """
         with self._lock:
-            if not self._holders:
+            if not self._leases:
                 try:
-                    for uuid in gpus_to_hold(gpus_of_host(self._driver), visible_gpus(environment=environment)):
-                        self._held.append(_locked(uuid, environment))
+                    for uuid in select_gpus(list_host_gpus(self._driver), visible_gpus(environment=environment)):
+                        self._descriptors.append(_acquire_lock(uuid, environment))
                 except BaseException:
                     self._close()
                     raise
-            self._holders += 1
-            return GpuLease(tuple(self._held), self._give_back)
+            self._leases += 1
+            return GpuLease(tuple(self._descriptors), self._release)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Close the locks with the last lease. A child process that inherited them still holds them."""
         with self._lock:
-            self._holders -= 1
-            if not self._holders:
+            self._leases -= 1
+            if not self._leases:
                 self._close()
 
     def _close(self) -> None:
-        for descriptor in self._held:
+        for descriptor in self._descriptors:
             os.close(descriptor)
-        self._held.clear()
+        self._descriptors.clear()
 
 
 _locks = GpuLocks()
@@ -129,7 +129,7 @@ def acquire_gpus() -> GpuLease:
     """Wait for exclusive use of all GPUs that this process may see. The caller must release the lease."""
     if current_slot().scheduled:
         return GpuLease((), lambda: None)
-    return _locks.take(os.environ)
+    return _locks.acquire(os.environ)
 
 
 @contextmanager
@@ -142,15 +142,15 @@ def hold_gpus() -> Iterator[None]:
         lease.release()
 
 
-def _locked(uuid: str, environment: Mapping[str, str]) -> int:
+def _acquire_lock(uuid: str, environment: Mapping[str, str]) -> int:
     """Open and lock the lock file of a GPU. The log names the current holder while waiting."""
-    descriptor = _opened(Path(environment.get(LOCKS) or tempfile.gettempdir()) / f"mergegate-{uuid}.lock")
+    descriptor = _open_lock_file(Path(environment.get(LOCKS) or tempfile.gettempdir()) / f"mergegate-{uuid}.lock")
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
-            _log.warning("%s is in use by another job (%s): waiting until it is done", uuid, holder or "unknown")
+            _log.warning("%s is in use by another job (%s); waiting until it ends", uuid, holder or "unknown")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
@@ -160,7 +160,7 @@ def _locked(uuid: str, environment: Mapping[str, str]) -> int:
     return descriptor
 
 
-def _opened(path: Path) -> int:
+def _open_lock_file(path: Path) -> int:
     """Open a lock file, which is shared by all users of the host and never removed. The first process creates it.
 
     Open and creation are separate calls: in a shared directory, Linux forbids opening another user's file with O_CREAT.

@@ -32,12 +32,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.sandbox.confinement import Confinement
-from mergegate.tasks.sandbox.supervision import NotStarted, SupervisedProcess
+from mergegate.tasks.sandbox.supervision import NotStarted, ProcessOptions, SupervisedProcess
 
 _CHILD = Path(__file__).with_name("program_child.py")
 _START = 20.0  # seconds for the start of the interpreter on a busy machine, added to the program's own limit
-_BOUND = {"resources", "calls"}
-_OF_TIME = {signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL}
+_RESTRICTIONS = {"resources", "calls"}
+_TIME_SIGNALS = {signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL}
 # Directories of a Python installation and its system libraries: no home directory, and no /etc, /proc or /run.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -82,7 +82,7 @@ def run_program(program: str, limits: ProgramLimits) -> ProgramEnd:
         with child_end:
             process = _start(child_end.fileno(), limits, devnull)
         try:
-            _require_held(process.unconfined)
+            _require_restrictions(process.unconfined)
             applied, reply = None, b""
             with contextlib.suppress(ConnectionError), channel.makefile("rb") as answers:
                 channel.sendall(order)
@@ -91,17 +91,20 @@ def run_program(program: str, limits: ProgramLimits) -> ProgramEnd:
         finally:
             end = process.end()
     if applied is None:  # the program did not start
-        raise _refusal(f"an interpreter that ended before it began (exit code {end.returncode})")
-    _require_held(tuple(sorted(_BOUND - set(applied))))
+        raise _refusal(f"the interpreter exited before it ran the program (exit code {end.returncode})")
+    _require_restrictions(tuple(sorted(_RESTRICTIONS - set(applied))))
     if reply == token.encode():
         return ProgramEnd.PASSED
-    if end.why == "limit" or (end.returncode is not None and -end.returncode in _OF_TIME):
+    if end.reason == "limit" or (end.returncode is not None and -end.returncode in _TIME_SIGNALS):
         return ProgramEnd.OUT_OF_TIME
     return ProgramEnd.FAILED
 
 
 def _start(descriptor: int, limits: ProgramLimits, output: IO[bytes]) -> SupervisedProcess:
-    confinement = Confinement(read=_readable(), write=_DEVICES[:1], memory=limits.memory)
+    installed = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    candidates = dict.fromkeys([*_SYSTEM, *_DEVICES, *sorted(installed), *libraries, str(_CHILD)])
+    readable = tuple(path for path in candidates if os.path.lexists(path) and os.path.realpath(path) != "/")
     environment = dict(_ENVIRONMENT)
     if library_path := os.environ.get("LD_LIBRARY_PATH"):
         environment["LD_LIBRARY_PATH"] = library_path
@@ -111,32 +114,27 @@ def _start(descriptor: int, limits: ProgramLimits, output: IO[bytes]) -> Supervi
             [sys.executable, "-P", "-s", "-B", str(_CHILD), str(descriptor)],
             environment,
             output,
-            name="program",
-            limit=limits.clock + _START,
-            pass_fds=[descriptor],
-            confinement=confinement,
+            ProcessOptions(
+                name="program",
+                limit=limits.clock + _START,
+                pass_fds=(descriptor,),
+                confinement=Confinement(read=readable, write=_DEVICES[:1], memory=limits.memory),
+            ),
         )
     except NotStarted as error:
         raise _refusal(str(error)) from error
 
 
-def _readable() -> tuple[str, ...]:
-    installed = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
-    libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
-    candidates = [*_SYSTEM, *_DEVICES, *sorted(installed), *libraries, str(_CHILD)]
-    return tuple(path for path in dict.fromkeys(candidates) if os.path.lexists(path) and os.path.realpath(path) != "/")
-
-
-def _require_held(missing: tuple[str, ...]) -> None:
+def _require_restrictions(missing: tuple[str, ...]) -> None:
     if missing:
-        raise _refusal(f"a system that does not bound processes in: {', '.join(missing)}")
+        raise _refusal(f"this system cannot restrict processes in: {', '.join(missing)}")
 
 
 def _refusal(found: str) -> Refused:
     return Refused(
-        "code that a model wrote",
+        "model-generated code",
         found=found,
-        expected="Landlock, a network namespace and seccomp, so that it can harm nobody",
-        remedy="run it where the kernel offers them (Linux 6.7 or newer on x86-64 or arm64, a container that allows "
-        "them), or leave out 'evaluate.allow_code' and the tasks in it",
+        expected="Landlock, a network namespace and seccomp, to isolate the code",
+        remedy="use Linux 6.7 or newer on x86-64 or arm64, and a container that allows these features, or remove "
+        "'evaluate.allow_code' and the tasks that it lists",
     )

@@ -3,7 +3,7 @@
 ::
 
     with log.open("ab") as output:
-        process = SupervisedProcess(["vllm", "serve"], environment, output, name="serve", grace=20)
+        process = SupervisedProcess(["vllm", "serve"], environment, output, ProcessOptions("serve", grace=20))
     process.alive, process.pid, process.scratch
     process.end().returncode                            # and no process or temporary file is left
 
@@ -17,7 +17,7 @@ own session, and answers ``{"pid", "scratch"}`` or ``{"error"}``. Then it waits 
 * The command exits.
 * ``limit`` seconds have passed.
 
-Then it ends all remaining processes and answers ``{"returncode", "why", "peak_memory", "peak_gpu_memory"}``.
+Then it ends all remaining processes and answers ``{"returncode", "reason", "peak_memory", "peak_gpu_memory"}``.
 
 No process can escape. The supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so it
 adopts workers whose parent died or that left the process group. It exits when it has no children left. Temporary files
@@ -76,29 +76,27 @@ class ProcessEnd:
 
     Args:
         returncode: As in ``subprocess``: negative for a signal. None: unknown, because the supervisor was killed.
-        why: ``exited`` on its own, ``asked`` to end, or ended after its ``limit``.
+        reason: ``exited`` on its own, ``requested`` by the caller, or its ``limit`` has expired.
         peak_memory: Bytes, if measured.
         peak_gpu_memory: Bytes on all GPUs, if measured.
     """
 
     returncode: int | None = None
-    why: str = ""
+    reason: str = ""
     peak_memory: int = 0
     peak_gpu_memory: int = 0
 
     def __str__(self) -> str:
-        """Return, for example, ``ended (asked), exit code -9``."""
-        why = f" ({self.why})" if self.why else ""
-        return f"ended{why}, exit code {'unknown' if self.returncode is None else self.returncode}"
+        """Return, for example, ``ended (requested), exit code -9``."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"ended{reason}, exit code {'unknown' if self.returncode is None else self.returncode}"
 
 
-class SupervisedProcess:
-    """A running process with a supervisor that ends it. Creating the object starts the process.
+@dataclass(frozen=True)
+class ProcessOptions:
+    """Limits, restrictions and inherited files of a supervised process.
 
     Args:
-        command: Program and arguments.
-        environment: Complete environment; ``TMPDIR`` is added.
-        output: Open file that receives the output.
         name: Part of the name of its temporary directory: ``mergegate-NAME-…``.
         grace: Seconds that it has to exit when asked to. 0: it is killed.
         limit: Seconds after which it is ended in any case. None: no limit.
@@ -109,43 +107,39 @@ class SupervisedProcess:
         measured: Whether to measure its memory.
         inherited: File descriptors that stay open until it and all its descendants are gone. They are not visible to
             it.
+    """
+
+    name: str
+    grace: float = 0.0
+    limit: float | None = None
+    pass_fds: tuple[int, ...] = ()
+    confinement: Confinement | None = None
+    short_paths: bool = False
+    measured: bool = False
+    inherited: tuple[int, ...] = ()
+
+
+class SupervisedProcess:
+    """A running process with a supervisor that ends it. Creating the object starts the process.
+
+    Args:
+        command: Program and arguments.
+        environment: Complete environment; ``TMPDIR`` is added.
+        output: Open file that receives the output.
 
     Raises:
         NotStarted: The command does not exist or is not executable.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        output: IO[bytes],
-        *,
-        name: str,
-        grace: float = 0.0,
-        limit: float | None = None,
-        pass_fds: Sequence[int] = (),
-        confinement: Confinement | None = None,
-        short_paths: bool = False,
-        measured: bool = False,
-        inherited: Sequence[int] = (),
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes], options: ProcessOptions
     ) -> None:
         # Imported locally, because the supervisor runs this file without the package.
         from mergegate.merge_core.wording import detail
-        from mergegate.tasks.sandbox.linux import require_linux
+        from mergegate.tasks.sandbox.preparation import require_linux
 
         require_linux()
-        order = {
-            "command": list(command),
-            "environment": dict(environment),
-            "name": name,
-            "grace": grace,
-            "limit": limit,
-            "pass_fds": list(pass_fds),
-            "confinement": asdict(confinement) if confinement else None,
-            "short_paths": short_paths,
-            "measured": measured,
-        }
-        self._patience = grace + _SLACK
+        self._patience = options.grace + _SLACK
         self._ending = threading.Lock()
         self._end: ProcessEnd | None = None
         self._supervisor = subprocess.Popen(
@@ -154,12 +148,12 @@ class SupervisedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
-            pass_fds=(*pass_fds, *inherited),
+            pass_fds=(*options.pass_fds, *options.inherited),
             start_new_session=True,
         )
         self.pid, self.scratch = 0, Path()
         try:
-            started = self._send(order)
+            started = self._send({"command": list(command), "environment": dict(environment), **asdict(options)})
         except BaseException:
             self.end()
             raise
@@ -167,13 +161,13 @@ class SupervisedProcess:
             self.end()
             raise NotStarted(started["error"])
         self.pid, self.scratch = int(started["pid"]), Path(started["scratch"])
-        required = (
-            {"files", "network", *(["memory"] if confinement.memory is not None else [])} if confinement else set()
-        )
-        detail("process %d (%s): %s", self.pid, name, shlex.join(command))
+        required = {"files", "network"} if options.confinement else set()
+        if options.confinement and options.confinement.memory is not None:
+            required.add("memory")
+        detail("process %d (%s): %s", self.pid, options.name, shlex.join(command))
         self.unconfined = tuple(sorted(required - set(started["confined"])))
         if self.unconfined:
-            _log.warning("%s: this system does not confine processes in: %s", name, ", ".join(self.unconfined))
+            _log.warning("%s: this system does not confine processes in: %s", options.name, ", ".join(self.unconfined))
 
     @property
     def alive(self) -> bool:
@@ -192,7 +186,19 @@ class SupervisedProcess:
             if self._end is None:
                 from mergegate.merge_core.wording import detail
 
-                self._end = self._ended()
+                try:
+                    report, _ = self._supervisor.communicate(timeout=self._patience)  # closes its input: the lifeline
+                except subprocess.TimeoutExpired:
+                    self._supervisor.kill()
+                    report, _ = self._supervisor.communicate()
+                if self._supervisor.returncode != 0 and self.pid:
+                    # The supervisor was killed. The command died with it, but its process group did not.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(self.pid, signal.SIGKILL)
+                    shutil.rmtree(self.scratch, ignore_errors=True)
+                self._end = ProcessEnd()
+                with contextlib.suppress(IndexError, ValueError, TypeError):
+                    self._end = ProcessEnd(**json.loads(report.splitlines()[-1]))
                 detail("process %d: %s", self.pid, self._end)
             return self._end
 
@@ -202,27 +208,8 @@ class SupervisedProcess:
         with contextlib.suppress(BrokenPipeError):
             self._supervisor.stdin.write(json.dumps(order).encode() + b"\n")
             self._supervisor.stdin.flush()
-        answer = self._supervisor.stdout.readline() or b'{"error": "the supervisor ended"}'
+        answer = self._supervisor.stdout.readline() or b'{"error": "the supervisor exited unexpectedly"}'
         return dict(json.loads(answer))
-
-    def _ended(self) -> ProcessEnd:
-        try:
-            output, _ = self._supervisor.communicate(timeout=self._patience)  # closes its input: the lifeline
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            output, _ = self._supervisor.communicate()
-        if self._supervisor.returncode != 0:
-            self._sweep()
-        with contextlib.suppress(IndexError, ValueError, TypeError):
-            return ProcessEnd(**json.loads(output.splitlines()[-1]))
-        return ProcessEnd()
-
-    def _sweep(self) -> None:
-        """Clean up after a killed supervisor. The command died with it, but its process group did not."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 class Supervisor:
@@ -245,14 +232,14 @@ class Supervisor:
         try:
             self._pid = self._start(command, scratch)
         except OSError as error:
-            _say({"error": f"{command[0]}: {error.strerror}"})
+            _report({"error": f"{command[0]}: {error.strerror}"})
             return
-        _say({"pid": self._pid, "scratch": scratch, "confined": self._confined})
+        _report({"pid": self._pid, "scratch": scratch, "confined": self._confined})
         limit = self._order["limit"]
-        why = self._wait(time.monotonic() + limit if limit is not None else math.inf)
+        reason = self._wait(time.monotonic() + limit if limit is not None else math.inf)
         self._end()
         peaks = {"peak_memory": self._peak, "peak_gpu_memory": self._gpu_peak}
-        _say({"returncode": self._returncode, "why": why, **peaks})
+        _report({"returncode": self._returncode, "reason": reason, **peaks})
 
     def _start(self, command: list[str], scratch: str) -> int:
         descriptors: list[int] = self._order["pass_fds"]
@@ -261,7 +248,15 @@ class Supervisor:
         def prepare() -> None:
             if self._order["confinement"] is not None:
                 os.environ["TMPDIR"] = scratch
-                os.write(applied_writer, json.dumps(_confine(self._order["confinement"])).encode())
+                # This process cannot import the package, so load the module from its file.
+                spec = importlib.util.spec_from_file_location("confinement", Path(__file__).with_name("confinement.py"))
+                assert spec is not None
+                assert spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                sys.modules["confinement"] = module  # dataclasses look it up there
+                spec.loader.exec_module(module)
+                restrictions = module.confine(module.Confinement(**self._order["confinement"]))
+                os.write(applied_writer, json.dumps(restrictions).encode())
             # If the supervisor itself is killed, the command dies with it.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -294,11 +289,11 @@ class Supervisor:
             if time.monotonic() > deadline:
                 return "limit"
             if self.stopping or os.getppid() != self._parent:
-                return "asked"
+                return "requested"
             self._measure()
             for descriptor, _ in poll.poll(_TICK * 1000):
                 if descriptor == 0 and not os.read(0, 4096):
-                    return "asked"
+                    return "requested"
                 if descriptor == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
@@ -383,7 +378,13 @@ class Gpus:
         """Return the memory that the processes use on all GPUs, in bytes."""
         if not self._devices:
             return 0
-        used = sum(size for device in self._devices for pid, size in self._processes(device) if pid in processes)
+        used = 0
+        for device in self._devices:
+            count, entries = ctypes.c_uint(_MAX_GPU_PROCESSES), (_GpuProcess * _MAX_GPU_PROCESSES)()
+            query = getattr(self._nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+            if query is not None and query(device, ctypes.byref(count), entries) == 0:
+                sizes = ((entry.pid, entry.size) for entry in entries[: count.value] if entry.size != _UNKNOWN)
+                used += sum(size for pid, size in sizes if pid in processes)
         return used or max(0, self._used() - self._before)
 
     def _used(self) -> int:
@@ -394,16 +395,8 @@ class Gpus:
                 total += memory[2]
         return total
 
-    def _processes(self, device: ctypes.c_void_p) -> list[tuple[int, int]]:
-        """Return process id and bytes of every compute process on a device."""
-        count, entries = ctypes.c_uint(_MAX_GPU_PROCESSES), (_OnGpu * _MAX_GPU_PROCESSES)()
-        query = getattr(self._nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
-        if query is None or query(device, ctypes.byref(count), entries):
-            return []
-        return [(entry.pid, entry.size) for entry in entries[: count.value] if entry.size != _UNKNOWN]
 
-
-class _OnGpu(ctypes.Structure):
+class _GpuProcess(ctypes.Structure):
     """Struct nvmlProcessInfo_t in version 3 of the query."""
 
     _fields_ = (
@@ -449,17 +442,6 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _confine(options: dict[str, Any]) -> list[str]:
-    """Call ``confinement.confine``, loaded from its file because this process cannot import the package."""
-    spec = importlib.util.spec_from_file_location("confinement", Path(__file__).with_name("confinement.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    confinement = importlib.util.module_from_spec(spec)
-    sys.modules["confinement"] = confinement  # where dataclasses look
-    spec.loader.exec_module(confinement)
-    return list(confinement.confine(confinement.Confinement(**options)))
-
-
 def _descendants() -> list[int]:
     """Return all running descendants of this process, and all children that wait to be reaped."""
     children: dict[int, list[int]] = {}
@@ -497,27 +479,13 @@ def _kilobytes(text: str, *names: str) -> int:
 def _signal_and_list_segments(pid: int, number: int) -> set[str]:
     """Send a signal, and return the shared memory segments that the process leaves behind if it obeys.
 
-    The process is stopped while its segments are listed, so that it cannot create an unlisted one.
+    These are the shared memory files that it has mapped or opened. The process is stopped while its segments are
+    listed, so that it cannot create an unlisted one.
     """
     _signal(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _STOPS_WITHIN
     while _state(pid) not in ("T", "t", "Z", "") and time.monotonic() < deadline:
         time.sleep(_STOPS_WITHIN / 100)
-    segments = _segments(pid)
-    _signal(pid, number)
-    _signal(pid, signal.SIGCONT)
-    return segments
-
-
-def _state(pid: int) -> str:
-    """Return the state as in proc(5), or an empty string if the process does not exist."""
-    with contextlib.suppress(OSError, IndexError):
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
-
-
-def _segments(pid: int) -> set[str]:
-    """Return the shared memory files that a process has mapped or opened."""
     paths: set[str] = set()
     with contextlib.suppress(OSError):
         lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
@@ -526,7 +494,16 @@ def _segments(pid: int) -> set[str]:
         for descriptor in (_PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
                 paths.add(str(descriptor.readlink()))
-    return {name for name in paths if name.startswith(_SHARED_MEMORY)}
+    _signal(pid, number)
+    _signal(pid, signal.SIGCONT)
+    return {path for path in paths if path.startswith(_SHARED_MEMORY)}
+
+
+def _state(pid: int) -> str:
+    """Return the state as in proc(5), or an empty string if the process does not exist."""
+    with contextlib.suppress(OSError, IndexError):
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -539,7 +516,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _say(message: dict[str, Any]) -> None:
+def _report(message: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the parent is gone
         os.write(1, json.dumps(message).encode() + b"\n")
 

@@ -19,7 +19,15 @@ from types import TracebackType
 from typing import Self
 
 from mergegate.tasks.http import Unreachable
-from mergegate.tasks.sandbox import Confinement, GpuLease, NotStarted, ProcessEnd, SupervisedProcess, acquire_gpus
+from mergegate.tasks.sandbox import (
+    Confinement,
+    GpuLease,
+    NotStarted,
+    ProcessEnd,
+    ProcessOptions,
+    SupervisedProcess,
+    acquire_gpus,
+)
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
@@ -130,7 +138,7 @@ class ServerProcess:
         """Stop the server and return the reason why it ended."""
         self.stop()
         returncode = self._end.returncode
-        if self._end.why == "limit":
+        if self._end.reason == "limit":
             limit = self._settings.timeout
             return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
         if self._not_started:
@@ -157,17 +165,19 @@ class ServerProcess:
                     self._launch.at(self._port, self.name),
                     self._launch.environment,
                     output,
-                    name="serve",
-                    confinement=Confinement(
-                        hide=(str(home() / "prefect"),),
-                        network=True,  # our requests must reach the server
-                        memory=memory_of_child(None),
+                    ProcessOptions(
+                        "serve",
+                        grace=self._grace,
+                        limit=max(1.0, self._deadline - time.monotonic()),
+                        confinement=Confinement(
+                            hide=(str(home() / "prefect"),),
+                            network=True,  # our requests must reach the server
+                            memory=memory_of_child(None),
+                        ),
+                        short_paths=True,
+                        measured=True,
+                        inherited=self._gpus.descriptors,
                     ),
-                    grace=self._grace,
-                    limit=max(1.0, self._deadline - time.monotonic()),
-                    short_paths=True,
-                    measured=True,
-                    inherited=self._gpus.descriptors,
                 )
             except NotStarted as error:
                 self._gpus.release()

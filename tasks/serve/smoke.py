@@ -158,7 +158,7 @@ def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, de
     return call_model_process(
         make_reference,
         (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
-        where=f"{model.name} in transformers",
+        location=f"{model.name} in transformers",
         models=[model],
     )
 

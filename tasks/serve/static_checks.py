@@ -64,7 +64,7 @@ def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Ch
     pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
-    report = call_model_process(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
+    report = call_model_process(_load_on_meta, (checkpoint, runs_code), location=f"{checkpoint.directory}: its tensors")
     if report.unknown:
         return [Check(name="tensors", outcome="not offered", seen=report.unknown, expected="a model of transformers")]
     if report.problem:

@@ -28,6 +28,7 @@ from mergegate.merge_core.errors import CannotDecide, ChangedInput, InvalidInput
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
 from mergegate.tasks.checkpoints import (
+    CallNeeds,
     OutOfModelMemory,
     PinnedCheckpoint,
     TellProgress,
@@ -165,8 +166,8 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
     answer = call_model_process(
         _score,
         (setting, request),
-        where="a trial of the sweep",
-        time_limit=setting.scoring.time_limit,
+        location="a trial of the sweep",
+        needs=CallNeeds(time_limit=setting.scoring.time_limit),
     )
     seconds = dict(answer.seconds)
     seconds["overhead"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))

@@ -80,7 +80,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
 ) -> None:
     """Runs the order of an evaluation: perplexity of all models, two looks at all models, then the ensemble."""
     models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
-    call_model_process(functions.count_loads, (), where="here")
+    call_model_process(functions.count_loads, (), location="here")
     for model in models:
         (tmp_path / f"out-{model.name}").mkdir()
         perplexity.work(tmp_path / f"out-{model.name}", model, documents, WindowSettings(), CPU)
@@ -89,7 +89,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
             score(model, task, first)
     (tmp_path / "together").mkdir()
     ensemble_likelihoods.work(tmp_path / "together", models[:2], documents, WindowSettings(), CPU)
-    assert call_model_process(functions.loads, (), where="here") == ["a", "b", "merge"]
+    assert call_model_process(functions.loads, (), location="here") == ["a", "b", "merge"]
 
 
 @pytest.mark.long
@@ -97,13 +97,13 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
 def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
-    call_model_process(functions.count_loads, (), where="here")
-    call_model_process(functions.have_memory, (3 * size,), where="here")  # half holds fewer than two models
+    call_model_process(functions.count_loads, (), location="here")
+    call_model_process(functions.have_memory, (3 * size,), location="here")  # half holds fewer than two models
     for first in (0, 10):
         for model in models:
             score(model, task, first)
-            assert call_model_process(functions.held, (), where="here") == 1
-    assert call_model_process(functions.loads, (), where="here") == ["a", "b", "a", "b"]
+            assert call_model_process(functions.held, (), location="here") == 1
+    assert call_model_process(functions.loads, (), location="here") == ["a", "b", "a", "b"]
     end_model_process()  # discards its faked memory size
 
 
@@ -113,7 +113,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     notes = tmp_path / "notes"
     for model in (*models, *models):
-        assert call_model_process(functions.die_unless_alone, (model, notes), where=model.name, models=[model]) == 1
+        assert call_model_process(functions.die_unless_alone, (model, notes), location=model.name, models=[model]) == 1
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
@@ -121,7 +121,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
 @pytest.mark.usefixtures("new_process")
 def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
-        call_model_process(functions.die, (), where="x", models=[make_model(tmp_path / "a")])
+        call_model_process(functions.die, (), location="x", models=[make_model(tmp_path / "a")])
     assert "batch_size" in caught.value.remedy
 
 
@@ -136,9 +136,9 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
     (tmp_path / "out").mkdir()
 
     def die(done: int, total: int, unit: str) -> None:
-        place = model_process._places[0]
-        assert place.current is not None
-        child = place.current.process.pid
+        running = model_process._slot_processes[0].current
+        assert running is not None
+        child = running.child.pid
         assert parent_of(parent_of(child)) == os.getpid()  # the grandparent is this process, the parent the supervisor
         os.kill(child, signal.SIGKILL)
 

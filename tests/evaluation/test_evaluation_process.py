@@ -82,7 +82,7 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
     with pytest.raises(Refused) as caught:
         score(model, task, 10, 20, time_limit=2)
     assert "task trap on model: documents 11 to 20" in caught.value.where
-    assert "not done after 2 s" in caught.value.found
+    assert "not finished after 2 s" in caught.value.found
     assert "time_limit" in caught.value.remedy
     assert all(ends(process) for process in {process for process, _ in asked(task)})
     assert ends(int((tmp_path / "tasks" / "child").read_text()))
@@ -167,8 +167,8 @@ def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = write_trap(tmp_path / "tasks", "signal.pause()", at=3)
-    monkeypatch.setattr(model_process, "_SILENCE", 20.0)
-    with pytest.raises(Refused, match="silent for 20 s, stopped"):
+    monkeypatch.setattr(model_process, "_SILENCE_S", 20.0)
+    with pytest.raises(Refused, match="no progress for 20 s"):
         score(model, task, 0, 10)
 
 
@@ -217,7 +217,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
     task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
-    with pytest.raises(Refused, match="not done after 2 s"):
+    with pytest.raises(Refused, match="not finished after 2 s"):
         process.inspect_in_child(task, 2)
 
 

@@ -500,5 +500,5 @@ def test_the_plan_knows_what_will_be_measured(built: Callable[[str], Any], tmp_p
     largest = max(one.width for one in own.values())
     costs = plan.method.costs
     assert costs is not None
-    assert costs.held is not None
-    assert 0 < max(costs.held(job.task()) for job in plan.jobs) <= 8 * largest**2 * 4 + 3 * 8 * 32 * 48
+    assert costs.held_bytes is not None
+    assert 0 < max(costs.held_bytes(job.task()) for job in plan.jobs) <= 8 * largest**2 * 4 + 3 * 8 * 32 * 48

@@ -347,7 +347,7 @@ def test_equal_prompts_are_a_warning(models: Path) -> None:
     opened = {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()}
     planned_merge = plan_with_findings(recipe, opened)
     assert not planned_merge.blocking
-    assert any("two equal rows" in finding.found for finding in planned_merge.findings)
+    assert any("two rows of the router are equal" in finding.found for finding in planned_merge.findings)
 
 
 def test_without_its_router_rows_a_mixture_is_planned_but_not_made(models: Path, tmp_path: Path) -> None:

@@ -197,5 +197,5 @@ def test_a_process_has_no_more_memory_than_it_may(project: Project) -> None:
     path.write_text(path.read_text() + "limits: {memory: 100MB}\n")
     refused = project.mergegate("run", profile)
     assert refused.exit_code == 2, refused.output
-    assert "had no memory left" in refused.output, refused.output
+    assert "ran out of memory" in refused.output, refused.output
     assert "Traceback" not in refused.output

@@ -156,7 +156,7 @@ def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released
     ("profile", "words"),
     [
         ("demo-forbidden", "cc-by-nd-4.0 (of no-derivatives) does not permit"),
-        ("demo-tokenizer", "tokens with another id"),
+        ("demo-tokenizer", "tokens have different ids"),
     ],
 )
 def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
@@ -173,7 +173,7 @@ def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
 
 
 def test_check_finds_the_same_without_running_anything(project: Project) -> None:
-    for profile, words in (("demo-forbidden", "does not permit"), ("demo-tokenizer", "tokens with another id")):
+    for profile, words in (("demo-forbidden", "does not permit"), ("demo-tokenizer", "tokens have different ids")):
         result = project.mergegate("check", f"profiles/{profile}.yaml")
         assert result.exit_code == 3
         assert words in result.output

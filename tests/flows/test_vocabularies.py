@@ -47,7 +47,7 @@ def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_acce
     assert refused.exit_code == 3
     (remark,) = [one for one in json.loads(refused.stdout)["remarks"] if "normalizer" in one["where"]]
     assert remark["severity"] == "block"
-    assert "tokens of shifter in a sample text are cut otherwise" in remark["found"].replace(
+    assert "tokens of shifter are segmented differently" in remark["found"].replace(
         str(project.root / "models") + "/", ""
     )
     content = yaml.safe_load(profile.read_text())

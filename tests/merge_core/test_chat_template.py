@@ -239,7 +239,7 @@ def test_one_template_in_two_forms_is_one_template(family: Path, first: str, oth
 def test_templates_are_compared_by_name(family: Path) -> None:
     write_templates(family / "a", None, "one", {"tool_use": "tools"})
     write_templates(family / "b", None, "one", {"tool_use": "other tools", "rag": "found"})
-    assert template_findings(family) == ["another tool_use than the result gets; the result gets no rag"]
+    assert template_findings(family) == ["the result gets a different tool_use; the result gets no rag"]
     assert template_findings(family, "chat_template: chatml") == [
         "the result gets no tool_use",
         "the result gets no rag, tool_use",

@@ -21,7 +21,7 @@ from mergegate.merge_core import EngineSettings, load_recipe, merge_methods, mer
 from mergegate.merge_core.engine import blocks, execution, tensor_run
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.methods import Fold, Map, Steps
-from mergegate.merge_core.methods import mask_cache as notes
+from mergegate.merge_core.methods.masks import MaskCache
 
 DARE = (
     "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
@@ -73,7 +73,7 @@ def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = merge_text(DARE, wide, "noted", kernels="fused")
-    monkeypatch.setattr(notes, "_memory", notes._Memory(0))
+    monkeypatch.setattr(MaskCache, "_free_bytes", 0)
     assert merge_text(DARE, wide, "again", kernels="fused").files == noted.files
 
 

@@ -174,9 +174,9 @@ def test_packed_weights_are_refused_by_name_also_where_they_are_equal_and_the_co
     for one in "ab":
         tensors: dict[str, Any] = {**random_tensors(0), name: torch.ones(shape, dtype=dtype)}
         save_checkpoint(tmp_path / one, tensors)
-    blocking = [one for one in findings(tmp_path, LINEAR) if one.severity == "block" and "quantised" in one.found]
+    blocking = [one for one in findings(tmp_path, LINEAR) if one.severity == "block" and "quantized" in one.found]
     assert {one.where for one in blocking} == {f"a: {name}", f"b: {name}"}
-    assert all("dequantise" in one.remedy for one in blocking)
+    assert all("dequantize" in one.remedy for one in blocking)
 
 
 def test_numbers_that_are_no_weights_are_not_taken_for_packed_ones(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_part_that_does_not_exist_is_refused(seeing: Path) -> None:
 
 
 def test_a_part_that_no_module_covers_is_refused(seeing: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"nothing about model\.visual\.blocks"):
+    with pytest.raises(InvalidInput, match=r"no module contains model\.visual\.blocks"):
         merge_text(MODULES.split("  vision_tower")[0], seeing)
 
 

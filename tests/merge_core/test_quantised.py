@@ -173,4 +173,4 @@ def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path, said: dict[st
     recipe = load_recipe({"merge_method": "linear", "models": models})
     checkpoints = {str(one): open_checkpoint(one) for one in (place, other)}
     blocking = plan_with_findings(recipe, checkpoints).blocking
-    assert any("quantised" in finding.found for finding in blocking)
+    assert any("quantized" in finding.found for finding in blocking)

@@ -35,14 +35,14 @@ def merged(name: str, base: Any, models: Any, *, fused: bool, own: dict[str, Any
         try:
             step = steps.send(result)
         except StopIteration as stop:
-            made = stop.value
+            merged_map = stop.value
             break
-        result = step.combine([step.of(block).numpy()])
+        result = step.combine([step.reduce_block(block).numpy()])
     if not fused:
-        return made.of(block).numpy()
+        return merged_map.map_block(block).numpy()
     out = np.empty(inputs.shape[1], np.float32)
     starts = np.arange(count + 1, dtype=np.int64) * inputs.shape[1]
-    made.fused(StoredBlock(inputs.reshape(-1), starts, inputs.shape[1], 0, GRAIN), out)
+    merged_map.map_stored(StoredBlock(inputs.reshape(-1), starts, inputs.shape[1], 0, GRAIN), out)
     return out
 
 

@@ -217,7 +217,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
     ("block", "match"),
     [
         ("tokens: {<|n|>: {}}", "no merged model has"),
-        ("tokens: {<|n|>: {source: c}}", "which is not merged"),
+        ("tokens: {<|n|>: {source: c}}", "is not a merged model"),
         ("tokens: {<|n|>: {source: b}}", "has no row"),
         ("tokens: {<|n|>: {source: {kind: model_token, model: b, token_id: 9999}}}", "has no row"),
         ("tokens: {<|n|>: {source: {kind: model_token, model: b}}}", "exactly one"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mergegate.merge_core.methods.contract import GRAIN, Fold
-from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest
+from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest
 from mergegate.merge_core.methods.windows import guess_windows
 
 # Large enough that a small sample suffices for a guess, as in the largest tensors.
@@ -28,9 +28,9 @@ def test_streams_are_guessed_at_one_after_the_other() -> None:
     requests = [SelectionRequest(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
     fold, generator = begun(requests), np.random.default_rng(0)
     parts: list[Any] = [
-        np.abs(generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32) for _ in range(fold.glance)
+        np.abs(generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32) for _ in range(fold.sample_count)
     ]
-    one = fold.glance * GRAIN * parts[0].itemsize
+    one = fold.sample_count * GRAIN * parts[0].itemsize
     tracemalloc.start()
     try:
         windows = fold.combine(parts)
@@ -47,7 +47,7 @@ def test_each_request_gets_the_window_that_it_gets_alone() -> None:
     scales = np.array([[1.0], [2.0], [3.0]], np.float32)
     parts: list[Any] = [
         np.abs(scales * generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32)
-        for _ in range(fold.glance)
+        for _ in range(fold.sample_count)
     ]
     windows = fold.combine(parts)
     assert windows == [window for request in requests for window in begun([request]).combine(parts)]
@@ -57,5 +57,5 @@ def test_each_request_gets_the_window_that_it_gets_alone() -> None:
 def test_a_number_that_is_none_does_not_stop_the_guess() -> None:
     """NaN is found and refused later, when the full tensor is read."""
     fold = begun([SelectionRequest(0, 1)])
-    parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.glance)]
+    parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.sample_count)]
     assert len(fold.combine(parts)) == 1

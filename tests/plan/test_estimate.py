@@ -124,7 +124,7 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
         except StopIteration:
             return folds
         assert isinstance(step, Fold)
-        result, folds = step.combine([step.of(block).numpy()]), folds + 1
+        result, folds = step.combine([step.reduce_block(block).numpy()]), folds + 1
 
 
 def test_a_method_without_declared_costs_has_assumed_ones() -> None:

@@ -129,7 +129,7 @@ def test_headers_are_read_and_planned_once_for_a_check_and_what_follows_it(monke
     (found,) = resolve_all_parents([recipe])
     headers = header_digests(found)
     first = plan_cached(recipe, found, headers)
-    monkeypatch.setattr(compatibility, "open_and_plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(compatibility, "plan_with_findings", lambda *_: pytest.fail("planned again"))
     assert plan_cached(recipe, found, headers) is first
     monkeypatch.undo()
     changed = (headers[0].model_copy(update={"digest": "0" * 64}), *headers[1:])

@@ -87,7 +87,7 @@ def test_all_that_is_wrong_is_said_at_once(
     assert code == 3
     places = blocking(remarks)
     assert {"acme/bass", "acme/code", "publish.repo: acme/demo"} <= set(places)
-    assert any(place.startswith("licences") for place in places)
+    assert any(place.startswith("licenses") for place in places)
     assert all(remark["remedy"] for remark in remarks if remark["severity"] == "block")
 
 

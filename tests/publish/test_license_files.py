@@ -8,8 +8,8 @@ import pytest
 
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 
@@ -134,7 +134,7 @@ def test_a_text_that_is_nowhere_is_an_open_obligation(tmp_path: Path) -> None:
     verdict = _judge(*parents, accept=("jamba-open-model-license", "b"))
     assert "LICENSE" not in _files(license_files(parents, verdict))
     assert [(item.kind, item.text, item.model) for item in open_obligations(parents, verdict)] == [
-        ("text", "ship the licence file that comes with b", "b"),
+        ("text", "ship the license file that comes with b", "b"),
         ("text", "ship the text of jamba-open-model-license", None),
     ]
     (parents[0].directory / "LICENSE").write_text("Jamba terms.")

@@ -79,7 +79,7 @@ def asked_at(
     slot: WorkerSlot, function: object = worker_functions.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
 ) -> object:
     with use_slot(slot):
-        return call_model_process(function, arguments, where=f"place {slot.number}", models=models)  # type: ignore[arg-type]
+        return call_model_process(function, arguments, location=f"place {slot.number}", models=models)  # type: ignore[arg-type]
 
 
 def alive(pid: int) -> bool:

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import HANG_S
 
-from mergegate.tasks.sandbox import SupervisedProcess
-from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, gpus_of_host, gpus_to_hold
+from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess
+from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, list_host_gpus, select_gpus
 
 FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
 HOLDER = """
 import os, sys, time
 from pathlib import Path
 from mergegate.tasks.sandbox.gpu_lock import GpuLocks
-held = GpuLocks(Path(sys.argv[1])).take(os.environ)
+held = GpuLocks(Path(sys.argv[1])).acquire(os.environ)
 print("held", flush=True)
 time.sleep(1000)
 """
@@ -73,8 +73,8 @@ def open_files(pid: int) -> set[str]:
 
 
 def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
-    assert gpus_of_host(driver) == (FIRST, SECOND)
-    assert gpus_of_host(driver / "none") == ()
+    assert list_host_gpus(driver) == (FIRST, SECOND)
+    assert list_host_gpus(driver / "none") == ()
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
     ],
 )
 def test_what_a_process_may_see_is_what_it_holds(visible: str, held: list[str]) -> None:
-    assert list(gpus_to_hold((FIRST, SECOND), [name for name in visible.split(",") if name])) == held
+    assert list(select_gpus((FIRST, SECOND), [name for name in visible.split(",") if name])) == held
 
 
 @given(
     st.lists(st.sampled_from(["0", "1", "2", "9", "GPU-a", "GPU-b", "MIG-1", "x"])), st.permutations(["a", "b", "c"])
 )
 def test_everybody_takes_them_in_one_order(visible: list[str], host: list[str]) -> None:
-    held = gpus_to_hold([f"GPU-{name}" for name in host], visible)
+    held = select_gpus([f"GPU-{name}" for name in host], visible)
     assert list(held) == sorted(set(held))
 
 
@@ -106,11 +106,11 @@ def test_a_second_job_waits_until_the_first_is_done(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = GpuLocks(driver), GpuLocks(driver)
-    held = one.take(environment("0,1"))
+    held = one.acquire(environment("0,1"))
     came = threading.Event()
 
     def wait() -> None:
-        other.take(environment("1")).release()
+        other.acquire(environment("1")).release()
         came.set()
 
     waiting = threading.Thread(target=wait)
@@ -121,7 +121,7 @@ def test_a_second_job_waits_until_the_first_is_done(
     held.release()  # A second release has no effect.
     assert came.wait(HANG_S)
     waiting.join(HANG_S)
-    elsewhere.take(environment("0")).release()
+    elsewhere.acquire(environment("0")).release()
     assert {path.name for path in tmp_path.glob("*.lock")} == {f"mergegate-{FIRST}.lock", f"mergegate-{SECOND}.lock"}
 
 
@@ -129,7 +129,7 @@ def test_in_one_process_they_are_one_jobs(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
 ) -> None:
     locks = GpuLocks(driver)
-    one, other = locks.take(environment("0")), locks.take(environment("0"))
+    one, other = locks.acquire(environment("0")), locks.acquire(environment("0"))
     one.release()
     assert not is_free(tmp_path, FIRST)
     other.release()
@@ -137,8 +137,8 @@ def test_in_one_process_they_are_one_jobs(
 
 
 def test_other_gpus_are_free_meanwhile(driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
-    held = GpuLocks(driver).take(environment("0"))
-    GpuLocks(driver).take(environment("1")).release()
+    held = GpuLocks(driver).acquire(environment("0"))
+    GpuLocks(driver).acquire(environment("1")).release()
     held.release()
 
 
@@ -160,14 +160,13 @@ def test_a_job_that_is_killed_holds_nothing(
 def test_what_a_job_started_holds_on_until_it_is_gone_itself(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
 ) -> None:
-    held = GpuLocks(driver).take(environment("0"))
+    held = GpuLocks(driver).acquire(environment("0"))
     with (tmp_path / "log").open("wb") as output:
         process = SupervisedProcess(
             [sys.executable, "-c", "import time; time.sleep(1000)"],
             dict(os.environ),
             output,
-            name="test",
-            inherited=held.descriptors,
+            ProcessOptions("test", inherited=held.descriptors),
         )
     held.release()
     assert not is_free(tmp_path, FIRST)
@@ -180,5 +179,5 @@ def test_a_link_is_no_lock(tmp_path: Path, driver: Path, environment: Callable[[
     (tmp_path / "victim").write_text("precious")
     (tmp_path / f"mergegate-{FIRST}.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
-        GpuLocks(driver).take(environment("0"))
+        GpuLocks(driver).acquire(environment("0"))
     assert (tmp_path / "victim").read_text() == "precious"

@@ -108,7 +108,7 @@ def test_where_a_system_cannot_hold_it_nothing_is_run(monkeypatch: pytest.Monkey
     silent = tmp_path / "child.py"
     silent.write_text("raise SystemExit('no such call')")
     monkeypatch.setattr(programs, "_CHILD", silent)
-    with pytest.raises(Refused, match="ended before it began"):
+    with pytest.raises(Refused, match="exited before it ran the program"):
         run_program("", QUICK)
     silent.write_text(
         "import socket, sys\nchannel = socket.socket(fileno=int(sys.argv[1]))\nchannel.recv(1)\n"

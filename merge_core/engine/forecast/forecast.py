@@ -267,7 +267,7 @@ class _Kind:
 def _kinds(plan: MergePlan) -> Iterator[_Kind]:
     jobs_by_kind: dict[tuple[object, ...], list[TensorJob]] = {}
     costs = plan.method.costs
-    is_of_matrices = costs is not None and costs.held is not None
+    is_of_matrices = costs is not None and costs.held_bytes is not None
     for job in plan.jobs:
         # Compare values by identity. Equal ones are mostly the same object (see ``plan.values``), and otherwise they
         # form one more kind.

@@ -51,4 +51,6 @@ def work_of(method: Method, task: TensorTask) -> Work:
         return Work(1, _ASSUMED_UNITS, is_measured=False)
     folds = costs.folds(task)
     products = costs.products(task) if costs.products else 0.0
-    return Work(folds, folds * costs.fold + costs.map, products=products, held=costs.held(task) if costs.held else 0)
+    return Work(
+        folds, folds * costs.fold + costs.map, products=products, held=costs.held_bytes(task) if costs.held_bytes else 0
+    )

@@ -9,20 +9,27 @@ the vector width, because long sums have explicit lanes. Kernels are compiled on
 Stored numbers are uint16 (bit patterns of bfloat16) or float32. Arithmetic is float32, and long sums are float64.
 """
 
-from mergegate.merge_core.methods.kernels.adaptive import adam, moving_average
-from mergegate.merge_core.methods.kernels.agreement import consensus
-from mergegate.merge_core.methods.kernels.change import add_change
 from mergegate.merge_core.methods.kernels.combination import combine, gram
+from mergegate.merge_core.methods.kernels.elementwise import (
+    adam,
+    add_change,
+    consensus,
+    count_changes,
+    fuse,
+    importances,
+    moving_average,
+    nearswap,
+    ram,
+    trimmed_middle,
+)
 from mergegate.merge_core.methods.kernels.interference import oppositions, squares
-from mergegate.merge_core.methods.kernels.pairwise import fuse, importances, nearswap
-from mergegate.merge_core.methods.kernels.ram import count_changes, ram
-from mergegate.merge_core.methods.kernels.robust import trimmed_middle
 from mergegate.merge_core.methods.kernels.sce import energies, sce, variances
 from mergegate.merge_core.methods.kernels.selection import (
     first_digit_of,
     first_digits,
     next_digit_of,
     next_digits,
+    scan_windows,
     sizes,
     ties,
     ties_of,
@@ -30,7 +37,6 @@ from mergegate.merge_core.methods.kernels.selection import (
 from mergegate.merge_core.methods.kernels.sparsify import mask_words
 from mergegate.merge_core.methods.kernels.task_vectors import masked_norms, task_vectors
 from mergegate.merge_core.methods.kernels.tiles import TILE, inspect
-from mergegate.merge_core.methods.kernels.windows import scan_windows
 
 __all__ = [
     "TILE",

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods.kernels.compilation import compiled, inner
-from mergegate.merge_core.methods.kernels.mask_cache import apply_mask, store_mask
 from mergegate.merge_core.methods.kernels.ranks import rank_scratch
-from mergegate.merge_core.methods.kernels.sparsify import begin_tie_numbers, sparsify
+from mergegate.merge_core.methods.kernels.sparsify import apply_mask, begin_tie_numbers, sparsify, store_mask
 from mergegate.merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
 
 
@@ -35,7 +34,7 @@ def masked_norms(
         tile: Elements that are processed together.
         kinds, cuts, before, chances, spans: Tables of :meth:`.sparsify.Sparsifier.tables`; None if no rule needs them.
         masks: ``[models, bytes]``: memory for the masks, an eighth of each tile after the other (see
-            :mod:`.mask_cache`). If it is empty, masks are not stored.
+            :func:`.store_mask`). If it is empty, masks are not stored.
     """
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.empty(whole(tile), np.float32)

@@ -5,9 +5,9 @@ from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_anc
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
 from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, quoted, read_declaration
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.texts import identify_license, license_texts
-from mergegate.tasks.preflight.licenses.use import LicenseSettings
 
 __all__ = [
     "LICENSE_FILE",

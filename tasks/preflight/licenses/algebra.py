@@ -14,18 +14,18 @@ from types import MappingProxyType
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.preflight.licenses.case import (
+    SEVERITY,
     Case,
     LicensedParent,
     LicenseFinding,
     LicenseStatus,
     Subject,
     join_words,
-    worst_status,
 )
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
 from mergegate.tasks.preflight.licenses.rules import RULES, LicenseRule
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
-from mergegate.tasks.preflight.licenses.use import Use
 
 
 class Reason(BaseModel):
@@ -76,7 +76,7 @@ class Combination(BaseModel):
     @property
     def accepted(self) -> tuple[str, ...]:
         """All acceptances of the user that the verdict relies on."""
-        return tuple(sorted({word for reason in self.reasons for word in reason.accepted}))
+        return tuple(sorted({acceptance for reason in self.reasons for acceptance in reason.accepted}))
 
 
 def combine_licenses(
@@ -102,14 +102,13 @@ def combine_licenses(
         ValueError: There are no parents.
     """
     if not parents:
-        raise ValueError("a merge has at least one parent")
-    case = Case.of(parents, use, table)
+        raise ValueError("a merge needs at least one parent")
+    case = Case.create(parents, use, table)
     reasons = {_settle(rule, finding, accepted) for rule in RULES for finding in rule.judge(case)}
-    status = worst_status(reason.status for reason in reasons)
+    status = max((reason.status for reason in reasons), key=SEVERITY.__getitem__, default="allowed")
     result = None if status == "blocked" else resulting_license(case)
     if result is not None:
-        reasons.add(Reason(rule="R7: licence of the merge", status="allowed", sentence=result.sentence))
-    order: tuple[LicenseStatus, ...] = ("blocked", "review", "allowed")
+        reasons.add(Reason(rule="R7: license of the merge", status="allowed", sentence=result.sentence))
     return Combination(
         status=status,
         license=result.license if result else None,
@@ -117,33 +116,30 @@ def combine_licenses(
         licenses=result.licenses if result else (),
         card=result.card if result else {},
         obligations=obligations(case),
-        reasons=tuple(sorted(reasons, key=lambda reason: (order.index(reason.status), reason.rule, reason.sentence))),
+        reasons=tuple(sorted(reasons, key=lambda reason: (-SEVERITY[reason.status], reason.rule, reason.sentence))),
     )
 
 
 def _settle(rule: LicenseRule, finding: LicenseFinding, accepted: Mapping[str, str]) -> Reason:
     """Return the finding as a reason. A review is settled if all of its subjects are accepted; a block never is."""
-    keys = [_acceptance(subject, accepted) for subject in finding.about] if finding.status == "review" else []
-    settled = tuple(sorted({f"{key}: {accepted[key]}" for key in keys if key is not None}))
-    if not keys or None in keys:
-        settled = ()
+    settled: tuple[str, ...] = ()
+    remedy = rule.remedy
+    if finding.status == "review":
+        keys = [
+            next((key for key in (subject.license, subject.model) if key is not None and key in accepted), None)
+            for subject in finding.about
+        ]
+        if keys and None not in keys:
+            settled = tuple(sorted({f"{key}: {accepted[key]}" for key in keys if key is not None}))
+        names = sorted({subject.license or subject.model for subject in finding.about})
+        to_accept = join_words(f"{name!r}" for name in names)
+        remedy = f"{rule.remedy}; to accept, add {to_accept} under 'accepted', each with 'who: why'"
     status: LicenseStatus = "allowed" if settled else finding.status
     return Reason(
         rule=f"{rule.id}: {rule.subject}",
         status=status,
         sentence=finding.sentence,
-        remedy=_remedy(rule, finding) if status != "allowed" else "",
+        remedy=remedy if status != "allowed" else "",
         about=finding.about,
         accepted=settled,
     )
-
-
-def _acceptance(subject: Subject, accepted: Mapping[str, str]) -> str | None:
-    return next((key for key in (subject.license, subject.model) if key is not None and key in accepted), None)
-
-
-def _remedy(rule: LicenseRule, finding: LicenseFinding) -> str:
-    if finding.status != "review":
-        return rule.remedy
-    keys = sorted({subject.license or subject.model for subject in finding.about})
-    return f"{rule.remedy}; to accept: {join_words(f'{key!r}' for key in keys)} under `accepted`, each with 'who: why'"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,20 +23,20 @@ from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource,
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _TIMEOUT_S = 3.0  # Limit for a connection, and for each part of a response.
-_PATIENCE_S = 10.0  # Limit for all requests about one repository, including name resolution.
+_TOTAL_TIMEOUT_S = 10.0  # Limit for all requests about one repository, including name resolution.
 # Far more than any family of models has. A card that names hundreds is a mistake or malicious.
-_MOST = 50
+_MAX_REPOSITORIES = 50
 _OFFLINE = "HF_HUB_OFFLINE is set"
 
 AncestorLookup = Callable[[str], CardSource | NotRead]
 """Function from an entry of `base_model` to the readable parts of that model."""
 
 
-def hub_ancestors(most: int = _MOST) -> AncestorLookup:
+def hub_ancestors(limit: int = _MAX_REPOSITORIES) -> AncestorLookup:
     """Return a lookup of Hub repositories that caches its results for one run.
 
     Args:
-        most: Largest number of repositories to request.
+        limit: Largest number of repositories to request.
     """
     unavailable: list[str] = [_OFFLINE] if is_offline() else []  # Reason why no more requests are sent.
     requested: set[str] = set()
@@ -47,19 +48,25 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
     @cache
     def find(repository: str) -> CardSource | NotRead:
         requested.add(repository)
-        if len(requested) > most:
-            return NotRead(f"it has more than {most} ancestors on the Hub")
+        if len(requested) > limit:
+            return NotRead(f"it has more than {limit} ancestors on the Hub")
         if not unavailable:
             answer = _in_time(lambda: _read_repository(access(), repository))
             if not isinstance(answer, _HubUnavailable):
                 return answer
             unavailable.append(answer.why)
-        return _cached(repository) or NotRead(unavailable[0])
+        # Use the newest commit with a card that an earlier run has downloaded.
+        with suppress(OSError):
+            snapshots = [snapshot for snapshot in snapshots_directory(repository).iterdir() if card_path(snapshot)]
+            newest = max(snapshots, key=lambda snapshot: (snapshot.stat().st_mtime_ns, snapshot.name), default=None)
+            if newest:
+                return CardSource(newest, newest.name)
+        return NotRead(unavailable[0])
 
     def look_up(entry: str) -> CardSource | NotRead:
         repository = _PAGE.sub("", entry).rstrip("/")
         if not _REPOSITORY.fullmatch(repository):
-            return NotRead("neither a directory here nor a repository on the Hub")
+            return NotRead("it is neither a local directory nor a repository on the Hub")
         return find(repository)
 
     return look_up
@@ -81,9 +88,9 @@ def _in_time(request: Callable[[], CardSource | NotRead]) -> CardSource | NotRea
 
     Thread(target=run, daemon=True).start()
     try:
-        result = results.get(timeout=_PATIENCE_S)
+        result = results.get(timeout=_TOTAL_TIMEOUT_S)
     except Empty:
-        return _HubUnavailable(f"no answer from the Hub within {_PATIENCE_S:g} s")
+        return _HubUnavailable(f"the Hub did not respond within {_TOTAL_TIMEOUT_S:g} s")
     if isinstance(result, BaseException):
         raise result
     return result
@@ -108,22 +115,22 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
             directory = _download(access, repository, info.sha, [file.rfilename for file in info.siblings or ()])
         except GatedRepoError:
             if info.card_data is None:
-                return NotRead("it is gated: ask for access, and set HF_TOKEN")
+                return NotRead("it is gated; request access and set HF_TOKEN")
             # The Hub returns the metadata of a card even to users who have no access to the repository.
             card = info.card_data.to_dict()  # type: ignore[no-untyped-call]  # the library leaves it untyped
             return CardSource(snapshots_directory(repository) / info.sha, info.sha, card)
         return CardSource(directory, info.sha)
     except (RepositoryNotFoundError, HFValidationError):
-        return NotRead("it is not on the Hub, or private")
+        return NotRead("it does not exist on the Hub or is private")
     except HfHubHTTPError as error:
         status = error.response.status_code
         kind = _HubUnavailable if status >= 500 or status == 429 else NotRead
-        return kind(f"the Hub answered {status}")
+        return kind(f"the Hub responded with status {status}")
     except OfflineModeIsEnabled:
         return _HubUnavailable(_OFFLINE)
     except (HTTPError, OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         # The network, a full disk, errors of hf_xet, or a response that is not from the Hub.
-        return _HubUnavailable(f"no answer from the Hub: {describe_hub_error(error, access)}")
+        return _HubUnavailable(f"the Hub did not respond: {describe_hub_error(error, access)}")
 
 
 def _download(access: HubAccess, repository: str, commit: str, names: list[str]) -> Path:
@@ -139,13 +146,3 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
             get_hf_file_metadata(url, token=access.token or False, timeout=_TIMEOUT_S, endpoint=access.endpoint)
             access.api().hf_hub_download(repository, name, revision=commit, etag_timeout=_TIMEOUT_S)
     return directory
-
-
-def _cached(repository: str) -> CardSource | None:
-    """Return the most recently downloaded commit of `repository` that has a card, or None."""
-    try:
-        snapshots = [snapshot for snapshot in snapshots_directory(repository).iterdir() if card_path(snapshot)]
-        newest = max(snapshots, key=lambda snapshot: (snapshot.stat().st_mtime_ns, snapshot.name), default=None)
-    except OSError:
-        return None
-    return CardSource(newest, newest.name) if newest else None

@@ -13,17 +13,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
-from mergegate.tasks.preflight.licenses.use import Use
 from mergegate.tasks.store import NotInKey
 
 LicenseStatus = Literal["allowed", "review", "blocked"]
-_RANK: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
-
-
-def worst_status(statuses: Iterable[LicenseStatus]) -> LicenseStatus:
-    """Return the most severe of the statuses, or `allowed` if there are none."""
-    return max(statuses, key=_RANK.__getitem__, default="allowed")
+SEVERITY: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
 
 
 class Licensed(BaseModel):
@@ -107,9 +102,12 @@ class Case:
     table: LicenseTable
 
     @classmethod
-    def of(cls, parents: Sequence[License | LicensedParent], use: Use, table: LicenseTable) -> Case:
+    def create(cls, parents: Sequence[License | LicensedParent], use: Use, table: LicenseTable) -> Case:
         """Return the case in canonical form. A bare license represents a parent that is named like its license."""
-        named = {LicensedParent(name=p.id, license=p) if isinstance(p, License) else p for p in parents}
+        named = {
+            LicensedParent(name=parent.id, license=parent) if isinstance(parent, License) else parent
+            for parent in parents
+        }
         return cls(tuple(sorted(named, key=lambda parent: parent.model_dump_json())), use, table)
 
     @property

@@ -15,8 +15,8 @@ from mergegate.tasks.preflight.licenses.algebra import Combination, combine_lice
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quoted
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
-from mergegate.tasks.preflight.licenses.use import LicenseSettings, Use
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
@@ -72,12 +72,8 @@ class LicenseVerdict(StageValue):
         declared_licenses = ", ".join(dict.fromkeys(self.licenses.values()))
         if self.combination.status != "allowed":
             return f"{declared_licenses}: {self.combination.reasons[0].sentence}"
-        obligation_kinds = list(
-            dict.fromkeys(obligation.kind.replace("_", " ") for obligation in self.combination.obligations)
-        )
-        return f"{declared_licenses} → {self.result}" + (
-            f", obligations: {', '.join(obligation_kinds)}" if obligation_kinds else ""
-        )
+        kinds = dict.fromkeys(obligation.kind.replace("_", " ") for obligation in self.combination.obligations)
+        return f"{declared_licenses} → {self.result}" + (f", obligations: {', '.join(kinds)}" if kinds else "")
 
     @property
     def result(self) -> str:
@@ -95,10 +91,10 @@ class LicenseVerdict(StageValue):
             return None
         worst, *other_reasons = [reason for reason in self.combination.reasons if reason.status != "allowed"]
         details = "".join(f"\n  also: {reason.sentence}" for reason in other_reasons)
-        return Refused(f"licences ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
+        return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
 
 
-@value_stage("licenses", version=2)
+@value_stage("licenses", version=3)
 def check_licenses(
     declared: Declared,
     use: Use,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain, read_json
 from mergegate.tasks.checkpoints import NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
 from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
-from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, LicenseTable
 from mergegate.tasks.preflight.licenses.texts import identify_license, license_by_link
 
 
@@ -55,7 +56,7 @@ FindAncestor = Callable[[str, CardSource], CardSource | NotRead]
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)(\.(md|txt|rst))?", re.IGNORECASE)
 _LICENSE_BYTES = 200_000
 _QUOTED_CHARACTERS = 80
-_MOST_NEIGHBORS = 1000  # Largest number of directories to search for a base model.
+_MAX_NEIGHBORS = 1000  # Largest number of directories to search for a base model.
 
 
 class Declaration(BaseModel):
@@ -95,12 +96,6 @@ class Declaration(BaseModel):
         named = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
         return "; ".join([*named, *self.problems])
 
-    @property
-    def declares_no_license(self) -> bool:
-        """Whether the card names no license, and no unreadable part of it could contain one."""
-        named = [word for word in self.license if word.strip().lower() not in (OTHER, UNKNOWN)]
-        return not named and all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in self.problems)
-
 
 def read_declaration(source: CardSource, name: str | None = None) -> Declaration:
     """Read the model card and the license file of the model at `source`. Never raises.
@@ -110,21 +105,14 @@ def read_declaration(source: CardSource, name: str | None = None) -> Declaration
     """
     model_card = read_card(source.directory) if source.card is None else ModelCard(source.card)
     card, problems = model_card.metadata, [words for words in (model_card.absence, model_card.problem) if words]
-    licenses = _texts(card, "license", problems)
-    license_name, license_link = _text(card, "license_name", problems), _text(card, "license_link", problems)
-    base_model = tuple(dict.fromkeys(_texts(card, "base_model", problems)))
-    license_file, license_sha256, license_text = _license_file(source.directory, problems)
-    return Declaration(
-        name=name or source.directory.name,
-        license=licenses,
-        license_name=license_name,
-        license_link=license_link,
-        base_model=base_model,
-        license_file=license_file,
-        license_sha256=license_sha256,
-        license_text=license_text,
-        problems=tuple(problems),
-    )
+    fields = {  # Reading them adds to the problems.
+        "license": _texts(card, "license", problems),
+        "license_name": _text(card, "license_name", problems),
+        "license_link": _text(card, "license_link", problems),
+        "base_model": tuple(dict.fromkeys(_texts(card, "base_model", problems))),
+        **_license_file(source.directory, problems),
+    }
+    return Declaration.model_validate({"name": name or source.directory.name, **fields, "problems": tuple(problems)})
 
 
 def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
@@ -163,37 +151,36 @@ def lineage(
         names: Names of models that already have one, by resolved directory. They take precedence over names in cards.
     """
     steps = _steps(root, find, name, names)
-    licensed = [_licensed(step, table) for step in steps]
-    models = tuple(
+    models = [_licensed(step, table) for step in steps]
+    parents = tuple(
         LicensedParent(
-            **{field: getattr(licensed[position], field) for field in Licensed.model_fields},
-            ancestors=tuple(licensed[ancestor] for ancestor in _above(steps, position)),
-            unread=step.declaration.unread,
+            **{field: getattr(model, field) for field in Licensed.model_fields},
+            ancestors=tuple(models[ancestor] for ancestor in _above(steps, position)),
+            unread=steps[position].declaration.unread,
         )
-        for position, step in enumerate(steps)
+        for position, model in enumerate(models)
     )
     declarations = [step.declaration for step in steps]
-    return Lineage(
-        models,
-        {
-            declaration.license_sha256: declaration.license_text
-            for declaration in declarations
-            if declaration.license_sha256
-        },
-    )
+    return Lineage(parents, {item.license_sha256: item.license_text for item in declarations if item.license_sha256})
 
 
 def _licensed(step: _Step, table: LicenseTable) -> Licensed:
+    """Decide which license binds a model: that of its card, or of the license file next to it, or both."""
     declaration = step.declaration
     license = table.lookup(declaration.license or None, declaration.license_name)
     contradicted = None
     file_license = identify_license(declaration.license_text, table, license) if declaration.license_text else None
-    if not license.resolved and declaration.declares_no_license:
+    declares_license = any(word.strip().lower() not in (OTHER, UNKNOWN) for word in declaration.license)
+    # An unreadable part of the card could contain a license.
+    is_readable = all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in declaration.problems)
+    if not license.resolved and not declares_license and is_readable:
         # With `other` or no declaration, the author meant the license in the neighboring file or the link.
         linked_license = license_by_link(declaration.license_link, table) if declaration.license_link else None
         license = file_license or linked_license or license
     elif file_license is not None and file_license.id != license.id:
-        if _is_family(license, file_license):
+        # The card may name a license family (`gpl`, `cc`, `bsd`, `openrail`), and the file a member of it.
+        is_rail = license.id == "openrail" and file_license.kind == "rail"
+        if file_license.id.startswith(f"{license.id}-") or is_rail:
             license = file_license
         elif license.resolved:
             contradicted = file_license
@@ -205,11 +192,6 @@ def _licensed(step: _Step, table: LicenseTable) -> Licensed:
         own_file=declaration.license_sha256,
         revision=step.source.revision,
     )
-
-
-def _is_family(declared: License, file_license: License) -> bool:
-    """Return whether the card names a license family (`gpl`, `cc`, `bsd`, `openrail`), and the file a member of it."""
-    return file_license.id.startswith(f"{declared.id}-") or (declared.id == "openrail" and file_license.kind == "rail")
 
 
 @dataclass(frozen=True)
@@ -289,30 +271,21 @@ def _find_neighbor(directory: Path, entry: str) -> CardSource | None:
     if not slash or "/" in owner or not name:
         return None
     folder_names = {item.lower() for item in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
-    neighbors = (
-        item for item in islice(directory.parent.iterdir(), _MOST_NEIGHBORS) if item != directory and item.is_dir()
+    declaring = sorted(
+        neighbor
+        for neighbor in islice(directory.parent.iterdir(), _MAX_NEIGHBORS)
+        if neighbor != directory and neighbor.is_dir()
+        if card_path(neighbor) or any(LICENSE_FILE.fullmatch(path.name) for path in neighbor.iterdir())
     )
-    declaring = sorted(item for item in neighbors if _declares_license(item))
-    by_name = [item for item in declaring if item.name.lower() in folder_names]
-    # A model trained from it may keep its name in config.json, but names it in its card as the base.
-    matches = by_name or [item for item in declaring if _own_name(item) == entry and entry not in _bases_of(item)]
+    matches = [neighbor for neighbor in declaring if neighbor.name.lower() in folder_names]
+    for neighbor in () if matches else declaring:
+        own_name = ""
+        with suppress(InvalidInput):
+            own_name = str(read_json(neighbor / "config.json").get("_name_or_path") or "")
+        # A model trained from it may keep its name in config.json, but names it in its card as the base.
+        if own_name == entry and entry not in _texts(read_card(neighbor).metadata, "base_model", []):
+            matches.append(neighbor)
     return CardSource(matches[0]) if len(matches) == 1 else None
-
-
-def _declares_license(directory: Path) -> bool:
-    return card_path(directory) is not None or any(LICENSE_FILE.fullmatch(path.name) for path in directory.iterdir())
-
-
-def _own_name(directory: Path) -> str:
-    """Return the model name in config.json; empty if there is none."""
-    try:
-        return str(read_json(directory / "config.json").get("_name_or_path") or "")
-    except InvalidInput:
-        return ""
-
-
-def _bases_of(directory: Path) -> tuple[str, ...]:
-    return _texts(read_card(directory).metadata, "base_model", [])
 
 
 def _text(card: Mapping[object, object], field: str, problems: list[str]) -> str | None:
@@ -339,25 +312,26 @@ def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tu
     return tuple(entry.strip() for entry in value)
 
 
-def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str | None, str]:
-    """Return name, sha256 and content of the license file; the content only if it is the only one, and small."""
+def _license_file(directory: Path, problems: list[str]) -> dict[str, str]:
+    """Return the fields of the license file; the content only if it is the only one, and small."""
     try:
         names = sorted(path.name for path in directory.iterdir() if LICENSE_FILE.fullmatch(path.name))
         names = [name for name in names if not (directory / name).is_dir()]
         if not names:
-            return None, None, ""
+            return {}
         with open_plain(directory / names[0], within=directory) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # A raw stream suffices.
             file.seek(0)
             data = file.read(_LICENSE_BYTES + 1)
         is_usable = len(names) == 1 and len(data) <= _LICENSE_BYTES
-        return names[0], digest, data.decode("utf-8", errors="replace") if is_usable else ""
+        text = data.decode("utf-8", errors="replace") if is_usable else ""
+        return {"license_file": names[0], "license_sha256": digest, "license_text": text}
     except FileNotFoundError:
-        return None, None, ""
+        return {}
     except (InvalidInput, OSError) as error:
         detail = error.found if isinstance(error, InvalidInput) else type(error).__name__
-        problems.append(f"the licence file cannot be read: {detail}")
-        return None, None, ""
+        problems.append(f"the license file cannot be read: {detail}")
+        return {}
 
 
 def quoted(text: str) -> str:

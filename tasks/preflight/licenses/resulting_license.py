@@ -66,24 +66,18 @@ def resulting_license(case: Case) -> ResultingLicense:
     A share-alike license decides. Without one, all licenses that must stay apply: a single license directly, several as
     a bundle. Without those, the strongest permissive license applies.
     """
-    fits = share_alike_licenses(case)
-    if fits:
-        return _share_alike(case, fits)
+    if fits := share_alike_licenses(case):
+        parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
+        license = (parents_licenses or list(fits))[0]
+        return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
     staying = tuple(entry.id for entry in case.resolved if not entry.weak)
     if not staying and not case.unresolved:
         strongest = max(case.resolved, key=lambda entry: _strength(case, entry))
-        return _named(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licences")
+        return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
     # `other` means nothing without a name, so both words for "unknown" become the same honest one.
     bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unresolved)}))
-    if len(bundle) == 1:
-        return _named(case, bundle, f"the merged weights stay under {bundle[0]}")
-    return _named(case, bundle, f"the merged weights stay under each of {join_words(bundle)}")
-
-
-def _share_alike(case: Case, fits: tuple[str, ...]) -> ResultingLicense:
-    parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
-    chosen = (parents_licenses or list(fits))[0]
-    return _named(case, (chosen,), f"share-alike: the merged weights stay under {chosen}")
+    each = "" if len(bundle) == 1 else "each of "
+    return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")
 
 
 def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
@@ -92,7 +86,7 @@ def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
     return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
 
 
-def _named(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
+def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
     if len(ids) == 1 and case.table.licenses[ids[0]].hub:
         return ResultingLicense(license=ids[0], license_name=None, licenses=ids, sentence=sentence)
     # A file name or a URL may contain the name, so only letters, digits, dots and hyphens are allowed.
@@ -102,17 +96,17 @@ def _named(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
     """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
-    licenses_by_obligation: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
+    license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.resolved:
         for kind, text in _license_obligations(case, entry):
-            licenses_by_obligation.setdefault((kind, text, None), set()).add(entry.id)
+            license_ids.setdefault((kind, text, None), set()).add(entry.id)
     for model in case.models:
         if not model.license.resolved:
-            text = f"ship the licence file that comes with {model.name}"
-            licenses_by_obligation.setdefault(("text", text, model.name), set()).add(model.license.id)
+            text = f"ship the license file that comes with {model.name}"
+            license_ids.setdefault(("text", text, model.name), set()).add(model.license.id)
     result = [
         Obligation(kind=kind, text=text, because=tuple(sorted(ids)), model=model)
-        for (kind, text, model), ids in licenses_by_obligation.items()
+        for (kind, text, model), ids in license_ids.items()
     ]
     return tuple(sorted(result, key=lambda obligation: (obligation.kind, obligation.text)))
 

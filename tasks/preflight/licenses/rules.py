@@ -23,8 +23,6 @@ from itertools import combinations
 
 from mergegate.tasks.preflight.licenses.case import (
     Case,
-    Licensed,
-    LicensedParent,
     LicenseFinding,
     LicenseStatus,
     Subject,
@@ -47,13 +45,13 @@ def _known(case: Case) -> Iterator[LicenseFinding]:
     """Require a review of an unresolved or contradicted license, and of an entry that asks for one."""
     for model in case.models:
         if not model.license.resolved:
-            why = model.license.review or f"which text {model.license.id!r} stands for is not known"
+            why = model.license.review or f"the license text that {model.license.id!r} stands for is unknown"
             quoted = f" ({model.declared})" if model.declared else ""
             yield LicenseFinding("review", f"{model.name}: {why}{quoted}", (Subject(model=model.name, license=None),))
         if model.contradicted is not None:
             sentence = (
-                f"{model.name} declares {model.license.id}, but the licence file beside it is the text of "
-                f"{model.contradicted.id}: both are taken to bind"
+                f"{model.name} declares {model.license.id}, but the license file next to it contains the text of "
+                f"{model.contradicted.id}. mergegate assumes that both bind"
             )
             yield LicenseFinding("review", sentence, (Subject(model=model.name, license=None),))
     for entry in case.resolved:
@@ -75,7 +73,7 @@ def _derivatives(case: Case) -> Iterator[LicenseFinding]:
             sentence = f"{name} permits merged weights only as long as they are never shared"
             yield LicenseFinding("review", sentence, case.about(entry))
         elif entry.sharing == "forbidden" and case.public:
-            yield LicenseFinding("blocked", f"{name} does not permit passing the weights on", case.about(entry))
+            yield LicenseFinding("blocked", f"{name} does not permit redistribution of the weights", case.about(entry))
 
 
 def _commercial(case: Case) -> Iterator[LicenseFinding]:
@@ -91,7 +89,9 @@ def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
     if case.public and case.use.commercial_entity:
         for entry in case.resolved:
             if entry.sharing == "noncommercial-only":
-                sentence = f"{case.describe(entry)} does not let a commercial entity distribute, even free of charge"
+                sentence = (
+                    f"{case.describe(entry)} does not permit distribution by a commercial entity, even free of charge"
+                )
                 yield LicenseFinding("blocked", sentence, case.about(entry))
 
 
@@ -100,23 +100,18 @@ def _improving_others(case: Case) -> Iterator[LicenseFinding]:
     for entry in case.resolved:
         if not entry.only_with:
             continue
-        outsiders = sorted({_describe_model(p) for p in case.parents if not _is_within(p, entry)})
+        outsiders = set()
+        for parent in case.parents:
+            family = [license for model in (parent, *parent.ancestors) for license in model.licenses]
+            if not any(license.id == entry.id or license.family in entry.only_with for license in family):
+                id = parent.license.id
+                outsiders.add(parent.name if parent.name == id else f"{parent.name} ({id})")
         if outsiders:
             sentence = (
                 f"{case.describe(entry)} may not be used to improve models outside {join_words(entry.only_with)}, "
-                f"and here it meets {join_words(outsiders)}"
+                f"but this merge includes {join_words(sorted(outsiders))}"
             )
             yield LicenseFinding("blocked", sentence, case.about(entry))
-
-
-def _describe_model(model: Licensed) -> str:
-    return model.name if model.name == model.license.id else f"{model.name} ({model.license.id})"
-
-
-def _is_within(parent: LicensedParent, ban: License) -> bool:
-    line: tuple[Licensed, ...] = (parent, *parent.ancestors)
-    licenses = [entry for model in line for entry in model.licenses]
-    return any(entry.id == ban.id or entry.family in ban.only_with for entry in licenses)
 
 
 def _name(case: Case) -> Iterator[LicenseFinding]:
@@ -134,9 +129,8 @@ def _name(case: Case) -> Iterator[LicenseFinding]:
     name = case.use.name.rsplit("/", 1)[-1]
     for entry in prefixed:
         if not _begins(name, entry.name_prefix):
-            sentence = (
-                f"the name {name!r} does not begin with {entry.name_prefix!r}, as {case.describe(entry)} asks{suffix}"
-            )
+            need = f"as {case.describe(entry)} requires{suffix}"
+            sentence = f"the name {name!r} does not begin with {entry.name_prefix!r}, {need}"
             yield LicenseFinding(status, sentence, case.about(entry))
 
 
@@ -151,20 +145,20 @@ def _letters(name: str | None) -> str:
 
 def _share_alike(case: Case) -> Iterator[LicenseFinding]:
     """Require a license that satisfies every share-alike parent; none of them tolerates further restrictions."""
-    strong = _strong(case)
-    if not strong or share_alike_licenses(case):
+    share_alike = _share_alike_parents(case)
+    if not share_alike or share_alike_licenses(case):
         return
     extra = _extra_restrictions(case)
     conflicting = [entry for entry in case.resolved if entry.kind == "noncommercial" or entry.never_under]
-    share_alike_names = _describe_all(case, strong)
+    share_alike_names = _describe_all(case, share_alike)
     if extra:
         sentence = f"{share_alike_names}: share-alike forbids the further restrictions of {_describe_all(case, extra)}"
-    elif not _common(strong):
-        sentence = f"{share_alike_names}: no licence satisfies all of these share-alike licences"
+    elif not _compatible_outer_licenses(share_alike):
+        sentence = f"{share_alike_names}: no license satisfies all of these share-alike licenses"
     else:
-        sentence = f"{share_alike_names}: no licence satisfies both share-alike and {_describe_all(case, conflicting)}"
+        sentence = f"{share_alike_names}: no license satisfies both share-alike and {_describe_all(case, conflicting)}"
         # Name every conflicting license, so that an old acceptance never suffices after another parent is added.
-    involved = {entry.id: entry for entry in (*strong, *extra, *conflicting)}
+    involved = {entry.id: entry for entry in (*share_alike, *extra, *conflicting)}
     yield LicenseFinding("blocked" if case.public else "review", sentence, case.about(*involved.values()))
 
 
@@ -173,15 +167,16 @@ def share_alike_licenses(case: Case) -> tuple[str, ...]:
 
     The result is empty if there is no such license, or no share-alike parent.
     """
-    strong = _strong(case)
-    if not strong or _extra_restrictions(case):
+    share_alike = _share_alike_parents(case)
+    if not share_alike or _extra_restrictions(case):
         return ()
     noncommercial = any(entry.kind == "noncommercial" for entry in case.resolved)
     never = {outer for entry in case.resolved for outer in entry.never_under}
     return tuple(
         key
         for key, outer in case.table.licenses.items()
-        if key in _common(strong) - never and (not noncommercial or outer.commercial == "forbidden")
+        if key in _compatible_outer_licenses(share_alike) - never
+        and (not noncommercial or outer.commercial == "forbidden")
     )
 
 
@@ -190,12 +185,12 @@ def _extra_restrictions(case: Case) -> list[License]:
     return [entry for entry in case.resolved if entry.restrictive or entry.kind == "no-derivatives"]
 
 
-def _strong(case: Case) -> list[License]:
+def _share_alike_parents(case: Case) -> list[License]:
     return [entry for entry in case.resolved if entry.kind == "copyleft"]
 
 
-def _common(strong: list[License]) -> set[str]:
-    return set.intersection(*({entry.id, *entry.outer} for entry in strong))
+def _compatible_outer_licenses(share_alike: list[License]) -> set[str]:
+    return set.intersection(*({entry.id, *entry.outer} for entry in share_alike))
 
 
 def _describe_all(case: Case, licenses: list[License]) -> str:
@@ -221,13 +216,13 @@ def _ancestry(case: Case) -> Iterator[LicenseFinding]:
                 dropped = dropped_restrictions(parent.license, license)
                 if dropped:
                     sentence = (
-                        f"{parent.name} declares {parent.license.id}, but was made from {ancestor.name} under "
+                        f"{parent.name} declares {parent.license.id}, but was derived from {ancestor.name} under "
                         f"{license.id}, which it drops: {join_words(dropped)}"
                     )
                     yield LicenseFinding("review", sentence, (Subject(model=parent.name, license=None),))
         for unread in parent.unread:
             why = f" ({unread.why})" if unread.why else ""
-            sentence = f"{parent.name} was made from {unread.name}, whose licence could not be read{why}"
+            sentence = f"{parent.name} was derived from {unread.name}, whose license could not be read{why}"
             yield LicenseFinding("review", sentence, (Subject(model=unread.name, license=None),))
 
 
@@ -251,20 +246,20 @@ def dropped_restrictions(declared: License, ancestor: License) -> tuple[str, ...
     return tuple(words for words, dropped in drops.items() if dropped)
 
 
-_CHOOSE = "leave that parent out"
+_REMOVE = "remove that parent"
 RULES: tuple[LicenseRule, ...] = (
-    LicenseRule("R0", "every licence is known", _known, "read the licence"),
-    LicenseRule("R1", "merging and sharing are permitted", _derivatives, _CHOOSE),
-    LicenseRule("R2", "commercial use", _commercial, f"{_CHOOSE}, or set `purpose: research` if that is the purpose"),
-    LicenseRule("R3", "distribution by a company", _company_distributes, f"{_CHOOSE}, or keep the model private"),
+    LicenseRule("R0", "all licenses are known", _known, "read the license"),
+    LicenseRule("R1", "merging and sharing are permitted", _derivatives, _REMOVE),
+    LicenseRule("R2", "commercial use", _commercial, f"{_REMOVE}, or set 'purpose: research' if that is the purpose"),
+    LicenseRule("R3", "distribution by a company", _company_distributes, f"{_REMOVE}, or keep the model private"),
     LicenseRule(
-        "R4", "ban on improving other models", _improving_others, f"{_CHOOSE}, or merge within its family only"
+        "R4", "ban on improving other models", _improving_others, f"{_REMOVE}, or merge within its family only"
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
-    LicenseRule("R6", "share-alike", _share_alike, _CHOOSE),
+    LicenseRule("R6", "share-alike", _share_alike, _REMOVE),
     # R7 to R9 cannot refuse (resulting license, use policies to pass on, all obligations): see resulting_license.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
-        "R11", "no weaker than its ancestors", _ancestry, "compare with the licence of its ancestor, or ask its authors"
+        "R11", "no weaker than its ancestors", _ancestry, "compare with the license of its ancestor, or ask its authors"
     ),
 )

@@ -159,7 +159,7 @@ def _shipped() -> LicenseTable:
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
     """Return the sections of a table file as YAML provides them; missing sections are empty."""
-    content = read_yaml_mapping(path, "a licence table", remedy="check checks.license.table")
+    content = read_yaml_mapping(path, "a license table", remedy="check checks.license.table")
     for section in content:
         if section not in _SECTIONS:
             raise InvalidInput(
@@ -181,7 +181,29 @@ def _typed(sections: Mapping[str, Mapping[str, object]], location: str) -> Licen
         raise InvalidInput(
             f"{location}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected="text"
         ) from error
-    _check_references(table, location)
+    # Every name must exist, because a typo would silently lift a restriction.
+    families = {entry.family for entry in table.licenses.values() if entry.family}
+    for entry in table.licenses.values():
+        used: tuple[tuple[str, Sequence[str], set[str]], ...] = (
+            ("outer", entry.outer, set(table.licenses)),
+            ("never_under", entry.never_under, set(table.licenses)),
+            ("only_with", entry.only_with, families),
+            ("use_policy", (entry.use_policy,) if entry.use_policy else (), set(table.policies)),
+        )
+        for field, names, existing in used:
+            for name in names:
+                if name not in existing:
+                    raise InvalidInput(
+                        f"{location}: licenses.{entry.id}.{field}", found=repr(name), remedy=suggest(name, existing)
+                    )
+    for alias, target in table.aliases.items():
+        if target not in table.licenses or alias in table.licenses:
+            raise InvalidInput(
+                f"{location}: aliases.{alias}",
+                found=repr(target),
+                expected="a license of the table, and an alias that is not itself a license",
+                remedy=suggest(target, table.licenses),
+            )
     return table
 
 
@@ -206,29 +228,3 @@ def _license(name: str, fields: object, location: str) -> License:
         raise InvalidInput(
             f"{location}: licenses.{name}.{'.'.join(map(str, first['loc']))}", found=value + hint, expected=first["msg"]
         ) from error
-
-
-def _check_references(table: LicenseTable, location: str) -> None:
-    """Raise InvalidInput if an entry uses a nonexistent name, because a typo would silently lift a restriction."""
-    families = {entry.family for entry in table.licenses.values() if entry.family}
-    for entry in table.licenses.values():
-        used: tuple[tuple[str, Sequence[str], set[str]], ...] = (
-            ("outer", entry.outer, set(table.licenses)),
-            ("never_under", entry.never_under, set(table.licenses)),
-            ("only_with", entry.only_with, families),
-            ("use_policy", (entry.use_policy,) if entry.use_policy else (), set(table.policies)),
-        )
-        for field, names, existing in used:
-            for name in names:
-                if name not in existing:
-                    raise InvalidInput(
-                        f"{location}: licenses.{entry.id}.{field}", found=repr(name), remedy=suggest(name, existing)
-                    )
-    for alias, target in table.aliases.items():
-        if target not in table.licenses or alias in table.licenses:
-            raise InvalidInput(
-                f"{location}: aliases.{alias}",
-                found=repr(target),
-                expected="a licence of the table, under a name that is not itself one",
-                remedy=suggest(target, table.licenses),
-            )

@@ -52,7 +52,11 @@ def identify_license(text: str, table: LicenseTable, expected: License | None = 
     for entry in table.licenses.values():
         if _is_text_of(words, entry.id):
             return entry
-    titled = [entry for entry in table.licenses.values() if _bears_title(text, words, entry)]
+    if len(words.split()) < _AGREEMENT:
+        return None
+    lines = [line for line in text.lstrip("\ufeff").splitlines() if line.strip()][:_FIRST_LINES]
+    first_lines = set(map(_words, lines))
+    titled = [entry for entry in table.licenses.values() if not first_lines.isdisjoint(map(_words, entry.titles))]
     return titled[0] if len(titled) == 1 else None
 
 
@@ -73,7 +77,7 @@ def _text(name: str) -> str | None:
 
 
 @cache
-def _words_of(name: str) -> str | None:
+def _shipped_words(name: str) -> str | None:
     text = _text(name)
     return None if text is None else _words(text)
 
@@ -81,18 +85,15 @@ def _words_of(name: str) -> str | None:
 def _words(text: str) -> str:
     """Return the words of a text in one line, without copyright lines and list markers."""
     lines = (line.strip().lstrip("#>* ") for line in text.lstrip("\ufeff").splitlines())
-    text_without_notices = " ".join(_MARK.sub("", line) for line in lines if not _is_copyright(line))
+    # A copyright line only names the owner. A line that also mentions use or permission is a condition.
+    kept = (line for line in lines if not _COPYRIGHT.match(line) or _CONDITION.search(line))
+    text_without_notices = " ".join(_MARK.sub("", line) for line in kept)
     words = _OWNER.sub("name of the owner nor", " ".join(_WORD.findall(text_without_notices.lower())))
     return words.replace("copyright owner or contributors", "copyright holder or contributors")
 
 
-def _is_copyright(line: str) -> bool:
-    """Return whether a line only names the owner. A line that also mentions use or permission is a condition."""
-    return bool(_COPYRIGHT.match(line)) and not _CONDITION.search(line)
-
-
 def _is_text_of(words: str, name: str) -> bool:
-    shipped = _words_of(name)
+    shipped = _shipped_words(name)
     if shipped is None:
         return False
     # Files often omit the appendix on how to apply a license, or fill it in.
@@ -100,9 +101,3 @@ def _is_text_of(words: str, name: str) -> bool:
     before, match, after = words.partition(core.strip())
     before, after = before.strip(), after.strip().removeprefix(end).strip()
     return bool(match) and _TITLE.fullmatch(before) is not None and after in ("", appendix.strip())
-
-
-def _bears_title(text: str, words: str, entry: License) -> bool:
-    lines = [line for line in text.lstrip("\ufeff").splitlines() if line.strip()][:_FIRST_LINES]
-    titles = {_words(title) for title in entry.titles}
-    return any(_words(line) in titles for line in lines) and len(words.split()) >= _AGREEMENT

@@ -32,11 +32,6 @@ class Redaction:
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._function = function
 
-    @property
-    def is_configured(self) -> bool:
-        """Whether any pattern or function is configured."""
-        return bool(self._patterns or self._function)
-
     def text(self, text: str) -> str:
         """Return the redacted text."""
         for pattern in self._patterns:
@@ -49,7 +44,7 @@ class Redaction:
         Raises:
             ValueError: If the body has another format, so its content is unknown, or if the function failed.
         """
-        if not self.is_configured or not body:
+        if not body or not (self._patterns or self._function):
             return body
         try:
             if body.lstrip().startswith(_EVENT) or body.lstrip().startswith(b":"):

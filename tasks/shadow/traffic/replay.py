@@ -24,6 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_DATA_BYTES, line_location, parse_line, read_plain
 
 _CHAT = "/v1/chat/completions"
+_OWN_KEYS = ("session", "path", "body", "turns", "prompt")  # not sent with a chat request
 _FORMS = "lines with messages, prompt, turns, or path and body"
 
 
@@ -73,26 +74,26 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
         InvalidInput: If a line has an unknown format or the file contains no request.
     """
     traffic = []
-    for number, line in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
-        if line.strip():
-            traffic.append(_parse_traffic(parse_line(line, file, number), line_location(file, number), model, number))
+    for number, text in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
+        if not text.strip():
+            continue
+        line = parse_line(text, file, number)
+        session = str(line.get("session", line.get("question_id", f"replayed-{number}")))
+        turns = [line["prompt"]] if isinstance(line.get("prompt"), str) else line.get("turns")
+        if isinstance(line.get("body"), dict) and str(line.get("path", "")).startswith("/"):
+            traffic.append(Traffic(session, line["path"], {"model": model, **line["body"]}))
+        elif isinstance(line.get("messages"), list):
+            fields = {key: value for key, value in line.items() if key not in _OWN_KEYS}
+            traffic.append(Traffic(session, _CHAT, {"model": model, **fields}))
+        elif isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+            body = {"model": model, "messages": [{"role": "user", "content": turns[0]}]}
+            traffic.append(Traffic(session, _CHAT, body, tuple(turns[1:])))
+        else:
+            keys = f"a line with the keys {', '.join(sorted(map(str, line)))}"
+            raise InvalidInput(line_location(file, number), found=keys, expected=_FORMS)
     if not traffic:
         raise InvalidInput(str(file), found="a file without requests", expected=_FORMS)
     return tuple(traffic)
-
-
-def _parse_traffic(line: Mapping[str, Any], location: str, model: str, number: int) -> Traffic:
-    session = str(line.get("session", line.get("question_id", f"replayed-{number}")))
-    rest = {key: value for key, value in line.items() if key not in ("session", "path", "body", "turns", "prompt")}
-    if isinstance(line.get("body"), dict) and str(line.get("path", "")).startswith("/"):
-        return Traffic(session, line["path"], {"model": model, **line["body"]})
-    if isinstance(line.get("messages"), list):
-        return Traffic(session, _CHAT, {"model": model, **rest})
-    turns = [line["prompt"]] if isinstance(line.get("prompt"), str) else line.get("turns")
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        body = {"model": model, "messages": [{"role": "user", "content": turns[0]}]}
-        return Traffic(session, _CHAT, body, tuple(turns[1:]))
-    raise InvalidInput(location, found=f"a line with the keys {', '.join(sorted(map(str, line)))}", expected=_FORMS)
 
 
 @dataclass(frozen=True)

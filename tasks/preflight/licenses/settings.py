@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from mergegate.merge_core.parsing import LocalPath
 
@@ -32,30 +32,31 @@ class Use(BaseModel):
 
 
 class LicenseSettings(BaseModel):
-    """Settings under `checks.license` of a profile. The defaults are the strictest: a company sells a public model.
-
-    Attributes:
-        accepted: License questions that a user has settled, by license identifier or by parent as the recipe names it.
-            Each value says who accepted it and why: `llama3.2: "alice: text-only model"`. An acceptance turns a review
-            into allowed, but never a block.
-        table: File whose entries override those of the shipped license table.
-    """
+    """Settings under `checks.license` of a profile. The defaults are the strictest: a company sells a public model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    purpose: Purpose = "commercial"
-    visibility: Visibility = "public"
-    commercial_entity: bool = True
-    accepted: dict[str, str] = {}
-    table: LocalPath | None = None
+    purpose: Purpose = Field(default="commercial", description="Purpose of the merged weights.")
+    visibility: Visibility = Field(
+        default="public", description="Whether anyone else receives the weights. A gated repository is public."
+    )
+    commercial_entity: bool = Field(default=True, description="Whether a company builds the merge.")
+    accepted: dict[str, str] = Field(
+        default={},
+        description="License reviews that a user has settled, by license identifier or by parent, each with who and "
+        "why: llama3.2: 'alice: text-only model'. A block cannot be accepted.",
+    )
+    table: LocalPath | None = Field(
+        default=None, description="File with entries that override those of the shipped license table."
+    )
 
     @field_validator("accepted")
     @classmethod
     def _check_accepted(cls, accepted: dict[str, str]) -> dict[str, str]:
         for key, value in accepted.items():
-            who, _, why = value.partition(":")
-            if not who.strip() or not why.strip():
-                raise ValueError(f"{key}: {value!r} must say who accepted it and why, as 'who: why'")
+            user, _, reason = value.partition(":")
+            if not user.strip() or not reason.strip():
+                raise ValueError(f"{key}: {value!r} does not name who accepted it and why. Write 'who: why'")
         return accepted
 
     def use(self, name: str) -> Use:

@@ -1,0 +1,246 @@
+"""Kernels that compute each element on its own, or with the divergence of its row.
+
+They are the counterparts of :mod:`merge_core.methods.adaptive`, :mod:`.agreement`, :mod:`.pairwise`, :mod:`.ram` and
+:mod:`.robust`. :func:`add_change` adds a change of any origin to stored numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mergegate.merge_core.methods.kernels.compilation import compiled, inner
+from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
+
+
+@compiled
+def moving_average(data: Any, rows: Any, length: int, keep: Any, share: Any, squared: bool, out: Any) -> None:
+    """Write ``keep`` times the third input, if there is one, plus ``share`` times the change or its square."""
+    base, change, before = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        widen(data, rows[1] + first, change[:m])
+        for j in range(m):
+            change[j] -= base[j]
+        if squared:
+            for j in range(m):
+                change[j] *= change[j]
+        for j in range(m):
+            change[j] *= share
+        if len(rows) > 2:
+            widen(data, rows[2] + first, before[:m])
+            for j in range(m):
+                change[j] = before[j] * keep + change[j]
+        narrow(change[:m], out, first)
+
+
+@compiled
+def adam(data: Any, rows: Any, length: int, rate: Any, tau: Any, out: Any) -> None:
+    """Write ``b + rate m / (sqrt(max(v, 0)) + tau)``."""
+    base, mean, squares = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    zero = np.float32(0.0)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        widen(data, rows[1] + first, mean[:m])
+        widen(data, rows[2] + first, squares[:m])
+        for j in range(m):
+            base[j] += mean[j] * rate / (np.sqrt(max(squares[j], zero)) + tau)
+        narrow(base[:m], out, first)
+
+
+@compiled
+def consensus(
+    data: Any, rows: Any, length: int, weights: Any, thresholds: Any, agreement: int, scale: Any, out: Any
+) -> None:
+    """Add ``scale`` times the sum of weighted task vectors to the base, where at least ``agreement`` models need it."""
+    count = len(rows) - 1
+    base, total, needed = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int32)
+    weighted = np.empty((count, TILE), np.float32)
+    zero = np.float32(0.0)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        for i in range(count):
+            vector, weight = weighted[i], weights[i]
+            widen(data, rows[i + 1] + first, vector[:m])
+            for j in range(m):
+                vector[j] = (vector[j] - base[j]) * weight
+            for j in range(m):
+                total[j] = vector[j] if i == 0 else total[j] + vector[j]
+        needed[:m] = 0
+        for i in range(count):
+            vector, threshold = weighted[i], thresholds[i]
+            for j in range(m):
+                needed[j] += 1 if abs(vector[j]) > abs(total[j] - vector[j]) * threshold else 0
+        for j in range(m):
+            total[j] = base[j] + (total[j] if needed[j] >= agreement else zero) * scale
+        narrow(total[:m], out, first)
+
+
+@compiled
+def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, out: Any) -> None:
+    """Write the base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
+    count = len(rows) - 1
+    base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
+    kept_count = np.float32(count - 2 * skipped)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        for i in range(count):
+            delta = deltas[i]
+            widen(data, rows[i + 1] + first, delta[:m])
+            for j in range(m):
+                delta[j] -= base[j]
+        # Bubble sort, by swapping neighboring tiles, until the outer ones are in place. Even if none is left out, the
+        # order is that of the values: sums run from low to high.
+        for end in range(count - 1, 0, -1):
+            for i in range(end):
+                low, high = deltas[i], deltas[i + 1]
+                for j in range(m):
+                    a, b = low[j], high[j]
+                    low[j], high[j] = min(a, b), max(a, b)
+        total = deltas[skipped]
+        for i in range(skipped + 1, count - skipped):
+            value = deltas[i]
+            for j in range(m):
+                total[j] += value[j]
+        for j in range(m):
+            total[j] = base[j] + total[j] / kept_count * scale
+        narrow(total[:m], out, first)
+
+
+@compiled
+def nearswap(data: Any, rows: Any, length: int, t: Any, nearest: Any, out: Any) -> None:
+    """Write ``w x + (1 - w) b`` with ``w = clip(t / max(|b - x|, nearest), 0, 1)``."""
+    base, model = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        widen(data, rows[1] + first, model[:m])
+        for j in range(m):
+            distance = abs(base[j] - model[j])
+            share = one / (distance if distance > nearest else nearest) * t
+            share = min(max(share, zero), one)
+            model[j] = share * model[j] + (one - share) * base[j]
+        narrow(model[:m], out, first)
+
+
+@compiled
+def importances(data: Any, rows: Any, length: int, grain: int, divergence: Any) -> Any:
+    """Return ``|x - b|`` times the divergence of the element's row: ``[1, elements]``.
+
+    Args:
+        data: Stored numbers.
+        rows: Start of the base and of the model in ``data``.
+        length: Elements per row.
+        grain: Elements per grain.
+        divergence: ``[rows]`` float32, for the rows of this block.
+    """
+    base, result = np.empty(TILE, np.float32), np.empty((1, length), np.float32)
+    for row in range(len(divergence)):
+        for first in range(row * grain, (row + 1) * grain, TILE):
+            m = min(TILE, (row + 1) * grain - first)
+            part = result[0, first : first + m]
+            widen(data, rows[0] + first, base[:m])
+            widen(data, rows[1] + first, part)
+            for j in range(m):
+                part[j] = abs(part[j] - base[j]) * divergence[row]
+    return result
+
+
+@compiled
+def fuse(data: Any, rows: Any, length: int, grain: int, divergence: Any, bound: Any, out: Any) -> None:
+    """Write the model's elements whose importance reaches ``bound``, and the base's elements elsewhere."""
+    base, model = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for row in range(len(divergence)):
+        for first in range(row * grain, (row + 1) * grain, TILE):
+            m = min(TILE, (row + 1) * grain - first)
+            widen(data, rows[0] + first, base[:m])
+            widen(data, rows[1] + first, model[:m])
+            for j in range(m):
+                model[j] = model[j] if abs(model[j] - base[j]) * divergence[row] >= bound else base[j]
+            narrow(model[:m], out, first)
+
+
+@compiled
+def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
+    """Count the elements that each model changed, together with others and alone: ``[2, models]``."""
+    count = len(rows) - 1
+    base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
+    result = np.zeros((2, count), np.int64)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        for i in range(count):
+            delta, shared, unique = deltas[i], np.uint32(0), np.uint32(0)
+            for j in range(m):
+                is_changed = abs(delta[j]) > epsilon
+                shared += np.uint32(is_changed & (number[j] > 1))
+                unique += np.uint32(is_changed & (number[j] == 1))
+            result[0, i] += shared
+            result[1, i] += unique
+    return result
+
+
+@compiled
+def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any) -> None:
+    """Write ``b + sum D_i [changed_i] (factor_i if only one model changed it else 1 / number)``."""
+    count = len(rows) - 1
+    base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
+    share, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        for j in range(m):
+            share[j] = one / np.float32(max(number[j], 1))
+        total[:m] = zero
+        for i in range(count):
+            delta, factor = deltas[i], factors[i]
+            for j in range(m):
+                value = delta[j] * (factor if number[j] == 1 else share[j])
+                total[j] += value if abs(delta[j]) > epsilon else zero
+        for j in range(m):
+            total[j] += base[j]
+        narrow(total[:m], out, first)
+
+
+@inner
+def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, deltas: Any, number: Any) -> None:
+    widen(data, rows[0] + first, base[:m])
+    number[:m] = 0
+    for i in range(len(deltas)):
+        delta = deltas[i]
+        widen(data, rows[i + 1] + first, delta[:m])
+        for j in range(m):
+            delta[j] -= base[j]
+        for j in range(m):
+            number[j] += np.int32(abs(delta[j]) > epsilon)
+
+
+@compiled
+def add_change(stored: Any, change: Any, round_change: bool) -> None:
+    """Store ``stored + change``, rounded once.
+
+    Args:
+        stored: ``[n]``, changed in place.
+        change: ``[n]``, float32.
+        round_change: Whether to round the change to the stored format first.
+    """
+    tile, addend = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    rounded = np.empty(TILE, stored.dtype)
+    for first in range(0, len(stored), TILE):
+        m = min(TILE, len(stored) - first)
+        sums, added = tile[:m], change[first : first + m]
+        widen(stored, first, sums)
+        if round_change:
+            narrow(added, rounded, 0)
+            added = addend[:m]
+            widen(rounded, 0, added)
+        for j in range(m):
+            sums[j] += added[j]
+        narrow(sums, stored, first)

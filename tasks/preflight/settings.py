@@ -1,0 +1,41 @@
+"""Define the profile settings that accept custom code and differences between tokenizers, by the names in findings::
+
+checks:
+  code:
+    accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]
+    trusted: [acme/model@0123456789abcdef0123456789abcdef01234567]
+  tokenizer: {accepted: [pre_tokenizer, chat_template]}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_AT_A_COMMIT = r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$"
+
+
+class CodeSettings(BaseModel):
+    """Code that may travel with a release."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accepted: tuple[str, ...] = Field(
+        default=(), description="Names of Python files and 'auto_map' classes that may be part of the release."
+    )
+    trusted: tuple[Annotated[str, Field(pattern=_AT_A_COMMIT)], ...] = Field(
+        default=(), description="Repositories whose code mergegate may run, each at a commit: org/name@<40 hex digits>."
+    )
+
+
+class TokenizerSettings(BaseModel):
+    """Accepted differences between tokenizers, after a review."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accepted: tuple[str, ...] = Field(
+        default=(),
+        description="Parts in which tokenizers may differ: merges, normalizer, pre_tokenizer, vocabulary, "
+        "chat_template, ... (the findings name them).",
+    )
