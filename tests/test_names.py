@@ -17,16 +17,26 @@ MODULES = {
 }
 
 _PRONOUNS = frozenset(
-    "here it its one ones other others own rest that them there these they this those what whatever where which whole who"
-    " whom whose without beside both each".split()
+    re.findall(
+        r"\w+",
+        """
+        beside both each here it its one ones other others own rest that them there these they this those what whatever
+        where which whole who whom whose without
+        """,
+    )
 )
 _IRREGULAR = frozenset(
-    "begun bound broken brought built caught chosen come cut done drawn driven due fallen found frozen given gone grown"
-    " heard held hidden kept known laid led left lent lost made meant met put read said seen sent set shown split spoken"
-    " spent taken thought told torn understood won worn written".split()
+    re.findall(
+        r"\w+",
+        """
+        begun bound broken brought built caught chosen come cut done drawn driven due fallen found frozen given gone
+        grown heard held hidden kept known laid led left lent lost made meant met put read said seen sent set shown
+        split spoken spent taken thought told torn understood won worn written
+        """,
+    )
 )
 # Words that end like a participle, and nouns that are spelled like one.
-_NOUNS = frozenset("seed speed need feed set split read".split())
+_NOUNS = frozenset(["seed", "speed", "need", "feed", "set", "split", "read"])
 
 PARAMETERS = {
     "expected": "every error has a location, the state that was found and the state that was expected",
