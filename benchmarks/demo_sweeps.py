@@ -60,7 +60,7 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
     documents = profile.sweep.documents.model_copy(update={"seed": seed})
     changed = profile.sweep.model_copy(update={"sampler": sampler, "seed": seed, "documents": documents})
     search = prepare_search(profile.model_copy(update={"sweep": changed}))
-    places = search.setting.digest(), study_key(search.space, search.settings)
+    places = search.setting.digest(), study_key(search.problem.space, search.problem.settings)
     began = time.perf_counter()
     with open_runner(profile.runner) as runner, open_ledger(*places) as ledger:
         workshop = TrialPool(search, runner, ledger, profile.runner.parallel_items)
@@ -84,7 +84,7 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
         told(verdict.held_out),
         f"**{told(verdict.gain)}** [{told(verdict.low)}, {told(verdict.high)}]",
         told(verdict.searched),
-        f"{100 * study.asked:.0f} %",
+        f"{100 * study.evaluated_share:.0f} %",
         f"{took:.0f} s",
     )
     return Swept(cells, verdict.confirmed and verdict.p_value < SURE)

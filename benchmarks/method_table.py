@@ -67,7 +67,7 @@ class Result(NamedTuple):
     entropy: float
 
 
-def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
+def fill_recipe(method: str, scale: float | None) -> dict[str, Any]:
     """Return the recipe of a method at a scale; None means that the method has no scale."""
     own, shared = USUAL[method]
     models: list[dict[str, Any]] = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]
@@ -103,8 +103,8 @@ def demo_setting(
     from mergegate.tasks.evaluation import DocumentSplits, Scoring, pin_data, pin_task
     from mergegate.tasks.merge import prepare_recipe
     from mergegate.tasks.sweep import TrialSetting
+    from mergegate.tasks.sweep.objective import MetricKey
     from mergegate.tasks.sweep.trial import TrialSet
-    from mergegate.tasks.sweep.trials import MetricKey
 
     hashes = HashMemo(place / "hashes.db")
     tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
@@ -122,7 +122,7 @@ def demo_setting(
     return TrialSetting(
         parents=parents,
         sets={"search": of("search"), "confirmation": of("confirmation")},
-        asked=tuple(asked),
+        metric_keys=tuple(asked),
         scoring=Scoring(dtype="float32"),
         measured={what: found for one in read for what, found in one.calibration_results().items()},
     )
@@ -130,14 +130,14 @@ def demo_setting(
 
 def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, list[float]]:
     """Score a merge on the documents of one set, and return each requested measure's means by skill."""
+    from mergegate.tasks.sweep.study import TrialRequest
     from mergegate.tasks.sweep.trial import score_trial
-    from mergegate.tasks.sweep.trials import TrialRequest
 
-    scores = score_trial(setting, TrialRequest(recipe, set=which))
+    scores = score_trial(setting, TrialRequest(recipe, which))
     assert not scores.problem, scores.problem
     found: dict[str, list[float]] = {}
-    for asked in setting.asked:  # skill by skill
-        found.setdefault(asked.measure, []).append(float(scores.sheet[asked].mean()))
+    for asked in setting.metric_keys:  # skill by skill
+        found.setdefault(asked.measure, []).append(float(scores.table[asked].mean()))
     return found
 
 
@@ -150,12 +150,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
         sizes = {"search": SEARCH, "confirmation": TEST}
         setting = demo_setting(
-            recipe_of("ties", 1.0), Path(name), sizes, measures, [recipe_of(one, 1.0) for one in READING]
+            fill_recipe("ties", 1.0), Path(name), sizes, measures, [fill_recipe(one, 1.0) for one in READING]
         )
 
         @cache
         def result(method: str, scale: float | None, which: str) -> Result:
-            exact, nats, entropy = means_of(setting, recipe_of(method, scale), which).values()
+            exact, nats, entropy = means_of(setting, fill_recipe(method, scale), which).values()
             return Result(tuple(100 * share for share in exact), sum(nats) / 3, sum(entropy) / 3)
 
         print("| method | as it is usually set | | best scale, by right answers | | scale by entropy alone | |")

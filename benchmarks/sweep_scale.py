@@ -77,14 +77,15 @@ def generations(sampler: str, dimensions: int, trials: int, population: int | No
     """Return how many candidates the product's search issues at a time, with the hand-written recipe first."""
     from mergegate.merge_core.files import RecordJournal
     from mergegate.tasks.sweep import (
+        HandWritten,
         Ledger,
         MetricKey,
+        SearchProblem,
         SweepSettings,
         TrialRequest,
         TrialScores,
-        hand_written_recipes,
+        make_objective,
         make_space,
-        objective_of,
         search,
     )
 
@@ -109,9 +110,10 @@ def generations(sampler: str, dimensions: int, trials: int, population: int | No
             yield number, TrialScores({MetricKey("task", "log_likelihood"): np.full(20, score)})
 
     space = make_space({"merge_method": "linear", "models": models}, settings, None, "scale.yaml")
-    objective = objective_of(settings, {"task": "task"})
+    objective = make_objective(settings, {"task": "task"})
     ledger = Ledger(RecordJournal(None), "")
-    search(space, settings, score_all, ledger, objective=objective, hand_written=hand_written_recipes(space, "by hand"))
+    by_hand = HandWritten("by hand", space.fill_recipe(space.start))
+    search(SearchProblem(space, settings, objective, (by_hand,)), score_all, ledger)
     return handed
 
 

@@ -27,16 +27,17 @@ from scipy.special import ndtri
 from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.sweep import (
     Confirmation,
+    HandWritten,
     Ledger,
     MetricKey,
+    SearchProblem,
     Study,
     SweepSettings,
     TrialRequest,
     TrialScores,
     confirm,
-    hand_written_recipes,
+    make_objective,
     make_space,
-    objective_of,
     reason_not_to_confirm,
     recipe_key,
     search,
@@ -110,8 +111,10 @@ class DrawnModels:
 
     def numbers(self, request: TrialRequest) -> Array:
         """Return one number per document of the set."""
-        n = self.documents[request.set]
-        own, common = (_number(text) for text in (recipe_key(request.recipe) + request.set, request.set))
+        n = self.documents[request.document_set]
+        own, common = (
+            _number(text) for text in (recipe_key(request.recipe) + request.document_set, request.document_set)
+        )
         shared, alone = (np.random.default_rng([part, self.seed]).standard_normal(n) for part in (common, own))
         latent = math.sqrt(self.kind.shared) * shared + math.sqrt(1 - self.kind.shared) * alone
         score = self.true_score(request.recipe)
@@ -127,7 +130,7 @@ class DrawnModels:
             seen, dropped = whole, False
             for look, share in enumerate(race.looks if race else ()):
                 seen = whole[: math.ceil(share * len(whole))]
-                if race is not None and race.is_hopeless({asked: seen}, look):
+                if race is not None and race.should_drop({asked: seen}, look):
                     dropped = True
                     break
             self.asked += len(seen)
@@ -152,15 +155,16 @@ def settings_of(kind: Kind, **more: Any) -> SweepSettings:
 
 def sweep(models: DrawnModels, settings: SweepSettings) -> Study:
     space = make_space(RECIPE, settings, None, "drawn.yaml")
-    objective, by_hand = objective_of(settings, {"task": "task"}), hand_written_recipes(space, "hand-written")
-    return search(space, settings, models, Ledger(RecordJournal(None), ""), objective=objective, hand_written=by_hand)
+    by_hand = HandWritten("hand-written", space.fill_recipe(space.start))
+    problem = SearchProblem(space, settings, make_objective(settings, {"task": "task"}), (by_hand,))
+    return search(problem, models, Ledger(RecordJournal(None), ""))
 
 
 def confirmed(models: DrawnModels, study: Study, on: str = "confirmation") -> Confirmation | None:
     """Return the test of the winner, or None if there was nothing to test."""
     if reason_not_to_confirm(study) or study.best is None:
         return None
-    asked = study.objective.asked[0]
+    asked = study.objective.metric_keys[0]
     found = [
         {asked: models.numbers(TrialRequest(study.recipes[one.number], on))}  # type: ignore[arg-type]  # a set by name
         for one in (study.best, study.reference)

@@ -122,12 +122,12 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
     from mergegate.tasks.evaluation import Scoring, pin_task
     from mergegate.tasks.sweep import network, trial
-    from mergegate.tasks.sweep.trials import MetricKey
+    from mergegate.tasks.sweep.objective import MetricKey
 
     def ask_here(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
         return function(*arguments, lambda done, total: None)
 
-    vars(trial)["ask_child"] = ask_here
+    vars(trial)["call_model_process"] = ask_here
     for module in (trial, network):
         vars(module)["time"] = SimpleNamespace(perf_counter=time.process_time)
     hashes = HashMemo(tasks / "hashes.db")
@@ -137,7 +137,7 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
     setting = trial.TrialSetting(
         parents=parents,
         sets={"search": trial.TrialSet(pinned)},
-        asked=tuple(MetricKey(name, "log_likelihood") for name in names),
+        metric_keys=tuple(MetricKey(name, "log_likelihood") for name in names),
         scoring=Scoring(),
         threads=threads,
     )

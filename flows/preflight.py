@@ -38,6 +38,7 @@ from mergegate.tasks.evaluation import (
     data_revisions,
     find_contaminated_documents,
     preview,
+    require_examples,
 )
 from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -486,7 +487,7 @@ def pin_profile_evidence(
         return evidence
     swept = pin_profile_sweep(searching, evidence, hashes)
     return evidence._replace(
-        tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
+        tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
     )
 
 
@@ -500,4 +501,7 @@ def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) ->
     guarded = {guard.task: guard.cluster_by for guard in (profile.evaluate.tasks if profile.evaluate else ())}
     text = evidence.documents and evidence.documents.model_copy(update={"only": None})
     data = profile.evaluate.data if profile.evaluate else None
-    return pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data, evidence.scoring.num_fewshot)
+    swept = pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data)
+    for task in swept.tasks:
+        require_examples(task, evidence.scoring.num_fewshot)
+    return swept

@@ -38,8 +38,8 @@ from mergegate.tasks.sweep import (
     Confirmation,
     PreparedSearch,
     Trial,
+    format_recipe,
     open_view,
-    recipe_text,
     relocate_recipe,
     study_key,
 )
@@ -87,8 +87,8 @@ def study_view(profile: Profile, search: PreparedSearch, location: str | None) -
     """Return a callback for each generation that records it in Optuna's study, if the study has a location."""
     if location is None:
         return lambda trials: None
-    name = f"{profile.name} {study_key(search.space, search.settings)[:8]}"
-    return open_view(location, name, search.space.coordinates, search.objective).record
+    name = f"{profile.name} {study_key(search.problem.space, search.problem.settings)[:8]}"
+    return open_view(location, name, search.problem.space.coordinates, search.problem.objective).record
 
 
 def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str) -> Path:
@@ -97,7 +97,7 @@ def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str)
     file = directory_of_winner / f"{name}-winner.yaml"
     write_state(
         file,
-        recipe_text(
+        format_recipe(
             relocate_recipe(winner, directory, directory_of_winner), f"Found by `mergegate sweep`. {why}"
         ).encode(),
     )

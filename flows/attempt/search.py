@@ -38,6 +38,7 @@ from mergegate.tasks.sweep import (
     HandWritten,
     NothingToConfirm,
     PreparedSearch,
+    SearchProblem,
     Study,
     Trial,
     TrialPool,
@@ -45,11 +46,9 @@ from mergegate.tasks.sweep import (
     count_layers,
     cumulative_shares,
     enumerate_recipes,
-    hand_written_recipes,
+    make_objective,
     make_space,
-    objective_of,
     open_ledger,
-    reference_parent,
     relocate_recipe,
     start_recipe,
     study_key,
@@ -67,7 +66,7 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
 
     Another process that searches the same candidates waits until this one is done.
     """
-    scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
+    scoring, same_search = search.setting.digest(), study_key(search.problem.space, search.problem.settings)
     with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
         yield TrialPool(search, runner, ledger, workers=profile.runner.parallel_items)
 
@@ -95,7 +94,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
     sweep_evidence = pin_profile_sweep(profile, ready.evidence, store().hashes)
-    objective = objective_of(settings, sweep_evidence.names)
+    objective = make_objective(settings, sweep_evidence.names)
     if by_distance := next(
         (candidate.recipe for candidate in candidates.searched if candidate.recipe.needs_distances), None
     ):
@@ -113,30 +112,32 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         for candidate in (*candidates.searched, *candidates.by_hand)
     ]
     space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.location)
-    by_hand = [
-        HandWritten(label, candidate.document or {}, recipe.directory)
-        for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
-    ]
+    hand_written = (
+        HandWritten(profile.name, space.fill_recipe(space.start), recipe.directory),
+        *(
+            HandWritten(label, candidate.document or {}, recipe.directory)
+            for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
+        ),
+    )
+    # Changes are measured from the base or, without a base, from the first parent.
+    base = next((parent.name for parent in parents if parent.is_base), parents[0].name)
     return PreparedSearch(
-        settings=settings,
+        problem=SearchProblem(space, settings, objective, hand_written),
         method=candidates.searched[0].recipe.summary(),
         directory=recipe.directory,
-        space=space,
-        objective=objective,
-        hand_written=hand_written_recipes(space, profile.name, recipe.directory, by_hand),
-        for_the_gate={task.name: task.documents or 0 for task in ready.evidence.tasks},
+        gate_documents={task.name: task.documents or 0 for task in ready.evidence.tasks},
         setting=TrialSetting(
             parents=parents,
             sets=trial_sets(
                 sweep_evidence, ready.evidence.windows or WindowSettings(), ready.evidence.scoring.time_limit
             ),
-            asked=objective.asked,
+            metric_keys=objective.metric_keys,
             scoring=ready.evidence.scoring,
             windows=ready.evidence.windows or WindowSettings(),
             device=runtime().device,
             merge_device=numerics(profile.merge).where,
             seed=profile.merge.seed,
-            base=reference_parent(parents) if settings.change_penalty else "",
+            base=base if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
             threads=max(1, usable_cores() // profile.runner.parallel_items),
             measured={source: digest for recipe in prepared for source, digest in recipe.calibration_results().items()},
@@ -201,7 +202,7 @@ def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], objec
     """Run the search as a stage with progress."""
     with report_stage("search", "") as stage:
         study = pool.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
-        stage.status, stage.summary = "made" if study.new else "cached", study.summary()
+        stage.status, stage.summary = "made" if study.new_count else "cached", study.summary()
     return study
 
 

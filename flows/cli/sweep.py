@@ -13,7 +13,7 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.stage import home
-from mergegate.tasks.sweep import count_layers, profile_of_evolve, serve_dashboard
+from mergegate.tasks.sweep import convert_evolve_file, count_layers, serve_dashboard
 
 PORT = 8080
 
@@ -31,10 +31,10 @@ def swept_profile(file: Path, console: Console) -> Path | Profile:
     if len(documents) != 1 or not isinstance(documents[0], Mapping) or "genome" not in documents[0]:
         return file
     content = documents[0]
-    converted = profile_of_evolve(content, file.stem, str(file), _layers(content, file.parent))
+    converted = convert_evolve_file(content, file.stem, str(file), _layers(content, file.parent))
     console.print(Text(f"{file}: taken from mergekit-evolve; without"), style="bold")
-    for lost in converted.not_carried:
-        console.print(Text(f"  {lost.setting}: {lost.why}", style="dim"))
+    for lost in converted.unsupported:
+        console.print(Text(f"  {lost.setting}: {lost.reason}", style="dim"))
     return parse_profile({"root": file.absolute().parent, **converted.profile}, str(file))
 
 

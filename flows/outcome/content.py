@@ -247,7 +247,7 @@ def sweep_report(
     shares: Mapping[str, float] = {}
     try:
         importances = parameter_importances(study)
-        shares, why_none = importances.shares, importances.why_none
+        shares, why_none = importances.shares, importances.reason
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
     return sweep_content(

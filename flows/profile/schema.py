@@ -167,7 +167,7 @@ class ProfileSettings(ProfileSection):
     def asked_tasks(self) -> tuple[str, ...]:
         """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
-        return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
+        return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """Return the formats, as written, in which models are loaded for evaluation on this machine."""

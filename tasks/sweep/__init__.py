@@ -7,25 +7,18 @@ candidate is confirmed.
 from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import ConfirmationPower
 from mergegate.tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
-from mergegate.tasks.sweep.evolve import profile_of_evolve
+from mergegate.tasks.sweep.evolve import convert_evolve_file
 from mergegate.tasks.sweep.ledger import Ledger, open_ledger, study_key
-from mergegate.tasks.sweep.objective import Term, objective_of
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, Term, make_objective
 from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
-from mergegate.tasks.sweep.race import cumulative_shares, doubling_shares
-from mergegate.tasks.sweep.recipes import (
-    count_layers,
-    enumerate_recipes,
-    recipe_text,
-    reference_parent,
-    relocate_recipe,
-)
-from mergegate.tasks.sweep.search import hand_written_recipes, search
+from mergegate.tasks.sweep.race import cumulative_shares
+from mergegate.tasks.sweep.recipes import format_recipe, relocate_recipe
+from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
-from mergegate.tasks.sweep.space import make_space, recipe_key, start_recipe
-from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study
+from mergegate.tasks.sweep.space import count_layers, enumerate_recipes, make_space, recipe_key, start_recipe
+from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting
 from mergegate.tasks.sweep.trial_pool import PreparedSearch, TrialPool
-from mergegate.tasks.sweep.trials import TEXT, MetricKey, Trial, TrialRequest, TrialScores
 
 __all__ = [
     "TEXT",
@@ -36,6 +29,7 @@ __all__ = [
     "MetricKey",
     "NothingToConfirm",
     "PreparedSearch",
+    "SearchProblem",
     "SearchProgress",
     "Study",
     "SweepEvidence",
@@ -47,22 +41,19 @@ __all__ = [
     "TrialScores",
     "TrialSetting",
     "confirm",
+    "convert_evolve_file",
     "count_layers",
     "cumulative_shares",
-    "doubling_shares",
     "enumerate_recipes",
-    "hand_written_recipes",
+    "format_recipe",
+    "make_objective",
     "make_space",
-    "objective_of",
     "open_ledger",
     "open_view",
     "parameter_importances",
     "pin_sweep",
-    "profile_of_evolve",
     "reason_not_to_confirm",
     "recipe_key",
-    "recipe_text",
-    "reference_parent",
     "relocate_recipe",
     "search",
     "serve_dashboard",

@@ -38,11 +38,10 @@ from mergegate.tasks.gate import (
     student_quantile,
 )
 from mergegate.tasks.stage import Section, Verdict
-from mergegate.tasks.sweep.objective import Objective, Term
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
-LEAST_P = 1e-6  # smallest p-value that is reported; no bound is known to hold farther out in the tail
+MIN_P_VALUE = 1e-6  # smallest p-value that is reported; no bound is known to hold farther out in the tail
 _NAME = "sweep"
 _TITLE = "Confirmation"
 
@@ -76,7 +75,7 @@ class Confirmation(BaseModel):
     gain: float  # weighted mean paired difference
     low: float  # interval, one-sided each way
     high: float
-    p_value: float  # one-sided; LEAST_P means that value or less
+    p_value: float  # one-sided; MIN_P_VALUE means that value or less
     confidence: float
     confirmed: bool
     held_out: float  # the winner's weighted mean on the confirmation documents
@@ -90,11 +89,6 @@ class Confirmation(BaseModel):
         return self.searched - self.held_out
 
     @property
-    def searched_gain(self) -> float:
-        """Gain over the reference on the documents of the search."""
-        return self.searched - self.searched_reference
-
-    @property
     def documents(self) -> int:
         """Number of confirmation documents of all tasks together."""
         return sum({term.task: term.documents for term in self.terms}.values())
@@ -103,7 +97,7 @@ class Confirmation(BaseModel):
         """Return ``trial 41: 0.0120 above ties on 1,200 held-out documents [0.0050, 0.0190], p = 0.002``."""
         side = "above" if self.gain > 0 else "below"
         low, high = (self.low, self.high) if self.gain > 0 else (-self.high, -self.low)
-        p = f"p < {LEAST_P:g}" if self.p_value <= LEAST_P else f"p = {self.p_value:.2g}"
+        p = f"p < {MIN_P_VALUE:g}" if self.p_value <= MIN_P_VALUE else f"p = {self.p_value:.2g}"
         return (
             f"trial {self.winner}: {abs(self.gain):.4f} {side} {self.reference_label or 'the hand-written recipe'} on "
             f"{self.documents:,} held-out documents [{low:.4f}, {high:.4f}], {p}"
@@ -112,7 +106,7 @@ class Confirmation(BaseModel):
     def as_verdict(self) -> Verdict:
         """Return the confirmation as a verdict."""
         summary = self.sentence()
-        reason = f"no candidate confirmed: {summary}, where {1 - self.confidence:.2g} was asked for"
+        reason = f"no candidate confirmed: {summary}, but at most {1 - self.confidence:.2g} is allowed"
         return Verdict(
             name=_NAME,
             outcome="pass" if self.confirmed else "fail",
@@ -123,8 +117,8 @@ class Confirmation(BaseModel):
                 title=_TITLE,
                 sentences=(
                     summary,
-                    f"The search has shown a gain of {self.searched_gain:.4f}: the winner looked "
-                    f"{self.optimism:.4f} better on the documents that chose it than on these.",
+                    f"On the search documents, the gain was {self.searched - self.searched_reference:.4f}. The winner "
+                    f"scored {self.optimism:.4f} better on the documents that selected it than on these.",
                 ),
                 columns=("task", "measure", "documents", "winner", "reference", "gain", "interval"),
                 rows=tuple(
@@ -180,20 +174,20 @@ def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
         return NothingToConfirm(why=f"none of {len(study.trials) - len(study.hand_written)} candidates has a score")
     if best.violation > reference.violation:
         return NothingToConfirm(
-            why=f"none keeps the constraints as well as {reference.label or 'the hand-written recipe'}"
+            why=f"every candidate violates the constraints more than {reference.label or 'the hand-written recipe'}"
         )
     total = study.objective.total
     if best.violation == reference.violation and total(best.scores) <= total(reference.scores):
         return NothingToConfirm(
-            why=f"none scored above {reference.label or 'the hand-written recipe'} on the documents of the search"
+            why=f"no candidate scored above {reference.label or 'the hand-written recipe'} on the search documents"
         )
     return None
 
 
 def confirm(
     study: Study,
-    winner: Sheet,
-    reference: Sheet,
+    winner: ScoresByMetric,
+    reference: ScoresByMetric,
     clusters: Mapping[MetricKey, Sequence[str]] | None = None,
 ) -> Confirmation:
     """Test the winner of a search against its reference on the confirmation documents.
@@ -208,39 +202,54 @@ def confirm(
         InvalidInput: Documents of a clustered term have no known cluster or too few clusters, or scores are missing.
     """
     if study.best is None:
-        raise ValueError("a study without a candidate has nothing to confirm")
+        raise ValueError("the study has no candidate to confirm")
     objective, confidence = study.objective, study.settings.confidence
-    by_key = {term.asked: _part(term, winner, reference, (clusters or {}).get(term.asked)) for term in objective.terms}
-    parts = list(by_key.values())
-    gain, low, high = together(parts, confidence)
-    search_sheets = study.sheets[study.best.number], study.sheets[study.reference.number]
+    parts, terms = [], []
+    for term in objective.terms:
+        labels = (clusters or {}).get(term.key) if term.cluster_by is not None else None
+        part = _make_part(term, winner, reference, labels)
+        parts.append(part)
+        interval = part.interval(confidence)
+        terms.append(
+            ConfirmedTerm(
+                task=term.key.task,
+                measure=term.key.metric or term.key.measure,
+                weight=term.weight,
+                documents=len(winner[term.key]),
+                clusters=None if labels is None else len(set(labels)),
+                winner=float(term.numbers(winner).mean()),
+                reference=float(term.numbers(reference).mean()),
+                gain=part.mean,
+                low=interval.low,
+                high=interval.high,
+            )
+        )
+    gain, low, high = combine_parts(parts, confidence)
+    search_tables = study.tables[study.best.number], study.tables[study.reference.number]
     return Confirmation(
         winner=study.best.number,
         reference=study.reference.number,
         reference_label=study.reference.label,
-        terms=tuple(
-            _term(term, by_key[term.asked].interval(confidence), winner, reference, (clusters or {}).get(term.asked))
-            for term in objective.terms
-        ),
+        terms=tuple(terms),
         gain=gain,
         low=low,
         high=high,
-        p_value=least_error(parts),
+        p_value=p_value(parts),
         confidence=confidence,
         confirmed=low > 0,
         held_out=weighted_mean(objective, winner),
         held_out_reference=weighted_mean(objective, reference),
-        searched=weighted_mean(objective, search_sheets[0]),
-        searched_reference=weighted_mean(objective, search_sheets[1]),
+        searched=weighted_mean(objective, search_tables[0]),
+        searched_reference=weighted_mean(objective, search_tables[1]),
     )
 
 
-def weighted_mean(objective: Objective, sheet: Sheet) -> float:
+def weighted_mean(objective: Objective, table: ScoresByMetric) -> float:
     """Return the weighted mean over the documents, without the penalty for the size of the change."""
-    return sum(term.weight * float(term.numbers(sheet).mean()) for term in objective.terms)
+    return sum(term.weight * float(term.numbers(table).mean()) for term in objective.terms)
 
 
-def together(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
+def combine_parts(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
     """Return the weighted sum of the parts with its confidence interval, as ``(gain, low, high)``.
 
     Tasks have different documents, so their distances from estimate to bound add in quadrature. Several measures of one
@@ -255,67 +264,65 @@ def together(parts: Sequence[_Part], confidence: float) -> tuple[float, float, f
     return gain, gain - math.hypot(*below.values()), gain + math.hypot(*above.values())
 
 
-def least_error(parts: Sequence[_Part]) -> float:
+def p_value(parts: Sequence[_Part]) -> float:
     """Return the p-value: the smallest error at which the lower bound is above zero.
 
-    The result is accurate to 3 % and lies between ``LEAST_P`` and 1.
+    The result is accurate to 3 % and lies between ``MIN_P_VALUE`` and 1.
     """
-    if together(parts, 0.5)[0] <= 0:
+    if combine_parts(parts, 0.5)[0] <= 0:
         return 1.0
-    least, most = math.log(LEAST_P), 0.0  # an error of 1 always suffices
-    if together(parts, 1 - LEAST_P)[1] > 0:
-        return LEAST_P
+    least, most = math.log(MIN_P_VALUE), 0.0  # an error of 1 always suffices
+    if combine_parts(parts, 1 - MIN_P_VALUE)[1] > 0:
+        return MIN_P_VALUE
     while most - least > 0.03:
         middle = (least + most) / 2
         error = math.exp(middle)
-        if error >= 0.5 or together(parts, 1 - error)[1] > 0:
+        if error >= 0.5 or combine_parts(parts, 1 - error)[1] > 0:
             most = middle
         else:
             least = middle
     return math.exp(most)
 
 
-def _part(term: Term, winner: Sheet, reference: Sheet, clusters: Sequence[str] | None) -> _Part:
+def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, clusters: Sequence[str] | None) -> _Part:
     ours, theirs = term.numbers(winner), term.numbers(reference)
     if len(ours) != len(theirs) or len(ours) < 2 or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise InvalidInput(
-            f"sweep: confirmation of {term.asked.task or 'the held-out text'}",
+            f"sweep: confirmation of {term.key.task or 'the held-out text'}",
             found=f"{int(np.isfinite(ours).sum())} and {int(np.isfinite(theirs).sum())} documents with a number",
-            expected=f"the same {max(len(ours), len(theirs), 2)} documents of both",
+            expected=f"numbers for the same {max(len(ours), len(theirs), 2)} documents from both recipes",
         )
     differences = ours - theirs
-    in_range, scale = _range(term, ours, theirs)
-    binary = bool(np.isin(ours, (0.0, 1.0)).all() and np.isin(theirs, (0.0, 1.0)).all())
+    # Scores with a range that is known in advance have a scale that maps differences to [-1, 1].
+    lowest, highest = min(ours.min(), theirs.min()), max(ours.max(), theirs.max())
+    if term.key.measure in ("exact", "probability"):
+        has_range, scale = True, 1.0
+    elif term.clip is not None and highest <= 0:
+        has_range, scale = True, term.clip
+    elif term.key.measure == "metric" and lowest >= 0 and highest <= 1:
+        has_range, scale = True, 1.0
+    else:
+        has_range, scale = False, max(1e-300, float(np.abs(differences).max()))
+    is_binary = bool(np.isin(ours, (0.0, 1.0)).all() and np.isin(theirs, (0.0, 1.0)).all())
     if term.cluster_by is not None:
-        check_clusters(clusters or (), term.cluster_by, term.asked.task)
+        check_clusters(clusters or (), term.cluster_by, term.key.task)
 
     def interval(confidence: float) -> Difference:
         # The gate tests for losses. This test looks for gains, so the differences have the opposite sign.
-        if binary:
+        if is_binary:
             difference = binary_difference(
                 int((differences > 0).sum()), int((differences < 0).sum()), len(differences), confidence
             )
-        elif in_range:
+        elif has_range:
             difference = graded_difference(np.clip(differences / scale, -1.0, 1.0), confidence)
         else:
             difference = student_difference(differences / scale, confidence)
-        if term.cluster_by is not None and clusters is not None:
+        if clusters is not None:
             difference = clustered_difference((differences / scale).tolist(), clusters, difference, confidence)
         mean, low, high = (scale * value for value in difference[:3])
         return Difference(mean, low, high, scale**2 * difference.variance)
 
-    return _Part(term.asked.task, term.weight, float(differences.mean()), interval)
-
-
-def _range(term: Term, ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[bool, float]:
-    """Return whether the scores have a range known in advance, and the scale that maps differences to [-1, 1]."""
-    if term.asked.measure in ("exact", "probability"):
-        return True, 1.0
-    if term.clip is not None and max(ours.max(), theirs.max()) <= 0:
-        return True, term.clip
-    if term.asked.measure == "metric" and min(ours.min(), theirs.min()) >= 0 and max(ours.max(), theirs.max()) <= 1:
-        return True, 1.0
-    return False, max(1e-300, float(np.abs(ours - theirs).max()))
+    return _Part(term.key.task, term.weight, float(differences.mean()), interval)
 
 
 def student_difference(differences: NDArray[np.float64], confidence: float) -> Difference:
@@ -327,20 +334,3 @@ def student_difference(differences: NDArray[np.float64], confidence: float) -> D
     variance = float(differences.var(ddof=1))
     half = student_quantile(confidence, n - 1) * math.sqrt(variance / n)
     return Difference(mean, mean - half, mean + half, variance)
-
-
-def _term(
-    term: Term, difference: Difference, winner: Sheet, reference: Sheet, clusters: Sequence[str] | None
-) -> ConfirmedTerm:
-    return ConfirmedTerm(
-        task=term.asked.task,
-        measure=term.asked.metric or term.asked.measure,
-        weight=term.weight,
-        documents=len(winner[term.asked]),
-        clusters=len(set(clusters)) if clusters is not None and term.cluster_by is not None else None,
-        winner=float(term.numbers(winner).mean()),
-        reference=float(term.numbers(reference).mean()),
-        gain=float((term.numbers(winner) - term.numbers(reference)).mean()),
-        low=difference.low,
-        high=difference.high,
-    )

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.gate import POWER, normal_quantile
-from mergegate.tasks.sweep.objective import Objective
-from mergegate.tasks.sweep.trials import MetricKey, Sheet
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
 
 CORRELATION = 0.6  # between two recipes of one family, over the same documents
-_POINTS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains in the forecast if scores are shares
-_TIMES = (0.25, 0.5, 1.0, 2.0)  # for other scores: multiples of the gain that is detected 4 times in 5
+_SHARE_GAINS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains in the forecast if scores are shares
+_GAIN_MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # for other scores: multiples of the gain that is detected 4 times in 5
 
 
 class GainChance(BaseModel):
@@ -56,7 +55,7 @@ class ConfirmationPower(BaseModel):
         Example: ``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5 (of 1.0 points in 31 %, ...)``.
         """
         chances = ", ".join(f"of {self._format(item.gain)} in {100 * item.chance:.0f} %" for item in self.chances)
-        assumption = f"winner and hand-written recipe correlate by {self.correlation:g} over documents"
+        assumption = f"the scores of winner and hand-written recipe have a correlation of {self.correlation:g}"
         return f"{self.brief()} ({chances}), if {assumption}"
 
     def _format(self, gain: float) -> str:
@@ -65,7 +64,7 @@ class ConfirmationPower(BaseModel):
 
 def confirmation_power(
     objective: Objective,
-    sheets: Sequence[Sheet],
+    tables: Sequence[ScoresByMetric],
     documents: Mapping[MetricKey, int],
     confidence: float,
     correlation: float = CORRELATION,
@@ -73,19 +72,19 @@ def confirmation_power(
     """Return the forecast for a confirmation with the given number of documents.
 
     Args:
-        sheets: Scores of the hand-written recipes on the documents of the search. At least one.
+        tables: Scores of the hand-written recipes on the documents of the search. At least one.
         documents: Number of confirmation documents of each (task, measure).
         confidence: One-sided confidence level of the test.
         correlation: Correlation of winner and reference over documents, in [0, 1).
     """
     squared = 0.0
     for term in objective.terms:
-        spreads = [difference_variance(term.numbers(sheet), correlation) for sheet in sheets]
-        squared += term.weight**2 * sum(spreads) / len(spreads) / documents[term.asked]
+        spreads = [difference_variance(term.numbers(table), correlation) for table in tables]
+        squared += term.weight**2 * sum(spreads) / len(spreads) / documents[term.key]
     error, normal_bound = max(math.sqrt(squared), 1e-12), normal_quantile(confidence)
     detectable = (normal_bound + normal_quantile(POWER)) * error
-    in_points = all(term.asked.measure in ("exact", "probability") for term in objective.terms)
-    gains = _POINTS if in_points else tuple(times * detectable for times in _TIMES)
+    in_points = all(term.key.measure in ("exact", "probability") for term in objective.terms)
+    gains = _SHARE_GAINS if in_points else tuple(multiple * detectable for multiple in _GAIN_MULTIPLES)
     return ConfirmationPower(
         documents=sum({key.task: documents[key] for key in objective.weights}.values()),
         detectable=detectable,

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks
 from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.study import SearchedSet
 from mergegate.tasks.sweep.trial import TrialSet
-from mergegate.tasks.sweep.trials import AskedSet
 
 
 class SweepEvidence(NamedTuple):
@@ -21,37 +21,39 @@ class SweepEvidence(NamedTuple):
     Args:
         names: Name of each task in lm-eval, by its name in the profile.
         tasks: Tasks with all of their documents. Each task occurs once.
-        divisions: Division of each task's documents into sets, by name of the task in lm-eval.
+        splits: Split of each task's documents into sets, by name of the task in lm-eval.
         text: Held-out text. It is None if the objective does not use it.
-        text_division: Division of the held-out text's documents into sets.
+        text_splits: Split of the held-out text's documents into sets.
     """
 
     names: Mapping[str, str]
     tasks: tuple[EvalTask, ...]
-    divisions: Mapping[str, DocumentSplits]
+    splits: Mapping[str, DocumentSplits]
     text: HeldOutText | None
-    text_division: DocumentSplits
+    text_splits: DocumentSplits
 
-    def tasks_of(self, name: SetName) -> tuple[EvalTask, ...]:
+    def select_tasks(self, name: SetName) -> tuple[EvalTask, ...]:
         """Return the tasks restricted to the documents of one set, without reading their data."""
-        return tuple(self._only(task, name) for task in self.tasks)
+        return tuple(self._restrict(task, name) for task in self.tasks)
 
-    def text_of(self, name: SetName) -> HeldOutText | None:
+    def select_text(self, name: SetName) -> HeldOutText | None:
         """Return the held-out text restricted to the documents of one set."""
-        return self.text and self.text.model_copy(update={"only": self.text_division.of(name)})
+        return self.text and self.text.model_copy(update={"only": self.text_splits.of(name)})
 
-    def left_for_the_gate(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
+    def gate_tasks(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
         """Return ``tasks`` without the documents that the sweep uses."""
         searched = {task.name: task.digest for task in self.tasks}
         return tuple(
-            self._only(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
+            self._restrict(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
         )
 
-    def _only(self, task: EvalTask, name: SetName) -> EvalTask:
-        return task.model_copy(update={"only": self.divisions[task.in_lm_eval].of(name), "data_digest": None})
+    def _restrict(self, task: EvalTask, name: SetName) -> EvalTask:
+        return task.model_copy(update={"only": self.splits[task.in_lm_eval].of(name), "data_digest": None})
 
 
-def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
+def trial_sets(
+    evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None
+) -> dict[SearchedSet, TrialSet]:
     """Return the documents on which the sweep scores models, for the search and for the confirmation.
 
     Each task is pinned to its current data.
@@ -68,12 +70,12 @@ def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: flo
         InvalidInput: See ``pin_data``.
         Refused: See ``pin_data``.
     """
-    names: tuple[AskedSet, ...] = ("search", "confirmation")
-    sets: dict[AskedSet, TrialSet] = {}
+    names: tuple[SearchedSet, ...] = ("search", "confirmation")
+    sets: dict[SearchedSet, TrialSet] = {}
     for name in names:
-        text = evidence.text_of(name)
+        text = evidence.select_text(name)
         sets[name] = TrialSet(
-            tasks=tuple(pin_data(task, time_limit) for task in evidence.tasks_of(name)),
+            tasks=tuple(pin_data(task, time_limit) for task in evidence.select_tasks(name)),
             text=text,
             text_documents=len(read_texts(text, windows.documents)) if text else 0,
         )
@@ -87,7 +89,6 @@ def pin_sweep(
     root: Path,
     hashes: HashMemo,
     data: Path | None = None,
-    num_fewshot: int | None = None,
 ) -> SweepEvidence:
     """Pin all tasks of the objective and the constraints by content.
 
@@ -96,7 +97,6 @@ def pin_sweep(
         guarded: Cluster field that the gate uses for each task, by the task's name in the profile.
         root: Directory that relative paths are relative to.
         data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
-        num_fewshot: Number of few-shot examples in the profile. None: the task's own setting.
 
     Raises:
         InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share one name; two
@@ -112,7 +112,7 @@ def pin_sweep(
             raise InvalidInput(
                 f"sweep.objective[{index}].cluster_by",
                 found=f"{term.cluster_by!r}, and {previous!r} elsewhere for the same task",
-                expected="one field for all that is asked of a task",
+                expected="the same field for all uses of a task",
             )
         cluster_fields[term.task] = term.cluster_by or previous
     for constraint in settings.constraints:
@@ -121,29 +121,28 @@ def pin_sweep(
     if searches_text and text is None:
         raise InvalidInput(
             "sweep.objective",
-            found="a term without a task, and no 'perplexity'",
+            found="a term without a task, but no 'perplexity' section",
             expected="a task, or perplexity.documents as held-out text",
         )
 
-    def splits(field: str | None) -> DocumentSplits:
+    def make_splits(field: str | None) -> DocumentSplits:
         sizes = settings.documents
         return DocumentSplits(search=sizes.search, confirmation=sizes.confirmation, seed=sizes.seed, together=field)
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
-        require_examples(task, num_fewshot)
+    for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
-                f"sweep: {written}",
-                found=f"calls itself {task.name!r}, as does another task of this sweep",
-                expected="a name of its own under 'task'",
+                f"sweep: {reference}",
+                found=f"the name {task.name!r}, which another task of this sweep has too",
+                expected="a different name under 'task'",
             )
-        names[written] = task.name
+        names[reference] = task.name
     return SweepEvidence(
         names=names,
         tasks=tuple(tasks.values()),
-        divisions={names[written]: splits(field) for written, field in cluster_fields.items()},
+        splits={names[reference]: make_splits(field) for reference, field in cluster_fields.items()},
         text=text if searches_text else None,
-        text_division=splits(None),
+        text_splits=make_splits(None),
     )

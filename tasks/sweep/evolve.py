@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import Method, merge_methods
 
-_TOP = (
+_TOP_KEYS = (
     "genome",
     "tasks",
     "limit",
@@ -28,7 +28,7 @@ _TOP = (
     "apply_chat_template",
     "fewshot_as_multiturn",
 )
-_GENOME = (
+_GENOME_KEYS = (
     "models",
     "merge_method",
     "base_model",
@@ -39,64 +39,92 @@ _GENOME = (
     "filters",
     "smooth",
 )
-_TASK = ("name", "weight", "metric")
+_TASK_KEYS = ("name", "weight", "metric")
 # Method parameters that a genome sets: one per model, or the position between two models.
-_WEIGHT, _BETWEEN = "weight", "t"
-_LEAST_SEARCH = 10  # smallest number of documents of a search set
-_CONFIRMED_ON = 2  # documents of the confirmation, as a multiple of those of the search
-_METRIC = "acc,none"  # mergekit-evolve's default for tasks without a metric
+_WEIGHT, _POSITION = "weight", "t"
+_MIN_SEARCH_DOCUMENTS = 10  # smallest number of documents of a search set
+_CONFIRMATION_FACTOR = 2  # documents of the confirmation, as a multiple of those of the search
+_DEFAULT_METRIC = "acc,none"  # mergekit-evolve's default for tasks without a metric
 
 
 class UnsupportedSetting(NamedTuple):
     """A setting that has no counterpart, and the reason."""
 
     setting: str
-    why: str
+    reason: str
 
 
 class ConvertedProfile(NamedTuple):
     """A profile in YAML form, and the settings of the source file that it does not include."""
 
     profile: dict[str, Any]
-    not_carried: tuple[UnsupportedSetting, ...]
+    unsupported: tuple[UnsupportedSetting, ...]
 
 
-def profile_of_evolve(content: Mapping[str, Any], name: str, where: str, layers: int | None = None) -> ConvertedProfile:
+def convert_evolve_file(
+    content: Mapping[str, Any], name: str, file_name: str, layers: int | None = None
+) -> ConvertedProfile:
     """Return the profile that corresponds to the ``content`` of a mergekit-evolve file.
 
     Args:
         content: Parsed YAML of the file.
         name: Name of the profile.
-        where: Name of the file in error messages.
+        file_name: Name of the file in error messages.
         layers: Number of layers of the models. None: unknown, so one value is searched for all layers.
 
     Raises:
         InvalidInput: A key is unknown to both programs, or a required setting is missing.
     """
-    _check_keys(content, _TOP, where)
-    genome = _mapping(content.get("genome"), f"{where}: genome")
-    _check_keys(genome, _GENOME, f"{where}: genome")
-    models, method = _models(genome, where), _method(genome, where)
-    not_carried = list(_without_counterpart(content, genome, where))
-    shape, unsupported = _layers_and_filters(genome, layers)
-    recipe, parameters = _recipe(genome, models, method, shape)
-    tasks = _tasks(content, where)
+    _check_keys(content, _TOP_KEYS, file_name)
+    genome = _mapping(content.get("genome"), f"{file_name}: genome")
+    _check_keys(genome, _GENOME_KEYS, f"{file_name}: genome")
+    models = genome.get("models")
+    if not isinstance(models, list) or not models or not all(isinstance(model, str) and model for model in models):
+        raise InvalidInput(f"{file_name}: genome.models", found=f"{models!r:.60}", expected="a list of model names")
+    method = _method(genome, file_name)
+    unsupported = [
+        UnsupportedSetting(setting, reason)
+        for setting, value, reason in (
+            ("genome.smooth", genome.get("smooth"), "all layers of a group have the same value"),
+            ("random_init", content.get("random_init"), "a search starts at the hand-written recipe"),
+            (
+                "shuffle",
+                content.get("shuffle"),
+                "a hash of their content selects the search documents (sweep.documents.seed)",
+            ),
+            ("fewshot_as_multiturn", content.get("fewshot_as_multiturn"), "all few-shot examples are in one turn"),
+        )
+        if value
+    ]
+    # Every parameter has these layers and filters.
+    shape: dict[str, Any] = {"filters": list(genome["filters"])} if genome.get("filters") else {}
+    if genome.get("layer_granularity") is not None and int(genome["layer_granularity"]) > 0:
+        granularity = int(genome["layer_granularity"])
+        setting = f"genome.layer_granularity: {genome['layer_granularity']}"
+        if layers is None:
+            reason = "the number of layers is unknown: add 'layers' (number of layer groups) to the parameters"
+            unsupported.append(UnsupportedSetting(setting, reason))
+        elif (groups := math.ceil(layers / granularity)) > 1:
+            shape = {"layers": groups, **shape}
+            if layers % granularity:
+                reason = f"{layers} layers are not divisible by it: they become {groups} groups of nearly equal size"
+                unsupported.append(UnsupportedSetting(setting, reason))
+    recipe, parameters = _recipe(genome, list(dict.fromkeys(models)), method, shape)
+    tasks = _tasks(content, file_name)
     weighted = [task for task in tasks if float(task.get("weight", 1.0)) > 0]
-    not_carried += unsupported
     for task in tasks:
         if task not in weighted:
-            why = "a weight is above zero: a task that must not fall is a constraint (sweep.constraints)"
-            not_carried.append(UnsupportedSetting(f"tasks: {task['name']}: weight {task['weight']}", why))
+            reason = "a weight must be above zero. Use sweep.constraints for a task whose score must not fall"
+            unsupported.append(UnsupportedSetting(f"tasks: {task['name']}: weight {task['weight']}", reason))
     if not weighted:
-        raise InvalidInput(f"{where}: tasks", found="no task with a weight above zero", expected="at least one")
+        raise InvalidInput(f"{file_name}: tasks", found="no task with a weight above zero", expected="at least one")
     if recipe.get("base_model") is None and genome.get("base_model") is not None:
-        not_carried.append(
-            UnsupportedSetting("genome.base_model", f"{method.name} has no base; it is a guard's reference only")
-        )
-    return ConvertedProfile(_profile(content, name, recipe, parameters, weighted, where), tuple(not_carried))
+        reason = f"{method.name} has no base. The base can only be the reference of a guard"
+        unsupported.append(UnsupportedSetting("genome.base_model", reason))
+    return ConvertedProfile(_make_profile(content, name, recipe, parameters, weighted, file_name), tuple(unsupported))
 
 
-def _profile(
+def _make_profile(
     content: Mapping[str, Any],
     name: str,
     recipe: dict[str, Any],
@@ -104,7 +132,7 @@ def _profile(
     tasks: Sequence[Mapping[str, Any]],
     location: str,
 ) -> dict[str, Any]:
-    metrics = [str(task.get("metric") or _METRIC) for task in tasks]
+    metrics = [str(task.get("metric") or _DEFAULT_METRIC) for task in tasks]
     sweep: dict[str, Any] = {
         "parameters": parameters,
         "objective": [
@@ -113,8 +141,8 @@ def _profile(
         ],
     }
     if content.get("limit") is not None:
-        documents = max(_LEAST_SEARCH, int(_number(content["limit"], f"{location}: limit")))
-        sweep["documents"] = {"search": documents, "confirmation": max(20, _CONFIRMED_ON * documents)}
+        documents = max(_MIN_SEARCH_DOCUMENTS, int(_number(content["limit"], f"{location}: limit")))
+        sweep["documents"] = {"search": documents, "confirmation": max(20, _CONFIRMATION_FACTOR * documents)}
     evaluate: dict[str, Any] = {
         "tasks": [
             {"task": task["name"], "guarded_by": "best parent", "metric": metric}
@@ -140,8 +168,8 @@ def _recipe(
     parameters: dict[str, Any] = {}
     if method.parameter(_WEIGHT) is None:
         first = str(base) if base is not None else models[0]
-        others = [model for model in models if model != first]
-        recipe |= {"base_model": first, "models": [{"model": model} for model in (first, *others)]}
+        ordered = [first, *(model for model in models if model != first)]
+        recipe |= {"base_model": first, "models": [{"model": model} for model in ordered]}
         recipe["parameters"] = {"t": "$t"}
         parameters["t"] = {"low": 0.0, "high": 1.0, "start": 0.5, **shape}
         return recipe, parameters
@@ -168,56 +196,10 @@ def _recipe(
     return recipe, parameters
 
 
-def _layers_and_filters(
-    genome: Mapping[str, Any], layers: int | None
-) -> tuple[dict[str, Any], list[UnsupportedSetting]]:
-    """Return the ``layers`` and ``filters`` of every parameter, and the settings that they cannot express."""
-    shape: dict[str, Any] = {}
-    unsupported = []
-    granularity = genome.get("layer_granularity")
-    if granularity is not None and int(granularity) > 0:
-        if layers is None:
-            why = "the number of layers is not known here: add 'layers' (groups of layers) to the parameters"
-            unsupported.append(UnsupportedSetting(f"genome.layer_granularity: {granularity}", why))
-        elif (groups := math.ceil(layers / int(granularity))) > 1:
-            shape["layers"] = groups
-            if layers % int(granularity):
-                why = f"{layers} layers are not divisible by it: they become {groups} groups of nearly one size"
-                unsupported.append(UnsupportedSetting(f"genome.layer_granularity: {granularity}", why))
-    if genome.get("filters"):
-        shape["filters"] = list(genome["filters"])
-    return shape, unsupported
-
-
-def _without_counterpart(
-    content: Mapping[str, Any], genome: Mapping[str, Any], location: str
-) -> list[UnsupportedSetting]:
-    unsupported = []
-    if genome.get("smooth"):
-        unsupported.append(
-            UnsupportedSetting("genome.smooth", "layers of a group have one value; nothing runs between groups")
-        )
-    if content.get("random_init"):
-        unsupported.append(UnsupportedSetting("random_init", "a search starts at the hand-written recipe"))
-    if content.get("shuffle"):
-        why = "documents of the search are drawn by a hash of their content (sweep.documents.seed)"
-        unsupported.append(UnsupportedSetting("shuffle", why))
-    if content.get("fewshot_as_multiturn"):
-        unsupported.append(UnsupportedSetting("fewshot_as_multiturn", "few-shot examples stand in one turn"))
-    return unsupported
-
-
-def _models(genome: Mapping[str, Any], location: str) -> list[str]:
-    models = genome.get("models")
-    if not isinstance(models, list) or not models or not all(isinstance(name, str) and name for name in models):
-        raise InvalidInput(f"{location}: genome.models", found=f"{models!r:.60}", expected="names of models")
-    return list(dict.fromkeys(models))
-
-
 def _method(genome: Mapping[str, Any], location: str) -> Method:
     all_methods = merge_methods()
     supported = {
-        name: item for name, item in all_methods.items() if item.parameter(_WEIGHT) or item.parameter(_BETWEEN)
+        name: item for name, item in all_methods.items() if item.parameter(_WEIGHT) or item.parameter(_POSITION)
     }
     method = supported.get(str(genome.get("merge_method")))
     if method is None:
@@ -229,7 +211,7 @@ def _method(genome: Mapping[str, Any], location: str) -> Method:
         )
     if _works_over_base(method) and genome.get("base_model") is None:
         raise InvalidInput(
-            f"{location}: genome.base_model", found="nothing", expected=f"{method.name} works on differences to a base"
+            f"{location}: genome.base_model", found="nothing", expected=f"a base model, which {method.name} requires"
         )
     return method
 
@@ -243,11 +225,11 @@ def _tasks(content: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]
     tasks = content.get("tasks")
     if not isinstance(tasks, list) or not tasks:
         raise InvalidInput(
-            f"{location}: tasks", found=f"{tasks!r:.60}", expected="tasks with 'name', 'weight', 'metric'"
+            f"{location}: tasks", found=f"{tasks!r:.60}", expected="a list of tasks with 'name', 'weight', 'metric'"
         )
     for index, task in enumerate(tasks):
         task_location = f"{location}: tasks[{index}]"
-        _check_keys(_mapping(task, task_location), _TASK, task_location)
+        _check_keys(_mapping(task, task_location), _TASK_KEYS, task_location)
         if not isinstance(task.get("name"), str):
             raise InvalidInput(f"{task_location}.name", found=f"{task.get('name')!r}", expected="the name of a task")
         _number(task.get("weight", 1.0), f"{task_location}.weight")

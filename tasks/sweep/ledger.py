@@ -1,4 +1,4 @@
-"""Record every scored trial on disk, so that a killed sweep can be replayed.
+"""Score each candidate once, and record it on disk, so that a killed sweep can be replayed.
 
 All trials that are scored under the same conditions (parents, documents, scoring) share one file. A record is
 identified by its recipe, document set and race, so a sweep with another budget, seed or sampler reuses existing scores.
@@ -6,6 +6,10 @@ The file is a journal of :mod:`merge_core.files`: after ``kill -9`` all appended
 cut off.
 
 One sweep at a time owns the file. A second sweep waits for it, and then finds all records of the first.
+
+A merge that is refused or that computes NaN is a result: the candidate has no score, and would have none tomorrow. If a
+worker dies or exceeds its time limit, that says nothing about its candidate. The candidate is scored once more, and it
+has no score only if the second try also fails. A full disk or a changed input ends the sweep, which resumes from there.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ from __future__ import annotations
 import base64
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
 from mergegate.merge_core.files import (
     JournalPlace,
     RecordJournal,
@@ -30,11 +35,13 @@ from mergegate.merge_core.files import (
 )
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import digest
+from mergegate.tasks.sweep.objective import MetricKey
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space
-from mergegate.tasks.sweep.trials import MetricKey, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import TrialRequest, TrialScores
 
-_NAME = 32  # number of hex digits of the key in the name of its directory
+ScoreAll = Callable[[Sequence[TrialRequest]], Iterator[tuple[int, TrialScores | Exception]]]
+_NAME_DIGITS = 32  # number of hex digits of the key in the name of its directory
 
 
 class Ledger:
@@ -48,25 +55,43 @@ class Ledger:
 
     def __init__(self, journal: RecordJournal, study: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._journal, self._study, self._clock, self._opened = journal, study, clock, clock()
-        self._known: dict[str, TrialScores] = {}
+        self._scores: dict[str, TrialScores] = {}
         self._used = 0.0
         for record in journal.records:
             if "scored" in record:
-                self._known[record["scored"]] = _scores_of(record)
+                self._scores[record["scored"]] = _read_scores(record)
             if record["study"] == study:
                 self._used = max(self._used, record["used"])
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._scores)
 
     def find(self, key: str) -> TrialScores | None:
         """Return the scores stored under ``key``, or None."""
-        return self._known.get(key)
+        return self._scores.get(key)
 
     def add(self, key: str, scores: TrialScores) -> None:
-        """Store the scores of a trial."""
-        self._known[key] = scores
-        self._journal.append({"scored": key, **_record_of(scores), **self._time()})
+        """Store the scores of a trial.
+
+        The numbers of documents are stored as bytes: exact, including NaN, and fast to read.
+        """
+        packed = [
+            [*metric_key, base64.b64encode(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).decode()]
+            for metric_key, numbers in scores.table.items()
+        ]
+        self._scores[key] = scores
+        self._journal.append(
+            {
+                "scored": key,
+                "sheet": packed,
+                "dropped": scores.dropped,
+                "change": scores.change,
+                "seconds": dict(scores.seconds or {}),
+                "problem": scores.problem,
+                "study": self._study,
+                "used": self.used,
+            }
+        )
 
     @property
     def used(self) -> float:
@@ -75,15 +100,12 @@ class Ledger:
 
     def note_time(self) -> None:
         """Record the time used so far, for time that no trial accounts for."""
-        self._journal.append(self._time())
-
-    def _time(self) -> dict[str, Any]:
-        return {"study": self._study, "used": self.used}
+        self._journal.append({"study": self._study, "used": self.used})
 
 
 @contextmanager
 def open_ledger(
-    scoring: str, study: str, on_wait: Callable[[], None] = lambda: None, place: Path | None = None
+    scoring: str, study: str, on_wait: Callable[[], None] = lambda: None, root: Path | None = None
 ) -> Iterator[Ledger]:
     """Open the ledger of all trials with the same scoring conditions, exclusively for this process.
 
@@ -91,12 +113,12 @@ def open_ledger(
         scoring: Digest of everything that determines a score except recipe, set and race. 64 hex digits.
         study: Key of the study, from :func:`study_key`.
         on_wait: Callback, called once if another sweep holds the ledger.
-        place: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
+        root: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
         DiskUnavailable: The state directory cannot be created.
     """
-    directory = (place or home() / "sweeps") / scoring[:_NAME]
+    directory = (root or home() / "sweeps") / scoring[:_NAME_DIGITS]
     with disk_errors_refused(directory):
         state_directory(directory)
     with (
@@ -123,7 +145,67 @@ def request_key(request: TrialRequest, directory: Path | None = None) -> str:
     """
     relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
-    return digest({"recipe": request.recipe, "from": relative_path, "set": request.set, "race": race})
+    return digest({"recipe": request.recipe, "from": relative_path, "set": request.document_set, "race": race})
+
+
+def score_once(
+    requests: Sequence[TrialRequest],
+    score_all: ScoreAll,
+    ledger: Ledger,
+    *,
+    directory: Path | None = None,
+    on_scored: Callable[[TrialScores], None] = lambda scores: None,
+) -> tuple[TrialScores, ...]:
+    """Return the scores of each candidate in the order of ``requests``, scoring each candidate at most once, ever.
+
+    Args:
+        score_all: Yields results in any order, each with the index of its request.
+        ledger: Store of scores. Each result is recorded before the next one is awaited.
+        directory: Directory of the recipe that is searched.
+        on_scored: Callback for each new result.
+
+    Raises:
+        MergegateError: The machine cannot continue, or no candidate at all could be scored.
+    """
+    keys = [request_key(request, directory) for request in requests]
+    unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
+
+    def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:
+        """Score the requests and return the errors that say nothing about their candidate."""
+        crashed = {}
+        for number, result in score_all(list(pending.values())) if pending else ():
+            key = list(pending)[number]
+            if isinstance(result, CannotDecide):
+                raise result
+            if isinstance(result, Exception):
+                crashed[key] = result
+                continue
+            ledger.add(key, result)
+            on_scored(result)
+        return crashed
+
+    crashed = score_pending({key: unscored[key] for key in score_pending(unscored)})
+    # A single crash may be caused by its candidate. If all of them crash, the candidates are not the cause.
+    if crashed and len(crashed) == len(set(keys)) and (len(crashed) > 1 or not len(ledger)):
+        first = next(iter(crashed.values()))
+        if isinstance(first, MergegateError):
+            raise first
+        raise Refused(
+            "sweep",
+            found=f"all {len(crashed)} candidates crashed their process: {_error_text(first)}",
+            expected="processes that survive a trial",
+            remedy="find out why they died (out of memory?), then run again: the sweep resumes where it stopped",
+        ) from first
+    for key, error in crashed.items():
+        scores = TrialScores({}, problem=f"no score in two tries: {_error_text(error)}")
+        ledger.add(key, scores)
+        on_scored(scores)
+    return tuple(stored for key in keys if (stored := ledger.find(key)) is not None)
+
+
+def _error_text(error: Exception) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, MergegateError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _is_valid_record(record: Any) -> bool:
@@ -132,36 +214,17 @@ def _is_valid_record(record: Any) -> bool:
     if "scored" not in record:
         return True
     try:
-        _scores_of(record)
+        _read_scores(record)
     except (KeyError, TypeError, ValueError):
         return False
     return True
 
 
-def _record_of(scores: TrialScores) -> dict[str, Any]:
-    """Return the scores as JSON values.
-
-    The numbers of documents are stored as bytes: exact, including NaN, and fast to read.
-    """
-    return {
-        "sheet": [[*key, _pack(numbers)] for key, numbers in scores.sheet.items()],
-        "dropped": scores.dropped,
-        "change": scores.change,
-        "seconds": dict(scores.seconds or {}),
-        "problem": scores.problem,
+def _read_scores(record: Mapping[str, Any]) -> TrialScores:
+    table = {
+        MetricKey(*key): np.frombuffer(base64.b64decode(packed), dtype="<f8").astype(np.float64)
+        for *key, packed in record["sheet"]
     }
-
-
-def _scores_of(record: Mapping[str, Any]) -> TrialScores:
-    sheet: Sheet = {MetricKey(*key): _unpack(packed) for *key, packed in record["sheet"]}
     return TrialScores(
-        sheet, bool(record["dropped"]), float(record["change"]), dict(record["seconds"]), str(record["problem"])
+        table, bool(record["dropped"]), float(record["change"]), dict(record["seconds"]), str(record["problem"])
     )
-
-
-def _pack(numbers: Any) -> str:
-    return base64.b64encode(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).decode()
-
-
-def _unpack(text: str) -> Any:
-    return np.frombuffer(base64.b64decode(text), dtype="<f8").astype(np.float64)

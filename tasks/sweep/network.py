@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core import (
     Checkpoint,
@@ -38,26 +38,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CandidateMergeSettings:
-    """How candidates are merged.
+class NetworkSettings:
+    """How candidates are merged, and how their network is loaded.
 
     Args:
         seed: Seed of the random masks.
-        device: Device that merges are computed on.
+        merge_device: Device that merges are computed on.
         threads: Number of compute threads.
+        dtype: Format of the network's weights.
+        device: Device of the network.
     """
 
     seed: int
-    device: str
+    merge_device: str
     threads: int
+    dtype: str
+    device: str
 
     @property
-    def engine(self) -> EngineSettings:
-        """Engine settings with compiled kernels.
+    def merge_options(self) -> dict[str, Any]:
+        """Options of :func:`merge_core.merge_tensors` and :func:`merge_core.merge_weights`.
 
         Compiled kernels take a third of the time of a small merge, and are reused for all later merges.
         """
-        return EngineSettings(threads=self.threads, kernels="fused")
+        engine = EngineSettings(threads=self.threads, kernels="fused")
+        return {"seed": self.seed, "device": self.merge_device, "settings": engine}
 
 
 class Stopwatch:
@@ -72,21 +77,21 @@ class Stopwatch:
         self.alive = alive
 
     @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        """Count the time of the ``with`` block toward the activity ``what``."""
+    def measure(self, activity: str) -> Iterator[None]:
+        """Count the time of the ``with`` block toward ``activity``."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - began
             self.alive()
 
 
-def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
+def structure_digest(plan: MergePlan, digests: dict[Path, str]) -> str:
     """Return a digest of everything but the weights that determines the network of ``plan`` and how it reads text.
 
     Args:
-        seen: Cache of sha256 digests of the files next to the weights. New digests are added to it.
+        digests: Cache of sha256 digests of the files next to the weights. New digests are added to it.
     """
     file_digests = {}
     for name, source in plan.companions.sources.items():
@@ -94,9 +99,9 @@ def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
             file_digests[name] = hashlib.sha256(source).hexdigest()
             continue
         path = source / name
-        if path not in seen:
-            seen[path] = sha256_file(path)
-        file_digests[name] = seen[path]
+        if path not in digests:
+            digests[path] = sha256_file(path)
+        file_digests[name] = digests[path]
     return digest(
         {
             "config": plan.config,
@@ -114,17 +119,18 @@ class CandidateNetwork:
 
     Args:
         loaded: Network and tokenizer.
-        structure: Digest from :func:`structure_of`.
-        places: Tensor of the network that each tensor of the files is copied to. Empty: every candidate must be loaded.
-        twins: Tensors of the files that share their network tensor with an earlier one and must equal it.
+        structure: Digest from :func:`structure_digest`.
+        targets: Tensor of the network that each tensor of the files is copied to. Empty: every candidate must be
+            loaded.
+        tied: Tensors of the files that share their network tensor with an earlier one and must equal it.
     """
 
     loaded: LoadedModel
     structure: str
-    places: Mapping[str, torch.Tensor]
-    twins: frozenset[str]
+    targets: Mapping[str, torch.Tensor]
+    tied: frozenset[str]
 
-    def fill(self, plan: MergePlan, how: CandidateMergeSettings, watch: Stopwatch, change: Change | None) -> bool:
+    def fill(self, plan: MergePlan, settings: NetworkSettings, watch: Stopwatch, distance: BaseDistance | None) -> bool:
         """Merge ``plan`` into the network.
 
         Returns:
@@ -135,30 +141,30 @@ class CandidateNetwork:
         """
         import torch
 
-        if not self.places:
+        if not self.targets:
             return False
-        tensors = merge_tensors(plan, seed=how.seed, device=how.device, settings=how.engine)
-        base = change.begin(plan) if change else None
+        tensors = merge_tensors(plan, **settings.merge_options)
+        base = distance.begin(plan) if distance else None
         with torch.no_grad():
             while True:
-                with watch.on("merge"):
+                with watch.measure("merge"):
                     name, merged = next(tensors, ("", None))
                 if merged is None:
                     return True
-                with watch.on("load"):
-                    target = self.places.get(name)
-                    if name in self.twins:
+                with watch.measure("load"):
+                    target = self.targets.get(name)
+                    if name in self.tied:
                         if target is None or not torch.equal(target, merged.to(target)):
                             return False
                     elif target is not None:
                         target.copy_(merged)
-                if change and base:
-                    with watch.on("change"):
-                        change.add(name, merged, base)
+                if distance and base:
+                    with watch.measure("change"):
+                        distance.add(name, merged, base)
 
 
 @dataclass
-class Change:
+class BaseDistance:
     """Distance of merges from their base: ``|merge - base| / |base|`` over all tensors that both have.
 
     Args:
@@ -167,8 +173,8 @@ class Change:
 
     base: Checkpoint
     _squares: dict[str, float] = field(default_factory=dict)  # squared norms of the base's tensors, by name
-    _seen: float = 0.0
-    _moved: float = 0.0
+    _base_square: float = 0.0
+    _change_square: float = 0.0
 
     def __post_init__(self) -> None:
         recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "base"}]})
@@ -177,7 +183,7 @@ class Change:
 
     def begin(self, plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Start a candidate and return the common tensors of the base, in the order of the candidate."""
-        self._seen = self._moved = 0.0
+        self._base_square = self._change_square = 0.0
         stored = [tensor for shard in plan.shards for tensor in shard.stored]
         self._common = {
             tensor.name
@@ -193,29 +199,23 @@ class Change:
         before = next(base)[1].double()
         if name not in self._squares:
             self._squares[name] = float(before.square().sum())
-        self._seen += self._squares[name]
-        self._moved += float((merged.double() - before).square_().sum())
+        self._base_square += self._squares[name]
+        self._change_square += float((merged.double() - before).square_().sum())
 
-    def measure(self, plan: MergePlan, how: CandidateMergeSettings) -> None:
+    def measure(self, plan: MergePlan, settings: NetworkSettings) -> None:
         """Merge a candidate once more, only to measure its change."""
         base = self.begin(plan)
-        for name, merged in merge_tensors(plan, seed=how.seed, device=how.device, settings=how.engine):
+        for name, merged in merge_tensors(plan, **settings.merge_options):
             self.add(name, merged, base)
 
     @property
     def relative(self) -> float:
         """Relative change of the most recent candidate. NaN if it has no tensor in common with the base."""
-        return float((self._moved / self._seen) ** 0.5) if self._seen else float("nan")
+        return float((self._change_square / self._base_square) ** 0.5) if self._base_square else float("nan")
 
 
-def network_from_files(
-    plan: MergePlan,
-    structure: str,
-    how: CandidateMergeSettings,
-    dtype: str,
-    device: str,
-    runs_code: bool,
-    watch: Stopwatch,
+def load_network(
+    plan: MergePlan, structure: str, settings: NetworkSettings, runs_code: bool, watch: Stopwatch
 ) -> CandidateNetwork:
     """Write the merge of ``plan`` to a temporary directory, load it, and map its tensors to the network.
 
@@ -224,16 +224,16 @@ def network_from_files(
     """
     with tempfile.TemporaryDirectory(prefix="mergegate-trial-") as name:
         directory = Path(name)
-        with watch.on("write"):
-            record = merge_weights(plan, directory, seed=how.seed, device=how.device, settings=how.engine)
+        with watch.measure("write"):
+            record = merge_weights(plan, directory, **settings.merge_options)
             for finding in record.findings:
                 if finding.severity == "block":
                     raise finding.refusal()
-        with watch.on("load"):
+        with watch.measure("load"):
             model = Model(name="candidate", digest=structure, directory=directory, runs_code=runs_code)
-            loaded = load_private_model(model, dtype=dtype, device=device)
-            places, twins = _map_tensors(loaded, directory)
-    return CandidateNetwork(loaded, structure, places, twins)
+            loaded = load_private_model(model, dtype=settings.dtype, device=settings.device)
+            targets, tied = _map_tensors(loaded, directory)
+    return CandidateNetwork(loaded, structure, targets, tied)
 
 
 def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
@@ -246,7 +246,7 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
 
     state: dict[str, torch.Tensor] = loaded.network.state_dict(keep_vars=False)
     targets: dict[str, torch.Tensor] = {}
-    twins: set[str] = set()
+    tied: set[str] = set()
     filled: set[tuple[int, int]] = set()  # address and size
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
@@ -259,8 +259,8 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
                     continue
                 storage = (target.data_ptr(), target.numel())
                 if storage in filled:
-                    twins.add(name)
+                    tied.add(name)
                 filled.add(storage)
                 targets[name] = target
     all_storages = {(tensor.data_ptr(), tensor.numel()) for tensor in state.values()}
-    return (targets, frozenset(twins)) if filled == all_storages else ({}, frozenset())
+    return (targets, frozenset(tied)) if filled == all_storages else ({}, frozenset())

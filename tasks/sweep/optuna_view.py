@@ -9,7 +9,7 @@ Importances are indicative. With sixty trials, many of them close together, anot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +17,13 @@ from typing import Any, Literal
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import disk_errors_refused
 from mergegate.tasks.sweep.objective import Objective
-from mergegate.tasks.sweep.samplers import installed, quiet_optuna
-from mergegate.tasks.sweep.settings import Value
+from mergegate.tasks.sweep.samplers import import_optional, quiet_optuna
 from mergegate.tasks.sweep.space import Coordinate
-from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import Trial
+from mergegate.tasks.sweep.study import Study, Trial
 
 Evaluator = Literal["ped_anova", "fanova"]
 _CONSTRAINTS = "constraints"
-_FEWEST = 10  # smallest number of trials to compute importances from
+_MIN_TRIALS = 10  # smallest number of trials to compute importances from
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,13 @@ class Importances:
             computed.
         method: Name of the Optuna evaluator that computes the importances.
         trials: Number of trials that the importances are computed from.
-        why_none: Reason why ``shares`` is empty. It is an empty string if there are importances.
+        reason: Reason why ``shares`` is empty. It is an empty string if there are importances.
     """
 
     shares: Mapping[str, float]
     method: str
     trials: int
-    why_none: str = ""
+    reason: str = ""
 
 
 class StudyView:
@@ -54,7 +52,7 @@ class StudyView:
 
     def __init__(self, study: Any, coordinates: Sequence[Coordinate], objective: Objective) -> None:
         self._study, self._coordinates, self._objective = study, coordinates, objective
-        self._optuna = installed("optuna")
+        self._optuna = import_optional("optuna")
 
     def record(self, trials: Sequence[Trial]) -> int:
         """Add the trials that the study does not have yet, and return how many were added.
@@ -64,11 +62,24 @@ class StudyView:
         with quiet_optuna(self._optuna):
             recorded = {item.user_attrs.get("number") for item in self._study.get_trials(deepcopy=False)}
             new = [trial for trial in trials if trial.number not in recorded and trial.point]
-            self._study.add_trials([self._frozen(trial) for trial in new])
+            self._study.add_trials([self._to_optuna(trial) for trial in new])
         return len(new)
 
-    def _frozen(self, trial: Trial) -> Any:
+    def _to_optuna(self, trial: Trial) -> Any:
         failed = bool(trial.problem) or any(math.isnan(score) for score in trial.scores)
+        values, kinds, distributions = {}, self._optuna.distributions, {}
+        for coordinate in self._coordinates:
+            name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
+            if free.type == "category":
+                # Take the choice itself, because a point that was read from a file may have an equal value.
+                values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
+                distributions[name] = kinds.CategoricalDistribution(free.choices)
+            elif free.type == "integer":
+                values[name] = int(value)
+                distributions[name] = kinds.IntDistribution(int(coordinate.low), int(coordinate.high))
+            else:
+                values[name] = float(value)
+                distributions[name] = kinds.FloatDistribution(coordinate.low, coordinate.high, log=free.type == "log")
         attributes = {
             "number": trial.number,
             "generation": trial.generation,
@@ -82,26 +93,15 @@ class StudyView:
         return self._optuna.trial.create_trial(
             state=state.FAIL if failed else state.COMPLETE,
             values=None if failed else list(trial.scores),
-            params={
-                coordinate.name: _optuna_value(coordinate, trial.point[coordinate.name])
-                for coordinate in self._coordinates
-            },
-            distributions={coordinate.name: self._distribution(coordinate) for coordinate in self._coordinates},
+            params=values,
+            distributions=distributions,
             user_attrs=attributes,
             constraints={_CONSTRAINTS: trial.violation} if self._objective.limits and not failed else None,
         )
 
-    def _distribution(self, coordinate: Coordinate) -> Any:
-        distributions = self._optuna.distributions
-        if coordinate.free.type == "category":
-            return distributions.CategoricalDistribution(coordinate.free.choices)
-        if coordinate.free.type == "integer":
-            return distributions.IntDistribution(int(coordinate.low), int(coordinate.high))
-        return distributions.FloatDistribution(coordinate.low, coordinate.high, log=coordinate.free.type == "log")
-
     def importances(self, evaluator: Evaluator) -> Mapping[str, float]:
         """Return Optuna's importances. With several objectives they are those of the weighted sum."""
-        module, several = self._optuna.importance, self._objective.several
+        module, several = self._optuna.importance, self._objective.multi_objective
         class_name = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
         instance = getattr(module, class_name)(**({"seed": 0} if evaluator == "fanova" else {}))
         target = (lambda trial: self._objective.total(trial.values)) if several or evaluator == "fanova" else None
@@ -110,23 +110,23 @@ class StudyView:
         return {name: float(share) for name, share in shares.items()}
 
 
-def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objective: Objective) -> StudyView:
+def open_view(address: str, name: str, coordinates: Sequence[Coordinate], objective: Objective) -> StudyView:
     """Open the view of a study, and create it if it does not exist.
 
     Args:
-        place: Path of a journal file, or address of a database (``postgresql://…``).
+        address: Path of a journal file, or address of a database (``postgresql://…``).
         name: Name of the study, different for each search.
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
         DiskUnavailable: The file cannot be written.
     """
-    optuna = installed("optuna")
-    objectives = len(objective.terms) if objective.several else 1
+    optuna = import_optional("optuna")
+    objectives = len(objective.terms) if objective.multi_objective else 1
     with quiet_optuna(optuna):
-        storage = view_storage(place)
+        storage = view_storage(address)
         study = _connect(
-            place,
+            address,
             lambda: optuna.create_study(
                 storage=storage,
                 study_name=name,
@@ -138,19 +138,19 @@ def open_view(place: str, name: str, coordinates: Sequence[Coordinate], objectiv
         if len(study.directions) != objectives:
             raise InvalidInput(
                 f"sweep: study {name}",
-                found=f"{len(study.directions)} objectives",
+                found=f"a stored study with {len(study.directions)} objectives",
                 expected=f"{objectives}",
-                remedy="another name, or another file",
+                remedy="use a different name or file",
             )
     return StudyView(study, coordinates, objective)
 
 
-def view_storage(place: str) -> Any:
+def view_storage(address: str) -> Any:
     """Return an Optuna storage for a journal file or the address of a database."""
-    optuna = installed("optuna")
-    if "://" in place:
-        return _connect(place, lambda: optuna.storages.RDBStorage(place))
-    file = Path(place)
+    optuna = import_optional("optuna")
+    if "://" in address:
+        return _connect(address, lambda: optuna.storages.RDBStorage(address))
+    file = Path(address)
     with disk_errors_refused(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(file)))
@@ -163,11 +163,11 @@ def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> I
         InvalidInput: Optuna is not installed.
     """
     trials = [trial for trial in study.trials if trial.point and not trial.problem]
-    if len(trials) < _FEWEST:
-        return Importances({}, evaluator, len(trials), why_none=f"fewer than {_FEWEST} trials have a score")
+    if len(trials) < _MIN_TRIALS:
+        return Importances({}, evaluator, len(trials), reason=f"fewer than {_MIN_TRIALS} trials have a score")
     if len({trial.scores for trial in trials}) < 2:
-        return Importances({}, evaluator, len(trials), why_none="all trials have the same score")
-    optuna = installed("optuna")
+        return Importances({}, evaluator, len(trials), reason="all trials have the same score")
+    optuna = import_optional("optuna")
     with quiet_optuna(optuna):
         directions = ["maximize"] * len(trials[0].scores)
         optuna_study = optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=directions)
@@ -176,27 +176,19 @@ def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> I
     return Importances(view.importances(evaluator), evaluator, len(trials))
 
 
-def serve_dashboard(place: str, port: int = 8080) -> None:
+def serve_dashboard(address: str, port: int = 8080) -> None:
     """Serve Optuna's dashboard of a view on 127.0.0.1 until interrupted.
 
     Raises:
         InvalidInput: optuna-dashboard is not installed.
     """
-    dashboard = installed("optuna_dashboard", extra="dashboard")
-    with quiet_optuna(installed("optuna")):
-        storage = view_storage(place)
+    dashboard = import_optional("optuna_dashboard", extra="dashboard")
+    with quiet_optuna(import_optional("optuna")):
+        storage = view_storage(address)
     dashboard.run_server(storage, host="127.0.0.1", port=port)
 
 
-def _optuna_value(coordinate: Coordinate, value: Value) -> Value:
-    if coordinate.free.type == "category":
-        return next(
-            choice for choice in coordinate.free.choices if coordinate.encode(choice) == coordinate.encode(value)
-        )
-    return int(value) if coordinate.free.type == "integer" else float(value)
-
-
-def _connect(address: str, connect: Any) -> Any:
+def _connect(address: str, connect: Callable[[], Any]) -> Any:
     try:
         return connect()
     except MergegateError:
@@ -207,7 +199,7 @@ def _connect(address: str, connect: Any) -> Any:
         # Omit the address and the driver's message, because both may contain a password.
         raise InvalidInput(
             "sweep: storage",
-            found=f"the database at {address.partition('://')[0]}://… cannot be used ({type(error).__name__})",
-            expected="an address of SQLAlchemy, with its driver installed",
-            remedy="a journal file needs neither",
+            found=f"cannot use the database at {address.partition('://')[0]}://… ({type(error).__name__})",
+            expected="an SQLAlchemy address whose driver is installed",
+            remedy="use a journal file instead, which needs no database",
         ) from None

@@ -29,11 +29,11 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from mergegate.tasks.sweep.objective import MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.settings import Racing
-from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
-KEPT = 3  # halving: one in three candidates continues, with three times the documents
-_FEWEST = 8  # smallest number of documents, over all tasks, that a decision is based on
+_HALVING_FACTOR = 3  # halving: one in three candidates continues, with three times the documents
+_MIN_DOCUMENTS = 8  # smallest number of documents, over all tasks, that a decision is based on
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,29 @@ class Race:
         lead: Largest advantage that a candidate can have before any document: the incumbent's change penalty.
     """
 
-    incumbent: Sheet
+    incumbent: ScoresByMetric
     weights: Mapping[MetricKey, float]
     looks: tuple[float, ...]
     error: float = 0.05
     clips: Mapping[MetricKey, float] = field(default_factory=dict)
     lead: float = 0.0
 
-    def is_hopeless(self, seen: Sheet, look: int) -> bool:
+    def should_drop(self, table: ScoresByMetric, look: int) -> bool:
         """Return whether to drop the candidate at this look.
 
         Args:
-            seen: Scores on the first documents of each task.
+            table: Scores on the first documents of each task.
             look: Index of the look, from 0.
         """
         if look >= len(self.looks) - 1:
             return False
         if not self.incumbent:
             return True
-        differences = [self._differences(seen, key) for key in self.weights]
-        if min(len(values) for values in differences) < 2 or sum(len(values) for values in differences) < _FEWEST:
+        differences = [self._differences(table, key) for key in self.weights]
+        if (
+            min(len(values) for values in differences) < 2
+            or sum(len(values) for values in differences) < _MIN_DOCUMENTS
+        ):
             return False
         mean = squared = 0.0
         for (key, weight), values in zip(self.weights.items(), differences, strict=True):
@@ -78,15 +81,15 @@ class Race:
             floor = float(np.var(self._cut(self.incumbent[key], key))) / len(values)
             mean += weight * float(values.mean())
             squared += weight**2 * max(float(values.var(ddof=1)), floor) / len(values)
-        level = spent_at(look, len(self.looks) - 1, self.error)
+        level = spent_error(look, len(self.looks) - 1, self.error)
         return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
 
-    def difference(self, seen: Sheet) -> float:
+    def difference(self, table: ScoresByMetric) -> float:
         """Return the weighted mean of the candidate's scores minus the incumbent's.
 
         Only documents that both were evaluated on count.
         """
-        return sum(weight * float(self._differences(seen, key).mean()) for key, weight in self.weights.items())
+        return sum(weight * float(self._differences(table, key).mean()) for key, weight in self.weights.items())
 
     def digest(self) -> str:
         """Return a digest of everything that determines when a candidate is dropped: 64 hex digits."""
@@ -97,36 +100,28 @@ class Race:
             sha256_hash.update(repr(key).encode() + np.ascontiguousarray(self.incumbent[key], dtype="<f8").tobytes())
         return sha256_hash.hexdigest()
 
-    def _differences(self, seen: Sheet, key: MetricKey) -> NDArray[np.float64]:
-        scores = seen[key]
+    def _differences(self, table: ScoresByMetric, key: MetricKey) -> NDArray[np.float64]:
+        scores = table[key]
         return self._cut(scores, key) - self._cut(self.incumbent[key][: len(scores)], key)
 
     def _cut(self, numbers: NDArray[np.float64], key: MetricKey) -> NDArray[np.float64]:
         return np.maximum(numbers, -self.clips[key]) if key in self.clips else numbers
 
 
-def doubling_shares(first: float) -> tuple[float, ...]:
-    """Return increasing shares of the documents, each twice the share before it.
-
-    Args:
-        first: First share, greater than 0. If it is 1 or more, the result is only ``(1.0,)``.
-
-    Returns:
-        Shares up to 1. The last share is always 1, so it can be less than twice the share before it.
-    """
-    looks = []
-    while first < 1:
-        looks.append(first)
-        first *= 2
-    return (*looks, 1.0)
-
-
 def cumulative_shares(racing: Racing) -> tuple[float, ...]:
-    """Return the cumulative share of each task's documents after each look of a candidate that is not dropped."""
-    return doubling_shares(racing.first) if racing.rule == "paired" else (1.0,)
+    """Return the cumulative share of each task's documents after each look of a candidate that is not dropped.
+
+    With the rule ``paired``, each share is twice the one before it, from ``racing.first`` to 1. The last share can be
+    less than twice the share before it.
+    """
+    shares, share = [], racing.first
+    while racing.rule == "paired" and share < 1:
+        shares.append(share)
+        share *= 2
+    return (*shares, 1.0)
 
 
-def spent_at(look: int, interim: int, error: float) -> float:
+def spent_error(look: int, interim: int, error: float) -> float:
     """Return the error that is spent at one interim look.
 
     Args:
@@ -134,31 +129,29 @@ def spent_at(look: int, interim: int, error: float) -> float:
         interim: Number of looks before the last.
     """
 
-    def up_to(share: float) -> float:
+    def spent_until(share: float) -> float:
         normal = NormalDist()
         return 2 * normal.cdf(-normal.inv_cdf(1 - error / 2) / math.sqrt(share)) if share > 0 else 0.0
 
-    return up_to((look + 1) / interim) - up_to(look / interim)
+    return spent_until((look + 1) / interim) - spent_until(look / interim)
 
 
-def heat(share: float) -> Race:
-    """Return a race that evaluates ``share`` of the documents and then stops, for one halving round."""
-    return Race({}, {}, (share, 1.0))
+def halving_rounds(racing: Racing) -> tuple[Race | None, ...]:
+    """Return the race of each halving round, with shares of the documents from about ``racing.first`` to 1.
 
-
-def heats(racing: Racing) -> tuple[float, ...]:
-    """Return the share of the documents in each halving round, from about ``racing.first`` to 1."""
+    Each race evaluates its share and then stops. The last round has no race: it evaluates all documents.
+    """
     shares = [1.0]
-    while shares[0] / KEPT > 0.8 * racing.first:
-        shares.insert(0, shares[0] / KEPT)
-    return tuple(shares)
+    while shares[0] / _HALVING_FACTOR > 0.8 * racing.first:
+        shares.insert(0, shares[0] / _HALVING_FACTOR)
+    return (*(Race({}, {}, (share, 1.0)) for share in shares[:-1]), None)
 
 
-def going_on(places: Sequence[int]) -> tuple[int, ...]:
+def best_third(ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the indices of the candidates that continue to the next halving round: the better third, at least one.
 
     Args:
-        places: Rank of each candidate, from 0 for the best.
+        ranks: Rank of each candidate, from 0 for the best.
     """
-    count = max(1, math.ceil(len(places) / KEPT))
-    return tuple(sorted(sorted(range(len(places)), key=lambda i: (places[i], i))[:count]))
+    count = max(1, math.ceil(len(ranks) / _HALVING_FACTOR))
+    return tuple(sorted(sorted(range(len(ranks)), key=lambda i: (ranks[i], i))[:count]))

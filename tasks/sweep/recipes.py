@@ -1,45 +1,95 @@
-"""Enumerate the recipes of a sweep, rewrite their relative paths, and format them for saving."""
+"""Handle the recipes of a sweep: find and fill placeholders, rewrite relative paths, and format recipes for saving.
+
+A placeholder is a name such as ``$weight``. It replaces a complete value, never part of a text. It can replace any
+value, such as a number, a method or the name of a model. If a parameter has a value for each group of layers or for
+each filter, the placeholder is in the position of the whole list (``parameters: {weight: $weight}``), because a list
+replaces it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from mergegate.merge_core.architecture import stacks
-from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.sweep.settings import SweepSettings
-from mergegate.tasks.sweep.space import make_space
+from mergegate.merge_core.errors import InvalidInput
 
-_REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
+_PLACEHOLDER = re.compile(r"\$([A-Za-z_]\w*)")
+_PARAMETERS = "parameters"
+_PATH_KEYS = ("model", "base_model", "source_model", "tokenizer_source", "source", "path")
 
 
-def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
-    """Yield variants of the start recipe that differ from it in one coordinate each.
-
-    There is one variant for each choice of a coordinate other than its start value. The start recipe and its variants
-    together name everything that a candidate can be made of.
+class Placeholder(NamedTuple):
+    """A placeholder and its position.
 
     Args:
-        recipe: Recipe with placeholders for the coordinates.
-        settings: Settings of the sweep.
+        name: Name without the dollar sign.
+        location: Readable position in the recipe, such as ``models[0].parameters.weight``.
+        takes_filters: Whether a list of values by filter is allowed at this position.
+        takes_layers: Whether a list of values along the layers is allowed at this position.
     """
-    # The real number of layers is not needed here. One layer per group is enough to write the recipe.
-    layers = max(free.layers or 1 for free in settings.parameters.values())
-    space = make_space(recipe, settings, layers, "recipe")
-    for coordinate in space.coordinates:
-        for choice in coordinate.free.choices:
-            if choice != space.start[coordinate.name]:
-                yield space.recipe_of({**space.start, coordinate.name: choice})
+
+    name: str
+    location: str
+    takes_filters: bool
+    takes_layers: bool
 
 
-def reference_parent(parents: Sequence[PinnedCheckpoint]) -> str:
-    """Return the parent that changes are measured from: the base or, without a base, the first parent."""
-    return next((parent.name for parent in parents if parent.is_base), parents[0].name)
+def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:
+    """Yield all placeholders, in the order of the recipe.
+
+    Args:
+        node: Recipe as parsed YAML, or a part of it.
+        recipe_name: Name of the recipe in error messages.
+        path: Keys and indices that lead to ``node``.
+
+    Raises:
+        InvalidInput: A text starts with a dollar sign but is not a placeholder, or a placeholder is used as a key.
+    """
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    location = f"{recipe_name}: {text.removeprefix('.')}"
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if isinstance(key, str) and key.startswith("$"):
+                raise InvalidInput(
+                    f"{location}.{key}" if path else f"{recipe_name}: {key}",
+                    found=f"the placeholder {key!r} as a key",
+                    expected="placeholders only as values",
+                )
+            yield from find_placeholders(value, recipe_name, (*path, str(key)))
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from find_placeholders(value, recipe_name, (*path, index))
+    elif isinstance(node, str) and node.startswith("$"):
+        match = _PLACEHOLDER.fullmatch(node)
+        if not match:
+            raise InvalidInput(
+                location,
+                found=repr(node),
+                expected="a placeholder that is the complete value: $ and a name of letters, digits and underscores",
+            )
+        is_parameter = path[-2:-1] == (_PARAMETERS,)
+        # The entry ``{value: $weight, filter: mlp}`` in a list of such entries.
+        is_filter_value = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
+        yield Placeholder(match[1], location, takes_filters=is_parameter, takes_layers=is_parameter or is_filter_value)
+
+
+def fill_placeholders(recipe: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Return a deep copy of ``recipe`` in which ``value_of(name)`` replaces each placeholder."""
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, str) and (match := _PLACEHOLDER.fullmatch(node)):
+            return value_of(match[1])
+        if isinstance(node, Mapping):
+            return {key: replace(value) for key, value in node.items()}
+        return [replace(item) for item in node] if isinstance(node, (list, tuple)) else node
+
+    return {key: replace(value) for key, value in recipe.items()}
 
 
 def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
@@ -47,10 +97,6 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
 
     Only paths of directories that exist relative to ``before`` are rewritten.
     """
-
-    def relocate_reference(text: str) -> str:
-        model, plus, adapter = text.partition("+")
-        return relocate_path(model) + plus + (relocate_path(adapter) if adapter else "")
 
     def relocate_path(text: str) -> str:
         if not text or Path(text).is_absolute() or not (before / text).is_dir():
@@ -62,21 +108,14 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
             return {name: relocate(value, str(name)) for name, value in node.items()}
         if isinstance(node, (list, tuple)):
             return [relocate(item, key) for item in node]
-        return relocate_reference(node) if isinstance(node, str) and key in (*_REFERENCES, "path") else node
+        if isinstance(node, str) and key in _PATH_KEYS:
+            return "+".join(map(relocate_path, node.split("+", 1)))  # a model and its adapter
+        return node
 
     return {name: relocate(value, str(name)) for name, value in recipe.items()}
 
 
-def count_layers(names: Iterable[str]) -> int | None:
-    """Return the number of layers of a model, based on the names of its tensors.
-
-    If the model has several stacks of layers, return the number of layers in the deepest stack, because gradients run
-    along it. Return None if the model has no layers.
-    """
-    return max(stacks(names).values(), default=None)
-
-
-def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
+def format_recipe(recipe: Mapping[str, Any], comment: str) -> str:
     """Return the recipe as YAML, with a comment above it that states its origin."""
     lines = "\n".join(textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# "))
     return (

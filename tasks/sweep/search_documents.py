@@ -33,17 +33,20 @@ import numpy as np
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import AnsweredChoice, TokenizedDocument, TokenizedTask
 from mergegate.tasks.perplexity import TokenizedText
-from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 
 if TYPE_CHECKING:
     import torch
 
     from mergegate.tasks.checkpoints import LoadedModel
 
-_TOKENS = 1 << 13  # largest number of tokens in a batch, padding included
-_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32
-_SHORTEST = 0.6  # rows shorter than this share of the longest row start a new batch
-_WORTH = 1 << 10  # smallest number of tokens before a batch is closed because of shorter rows
+_MAX_TOKENS = 1 << 13  # largest number of tokens in a batch, padding included
+_MAX_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32
+_MIN_LENGTH_SHARE = 0.6  # rows shorter than this share of the longest row start a new batch
+_MIN_TOKENS = 1 << 10  # smallest number of tokens before a batch is closed because of shorter rows
+
+# Answers by their input tokens: index of the answer, position that predicts its first token, and its tokens.
+_Rows = dict[tuple[int, ...], list[tuple[int, int, tuple[int, ...]]]]
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,11 @@ class _Look:
     Args:
         parts: Documents of each task, as positions in its set.
         batches: Batches to read for these documents.
-        answers: Total number of answers. The answers of one document are consecutive.
-        lengths: Number of tokens of each answer.
+        lengths: Number of tokens of each answer. The answers of one document are consecutive.
     """
 
     parts: Mapping[str, range]
     batches: tuple[_Batch, ...]
-    answers: int
     lengths: tuple[int, ...]
 
 
@@ -88,7 +89,7 @@ class SearchDocuments:
     """Documents of one set, tokenized and grouped by look.
 
     Args:
-        asked: Metrics to compute for each document.
+        metric_keys: Metrics to compute for each document.
         tasks: Tasks by name, with all documents of the set.
         text: Held-out text. None if it is not used.
         looks: Cumulative share of each task's documents after each look, increasing. The last one is 1.
@@ -100,56 +101,52 @@ class SearchDocuments:
 
     def __init__(
         self,
-        asked: Sequence[MetricKey],
+        metric_keys: Sequence[MetricKey],
         tasks: Mapping[str, TokenizedTask],
         text: TokenizedText | None,
         looks: Sequence[float],
     ) -> None:
-        self._asked, self._tasks, self._text = tuple(asked), tasks, text
-        self._asks_entropy = any(key.measure == "entropy" for key in asked)
-        sizes = {name: len(task.order) for name, task in tasks.items()} | (
-            {TEXT: len(text.documents)} if text is not None else {}
+        self._metric_keys, self._tasks, self._text = tuple(metric_keys), tasks, text
+        # Tasks whose answers need likelihoods.
+        self._likelihood_tasks = tuple(
+            dict.fromkeys(key.task for key in metric_keys if key.task != TEXT and key.measure != "metric")
         )
+        sizes = {name: len(task.order) for name, task in tasks.items()}
+        if text is not None:
+            sizes[TEXT] = len(text.documents)
         for name, size in sizes.items():
             if not size:
                 raise InvalidInput(f"task {name}" if name else "perplexity.documents", found="no document to search on")
-        self._require_answers()
-        ends = [{name: math.ceil(share * size) for name, size in sizes.items()} for share in looks]
-        before = [dict.fromkeys(sizes, 0), *ends]
-        self._looks = [
-            self._look({name: range(first[name], last[name]) for name in sizes})
-            for first, last in zip(before, ends, strict=False)
-        ]
-
-    def _require_answers(self) -> None:
-        for key in self._asked:
+        for key in metric_keys:
             if key.measure != "log_likelihood" or key.task == TEXT:
                 continue
-            for document in self._tasks[key.task].documents:
+            for document in tasks[key.task].documents:
                 if not document.right:
                     raise InvalidInput(
                         f"task {document.leaf}: document {document.doc_id}",
-                        found="a right answer that is none of the choices",
-                        expected="one that has a likelihood",
-                        remedy="measure: exact, which counts it as wrong; or correct the task",
+                        found="a right answer that is not among the choices",
+                        expected="a right answer that has a likelihood",
+                        remedy="correct the task, or set measure: exact, which counts the document as wrong",
                     )
+        ends = [{name: math.ceil(share * size) for name, size in sizes.items()} for share in looks]
+        starts = [dict.fromkeys(sizes, 0), *ends]
+        self._looks = [
+            self._make_look({name: range(start[name], end[name]) for name in sizes})
+            for start, end in zip(starts, ends, strict=False)
+        ]
 
-    def _look(self, parts: Mapping[str, range]) -> _Look:
-        rows: dict[tuple[int, ...], list[tuple[int, int, tuple[int, ...]]]] = {}  # input -> answer, first, tokens
+    def _make_look(self, parts: Mapping[str, range]) -> _Look:
+        rows: _Rows = {}
         lengths: list[int] = []
-        for document in self._likely(parts):
-            for context, continuation in document.pairs:
-                input_tokens = (*context, *continuation)[:-1]
-                rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
-                lengths.append(len(continuation))
-        return _Look(parts, tuple(_batch(part, rows) for part in _cut(rows)), len(lengths), tuple(lengths))
+        for name in self._likelihood_tasks:
+            for index in parts[name]:
+                for context, continuation in self._tasks[name].documents[index].pairs:
+                    input_tokens = (*context, *continuation)[:-1]
+                    rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
+                    lengths.append(len(continuation))
+        return _Look(parts, tuple(_make_batch(group, rows) for group in _group_by_length(rows)), tuple(lengths))
 
-    def _likely(self, parts: Mapping[str, range]) -> Iterator[TokenizedDocument]:
-        """Yield the documents that need likelihoods of their answers, task by task."""
-        for name in dict.fromkeys(key.task for key in self._asked if _is_likelihood(key)):
-            yield from (self._tasks[name].documents[position] for position in parts[name])
-
-    def ask(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[Sheet]:
+    def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
         """Evaluate a model, and yield the scores of all documents so far after each look.
 
         The caller may stop after any look.
@@ -157,37 +154,41 @@ class SearchDocuments:
         Args:
             alive: Callback after each batch.
         """
-        scores: dict[MetricKey, list[float]] = {key: [] for key in self._asked}
+        scores: dict[MetricKey, list[float]] = {key: [] for key in self._metric_keys}
         for look in self._looks:
-            for key, numbers in self._answers(loaded, look, alive).items():
+            for key, numbers in self._evaluate_look(loaded, look, alive).items():
                 scores[key] += numbers
             yield {key: np.array(numbers, np.float64) for key, numbers in scores.items()}
 
-    def _answers(self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]) -> dict[MetricKey, list[float]]:
-        answers_read = measure_answers(loaded.network, look.batches, look.answers, alive, entropy=self._asks_entropy)
-        measured: dict[str, list[_Measures]] = {}
-        answer = 0
-        for name in dict.fromkeys(key.task for key in self._asked if _is_likelihood(key)):
-            measured[name] = []
-            for position in look.parts[name]:
-                document = self._tasks[name].documents[position]
-                end = answer + len(document.pairs)
-                measured[name].append(_measures(document, answers_read.part(answer, end), look.lengths[answer:end]))
-                answer = end
+    def _evaluate_look(
+        self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]
+    ) -> dict[MetricKey, list[float]]:
+        needs_entropy = any(key.measure == "entropy" for key in self._metric_keys)
+        answers = measure_answers(loaded.network, look.batches, len(look.lengths), alive, entropy=needs_entropy)
+        measures: dict[str, list[_Measures]] = {}
+        begin = 0
+        for name in self._likelihood_tasks:
+            measures[name] = []
+            for index in look.parts[name]:
+                document = self._tasks[name].documents[index]
+                part = slice(begin, begin + len(document.pairs))
+                answer_scores = _AnswerScores(answers.sums[part], answers.greedy[part], answers.entropies[part])
+                measures[name].append(_measure_document(document, answer_scores, look.lengths[part]))
+                begin = part.stop
         scores: dict[MetricKey, list[float]] = {}
-        for key in self._asked:
-            part = look.parts[key.task]
+        for key in self._metric_keys:
+            documents = look.parts[key.task]
             if key.task == TEXT:
-                assert self._text is not None, "it was asked for"
-                scores[key] = self._text.likelihoods(loaded, part)
+                assert self._text is not None, "a metric key requires it"
+                scores[key] = self._text.likelihoods(loaded, documents)
             elif key.measure == "metric":
-                scores[key] = self._tasks[key.task].outcomes(loaded, key.metric, part, alive) if part else []
+                scores[key] = self._tasks[key.task].outcomes(loaded, key.metric, documents, alive) if documents else []
             else:
-                scores[key] = [getattr(measures, key.measure) for measures in measured[key.task]]
+                scores[key] = [getattr(values, key.measure) for values in measures[key.task]]
         return scores
 
 
-class _AnswersRead(NamedTuple):
+class _AnswerScores(NamedTuple):
     """Measurements of answers, by index of the answer.
 
     ``sums`` are log-likelihoods in nats. ``greedy`` states whether greedy decoding gives the answer. ``entropies`` are
@@ -198,9 +199,6 @@ class _AnswersRead(NamedTuple):
     greedy: list[bool]
     entropies: list[float]
 
-    def part(self, first: int, end: int) -> _AnswersRead:
-        return _AnswersRead(*(numbers[first:end] for numbers in self))  # type: ignore[arg-type]
-
 
 class _Measures(NamedTuple):
     log_likelihood: float
@@ -209,18 +207,14 @@ class _Measures(NamedTuple):
     entropy: float
 
 
-def _is_likelihood(key: MetricKey) -> bool:
-    return key.task != TEXT and key.measure != "metric"
-
-
-def _measures(document: TokenizedDocument, read: _AnswersRead, lengths: Sequence[int]) -> _Measures:
+def _measure_document(document: TokenizedDocument, answers: _AnswerScores, lengths: Sequence[int]) -> _Measures:
     """Return the measures of one document, as defined in the module docstring.
 
     Args:
-        read: Measurements of its answers.
+        answers: Measurements of its answers.
         lengths: Number of tokens of each answer.
     """
-    sums = read.sums
+    sums = answers.sums
     likely = max((sums[index] / lengths[index] for index in document.right), default=-math.inf)
     if document.is_choice:
         choice = AnsweredChoice(tuple(sums), document.right)
@@ -228,11 +222,11 @@ def _measures(document: TokenizedDocument, read: _AnswersRead, lengths: Sequence
         if probability is None or entropy is None:
             probability = entropy = math.nan
         return _Measures(likely, probability, float(choice.is_right), -entropy)
-    certainty = -sum(read.entropies) / sum(lengths)
-    return _Measures(likely, math.exp(max(sums)), float(any(read.greedy)), certainty)
+    certainty = -sum(answers.entropies) / sum(lengths)
+    return _Measures(likely, math.exp(max(sums)), float(any(answers.greedy)), certainty)
 
 
-def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
+def _group_by_length(rows: _Rows) -> Iterator[list[tuple[int, ...]]]:
     """Yield batches of rows of similar length, longest first.
 
     Ties stay in insertion order, so no hash affects the batches.
@@ -241,7 +235,7 @@ def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...
     for row in sorted(rows, key=len, reverse=True):
         if batch:
             longest, tokens = len(batch[0]), len(batch) * len(batch[0])
-            if tokens + longest > _TOKENS or (len(row) < _SHORTEST * longest and tokens > _WORTH):
+            if tokens + longest > _MAX_TOKENS or (len(row) < _MIN_LENGTH_SHARE * longest and tokens > _MIN_TOKENS):
                 yield batch
                 batch = []
         batch.append(row)
@@ -249,18 +243,16 @@ def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...
         yield batch
 
 
-def _batch(
-    part: Sequence[tuple[int, ...]], rows: Mapping[tuple[int, ...], Sequence[tuple[int, int, tuple[int, ...]]]]
-) -> _Batch:
+def _make_batch(inputs: Sequence[tuple[int, ...]], rows: _Rows) -> _Batch:
     import torch
 
-    longest = len(part[0])
-    tokens = torch.zeros((len(part), longest), dtype=torch.long)
+    longest = len(inputs[0])
+    tokens = torch.zeros((len(inputs), longest), dtype=torch.long)
     row: list[int] = []
     position: list[int] = []
     target: list[int] = []
     answer: list[int] = []
-    for number, input_tokens in enumerate(part):
+    for number, input_tokens in enumerate(inputs):
         tokens[number, : len(input_tokens)] = torch.tensor(input_tokens)
         for answer_index, first, continuation in rows[input_tokens]:
             row += [number] * len(continuation)
@@ -274,7 +266,7 @@ def _batch(
 
 def measure_answers(
     network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None], *, entropy: bool = False
-) -> _AnswersRead:
+) -> _AnswerScores:
     """Measure the answers in ``batches`` with a network.
 
     Args:
@@ -292,7 +284,10 @@ def measure_answers(
     vocabulary = int(network.get_input_embeddings().num_embeddings)
     with torch.inference_mode():
         for batch in batches:
-            for rows in _slices(batch, batch.kept if trims_logits else batch.tokens.shape[1], vocabulary):
+            positions = batch.kept if trims_logits else batch.tokens.shape[1]
+            step = max(1, _MAX_LOGITS // (positions * vocabulary))  # rows whose logits fit into memory together
+            for first in range(0, len(batch.tokens), step):
+                rows = range(first, min(first + step, len(batch.tokens)))
                 in_slice = (batch.row >= rows.start) & (batch.row < rows.stop)
                 options = {"logits_to_keep": batch.kept} if trims_logits else {}
                 inputs = batch.tokens[rows.start : rows.stop].to(network.device)
@@ -308,11 +303,4 @@ def measure_answers(
                     entropies.index_add_(0, batch.answer[in_slice], token_entropies.double().cpu())
                 mismatches.index_add_(0, batch.answer[in_slice], (answer_logits.argmax(-1) != target).long().cpu())
                 alive()
-    return _AnswersRead(sums.tolist(), (mismatches == 0).tolist(), entropies.tolist())
-
-
-def _slices(batch: _Batch, positions: int, vocabulary: int) -> Iterator[range]:
-    """Yield ranges of rows whose logits at ``positions`` positions per row fit into memory together."""
-    step = max(1, _LOGITS // (positions * vocabulary))
-    for first in range(0, len(batch.tokens), step):
-        yield range(first, min(first + step, len(batch.tokens)))
+    return _AnswerScores(sums.tolist(), (mismatches == 0).tolist(), entropies.tolist())

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Measure = Literal["exact", "probability", "log_likelihood", "entropy", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
 Value = bool | float | int | str
+Point = Mapping[str, Value]  # value by name of coordinate
 
 
 class _Settings(BaseModel):
@@ -37,34 +38,38 @@ class FreeParameter(_Settings):
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float | None = None
     high: float | None = None
-    choices: tuple[Value, ...] = Field(
-        default=(), description="Possible values of a category (models, methods, numbers)."
-    )
-    start: Value = Field(description="The hand-written value: where the search begins, and what it must beat.")
+    choices: tuple[Value, ...] = Field(default=(), description="Choices of a category: models, methods or numbers.")
+    start: Value = Field(description="Hand-written value. The search begins at it, and the winner must beat it.")
     layers: int | None = Field(
-        default=None, ge=1, description="One value for each of so many groups of layers; absent: one for all."
+        default=None,
+        ge=1,
+        description="Number of groups of layers, each with its own value. Default: one value for all.",
     )
     filters: tuple[str, ...] = Field(
-        default=(), description="One value for each of these parts of tensors' names, and one for all others."
+        default=(), description="Parts of tensor names. Each has its own value, and all other tensors share one."
     )
 
 
 class ObjectiveTerm(_Settings):
     """One term of the objective: the mean of a measure over the documents of a task."""
 
-    task: str | None = Field(default=None, description="As under evaluate.tasks; absent: the perplexity documents.")
+    task: str | None = Field(
+        default=None, description="Task, as under evaluate.tasks. Default: the perplexity documents."
+    )
     measure: Measure = Field(
         default="log_likelihood",
-        description="exact: the greedy answer is the reference's; probability of the right answer; log_likelihood of "
-        "the right answer, nats a token; entropy: minus that of what the model expects, which needs no right answer; "
-        "metric: the task's own, by lm-eval, answers written out.",
+        description="exact: 1 if the greedy answer is right. probability: probability of the right answer. "
+        "log_likelihood: of the right answer, in nats per token. entropy: minus the entropy of the predictions, which "
+        "needs no right answer. metric: the task's own metric, computed by lm-eval from generated answers.",
     )
-    metric: str | None = Field(default=None, description="measure: metric: which ('exact_match,strict-match').")
+    metric: str | None = Field(
+        default=None, description="lm-eval's metric, for measure: metric ('exact_match,strict-match')."
+    )
     weight: float = Field(default=1.0, gt=0, le=1000)
     clip: float | None = Field(
-        default=None, gt=0, description="log_likelihood: nothing below minus this counts, nats a token."
+        default=None, gt=0, description="Log-likelihoods below minus this value are raised to it, in nats per token."
     )
-    cluster_by: str | None = Field(default=None, description="Field of the documents that belong together.")
+    cluster_by: str | None = Field(default=None, description="Document field that identifies clusters.")
 
 
 class Constraint(_Settings):
@@ -73,8 +78,10 @@ class Constraint(_Settings):
     task: str
     measure: Measure = "exact"
     metric: str | None = None
-    guarded_by: str | None = Field(default=None, description="A parent by name; absent: the hand-written recipe.")
-    max_drop: float = Field(default=2.0, ge=0, description="Points (of log-likelihoods: hundredths of a nat).")
+    guarded_by: str | None = Field(default=None, description="Name of a parent. Default: the hand-written recipe.")
+    max_drop: float = Field(
+        default=2.0, ge=0, description="Largest allowed drop in points (for log-likelihoods: hundredths of a nat)."
+    )
 
 
 class SetSizes(_Settings):
@@ -85,7 +92,7 @@ class SetSizes(_Settings):
 
     search: int = Field(default=200, ge=10)
     confirmation: int = Field(default=400, ge=20)
-    seed: int = Field(default=0, ge=0, description="Another one, another division.")
+    seed: int = Field(default=0, ge=0, description="Seed of the split into sets.")
 
 
 class Budget(_Settings):
@@ -94,14 +101,14 @@ class Budget(_Settings):
     renamed_keys: ClassVar[Mapping[str, str]] = {"per_hour": "cost_per_hour"}
 
     trials: int = Field(default=60, ge=1)
-    hours: float | None = Field(default=None, gt=0, description="Of wall time, since it was first started.")
-    cost: float | None = Field(default=None, gt=0, description="Money: worker hours times cost_per_hour.")
-    cost_per_hour: float | None = Field(default=None, gt=0, description="What one worker costs an hour.")
+    hours: float | None = Field(default=None, gt=0, description="Wall time in hours, over all runs of the search.")
+    cost: float | None = Field(default=None, gt=0, description="Money to spend: worker hours times cost_per_hour.")
+    cost_per_hour: float | None = Field(default=None, gt=0, description="Cost of one worker per hour.")
 
     @model_validator(mode="after")
-    def _money_has_a_rate(self) -> Self:
+    def _require_rate(self) -> Self:
         if self.cost is not None and self.cost_per_hour is None:
-            raise ValueError("cost needs cost_per_hour")
+            raise ValueError("'cost' requires 'cost_per_hour'")
         return self
 
 
@@ -110,8 +117,9 @@ class Racing(_Settings):
 
     rule: Literal["paired", "halving", "none"] = Field(
         default="paired",
-        description="paired: at doubling looks, shown to be worse than the best so far; halving: the worse two thirds "
-        "of each generation go on no further, without a stated error; none: every candidate is asked everything.",
+        description="paired: drop a candidate that is shown to be worse than the best so far, at looks that double. "
+        "halving: drop the worse two thirds of each generation, without a stated error. none: evaluate every candidate "
+        "on all documents.",
     )
     error: float = Field(default=0.05, gt=0, lt=0.5, description="Chance to drop a candidate that is not worse.")
     first: float = Field(default=0.125, gt=0, le=1, description="Share of the documents at the first look.")
@@ -128,39 +136,39 @@ class SweepSettings(_Settings):
     }
 
     parameters: dict[str, FreeParameter] = Field(min_length=1)
-    sum_to_one: tuple[tuple[str, ...], ...] = Field(default=(), description="Groups of parameters that sum to one.")
-    baselines: tuple[str, ...] = Field(
-        default=(), description="Further recipes that the winner must beat: files, beside the one that is searched."
+    sum_to_one: tuple[tuple[str, ...], ...] = Field(
+        default=(), description="Groups of parameters whose values sum to one."
     )
+    baselines: tuple[str, ...] = Field(default=(), description="Files of further recipes that the winner must beat.")
     objective: tuple[ObjectiveTerm, ...] = Field(min_length=1)
     multi_objective: bool = Field(
-        default=False, description="Terms are objectives of their own, and the result is a front."
+        default=False, description="Search each term as an objective of its own, for a Pareto front."
     )
     change_penalty: float = Field(
-        default=0.0, ge=0, description="Subtracted, times the relative size of the change from the base."
+        default=0.0, ge=0, description="Penalty, times the relative size of the change from the base."
     )
     constraints: tuple[Constraint, ...] = ()
     sampler: SamplerName = "cma"
     seed: int = Field(default=0, ge=0, lt=2**32)
-    population: int | None = Field(default=None, ge=2, description="Candidates of a generation; absent: by dimension.")
-    sigma: float = Field(default=0.2, gt=0, le=1, description="cma: first step, as a share of each range.")
-    random_trials: int | None = Field(
-        default=None, ge=0, description="Trials of random search beside; absent: a quarter."
+    population: int | None = Field(
+        default=None, ge=2, description="Candidates per generation. Default: depends on the dimension."
     )
+    sigma: float = Field(default=0.2, gt=0, le=1, description="First step of cma, as a share of each range.")
+    random_trials: int | None = Field(default=None, ge=0, description="Trials of random search. Default: a quarter.")
     documents: SetSizes = SetSizes()
     confidence: float = Field(
-        default=0.975, gt=0.5, lt=1, description="One-sided, of the one confirmation: 0.975 is 0.95 two-sided."
+        default=0.975, gt=0.5, lt=1, description="One-sided confidence of the confirmation: 0.975 is 0.95 two-sided."
     )
     budget: Budget = Budget()
     racing: Racing = Racing()
     optuna_storage: str | None = Field(
         default=None,
-        description="Where the study is written for Optuna's dashboard: a file, or the address of a database; absent: "
-        "nowhere, unless the dashboard is asked for.",
+        description="File or database address to which the study is written for Optuna's dashboard. Default: none, "
+        "unless the dashboard is started.",
     )
 
     @property
-    def asked_tasks(self) -> tuple[str, ...]:
+    def task_names(self) -> tuple[str, ...]:
         """Tasks of the objective and the constraints as written in the profile, without duplicates."""
-        named = [*(term.task for term in self.objective), *(constraint.task for constraint in self.constraints)]
-        return tuple(dict.fromkeys(task for task in named if task is not None))
+        names = [*(term.task for term in self.objective), *(constraint.task for constraint in self.constraints)]
+        return tuple(dict.fromkeys(task for task in names if task is not None))

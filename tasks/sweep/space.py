@@ -15,25 +15,24 @@ measured, and equal recipes have the same key.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergegate.merge_core.architecture import stacks
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import fit_to_method
 from mergegate.tasks.store import digest
-from mergegate.tasks.sweep.placeholders import Placeholder, fill, holes_in
-from mergegate.tasks.sweep.settings import FreeParameter, SweepSettings, Value
-from mergegate.tasks.sweep.trials import Point
+from mergegate.tasks.sweep.recipes import Placeholder, fill_placeholders, find_placeholders
+from mergegate.tasks.sweep.settings import FreeParameter, Point, SweepSettings, Value
 
 # Digits after the decimal point. Narrow ranges get more, so that they have thousands of values. Logarithmic parameters
 # get this many significant digits.
 DIGITS = 4
 _OTHERS = "*"  # name of the part with all tensors that no filter matches
-_NEARLY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class Coordinate:
     def encode(self, value: Value) -> float:
         """Return the position of ``value`` in [0, 1]. A choice is at the middle of its share."""
         if self.free.type == "category":
-            return (_index(self.free.choices, value) + 0.5) / self.choices
+            texts = [_value_text(choice) for choice in self.free.choices]
+            return (texts.index(_value_text(value)) + 0.5) / self.choices
         if self.free.type == "integer":
             return (float(value) - self.low + 0.5) / self.choices
         low, high, position = (
@@ -108,14 +108,14 @@ class Space:
         coordinates: Coordinates, in the order of the parameters in the profile.
         sums: Groups of coordinates whose values sum to one, by index.
         layers: Number of layers of the model. 0: unknown and not needed.
-        where: Name of the recipe in error messages.
+        name: Name of the recipe in error messages.
     """
 
     recipe: Mapping[str, Any]
     coordinates: tuple[Coordinate, ...]
     sums: tuple[tuple[int, ...], ...]
     layers: int
-    where: str
+    name: str
 
     @property
     def start(self) -> Point:
@@ -133,11 +133,11 @@ class Space:
         ]
         for group in self.sums:
             bounds = [(self.coordinates[i].low, self.coordinates[i].high) for i in group]
-            for i, value in zip(group, summing_to_one([float(values[i]) for i in group], bounds), strict=True):
+            for i, value in zip(group, project_to_sum_one([float(values[i]) for i in group], bounds), strict=True):
                 values[i] = value
         return {coordinate.name: value for coordinate, value in zip(self.coordinates, values, strict=True)}
 
-    def recipe_of(self, point: Point) -> dict[str, Any]:
+    def fill_recipe(self, point: Point) -> dict[str, Any]:
         """Return the recipe with its placeholders filled, as a user would write it.
 
         If the method is one of the choices, parameters that the chosen method does not have are left out.
@@ -145,32 +145,55 @@ class Space:
         Raises:
             InvalidInput: The method does not exist.
         """
-        filled = fill(self.recipe, lambda name: self._value_in_recipe(name, point))
-        is_method_free = isinstance(self.recipe.get("merge_method"), str) and self.recipe["merge_method"].startswith(
-            "$"
-        )
-        return fit_to_method(filled, self.where) if is_method_free else filled
 
-    def _value_in_recipe(self, parameter: str, point: Point) -> Any:
-        coordinates = [coordinate for coordinate in self.coordinates if coordinate.parameter == parameter]
-        parts = list(dict.fromkeys(coordinate.part for coordinate in coordinates))
+        def value_in_recipe(parameter: str) -> Any:
+            coordinates = [coordinate for coordinate in self.coordinates if coordinate.parameter == parameter]
+            values_by_part: dict[str | None, Any] = {}
+            for part in dict.fromkeys(coordinate.part for coordinate in coordinates):
+                values = [point[coordinate.name] for coordinate in coordinates if coordinate.part == part]
+                # A recipe spreads the values of a list evenly over the layers, so one value per layer sets each layer.
+                spread = [values[layer * len(values) // self.layers] for layer in range(self.layers)]
+                values_by_part[part] = values[0] if coordinates[0].group is None else spread
+            if list(values_by_part) == [None]:
+                return values_by_part[None]
+            return [
+                {"value": value} if part == _OTHERS else {"filter": part, "value": value}
+                for part, value in values_by_part.items()
+            ]
 
-        def along_layers(part: str | None) -> Any:
-            values = [point[coordinate.name] for coordinate in coordinates if coordinate.part == part]
-            if coordinates[0].group is None:
-                return values[0]
-            # A recipe spreads the values of a list evenly over the layers, so one value per layer sets each layer.
-            return [values[layer * len(values) // self.layers] for layer in range(self.layers)]
-
-        if parts == [None]:
-            return along_layers(None)
-        return [
-            {"value": along_layers(part)} if part == _OTHERS else {"filter": part, "value": along_layers(part)}
-            for part in parts
-        ]
+        recipe = fill_placeholders(self.recipe, value_in_recipe)
+        return fit_to_method(recipe, self.name) if str(self.recipe.get("merge_method")).startswith("$") else recipe
 
 
-def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, where: str) -> dict[str, Any]:
+def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
+    """Yield variants of the start recipe that differ from it in one coordinate each.
+
+    There is one variant for each choice of a coordinate other than its start value. The start recipe and its variants
+    name all models and methods that a candidate can consist of.
+
+    Args:
+        recipe: Recipe with placeholders for the coordinates.
+        settings: Settings of the sweep.
+    """
+    # The real number of layers is not needed here. One layer per group is enough to write the recipe.
+    layers = max(free.layers or 1 for free in settings.parameters.values())
+    space = make_space(recipe, settings, layers, "recipe")
+    for coordinate in space.coordinates:
+        for choice in coordinate.free.choices:
+            if choice != space.start[coordinate.name]:
+                yield space.fill_recipe({**space.start, coordinate.name: choice})
+
+
+def count_layers(names: Iterable[str]) -> int | None:
+    """Return the number of layers of a model, based on the names of its tensors.
+
+    If the model has several stacks of layers, return the number of layers in the deepest stack, because gradients run
+    along it. Return None if the model has no layers.
+    """
+    return max(stacks(names).values(), default=None)
+
+
+def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, name: str) -> dict[str, Any]:
     """Return the hand-written recipe, in which each placeholder is filled by its start value.
 
     A parameter with groups of layers or filters is filled by a single number, too.
@@ -178,9 +201,9 @@ def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, where: str)
     Raises:
         InvalidInput: A placeholder has no parameter.
     """
-    for hole in holes_in(recipe, where):
-        _require_parameter(hole, settings)
-    return fill(recipe, lambda name: settings.parameters[name].start)
+    for placeholder in find_placeholders(recipe, name):
+        _require_parameter(placeholder, settings)
+    return fill_placeholders(recipe, lambda parameter: settings.parameters[parameter].start)
 
 
 def recipe_key(recipe: Mapping[str, Any]) -> str:
@@ -188,59 +211,59 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
     return digest(recipe)
 
 
-def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int | None, where: str) -> Space:
+def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int | None, recipe_name: str) -> Space:
     """Return the space of the free parameters of ``recipe``.
 
     Args:
         recipe: Recipe as parsed YAML.
         layers: Number of layers of the merged model. None: unknown.
-        where: Name of the recipe in error messages.
+        recipe_name: Name of the recipe in error messages.
 
     Raises:
         InvalidInput: A placeholder has no parameter or the reverse, a range is empty, a start value is out of range,
             groups of layers are set for a model without layers, weights cannot sum to one, or a method does not exist.
     """
-    holes = holes_in(recipe, where)
-    for hole in holes:
-        _require_parameter(hole, settings)
+    placeholders = list(find_placeholders(recipe, recipe_name))
+    for placeholder in placeholders:
+        _require_parameter(placeholder, settings)
+    coordinates: list[Coordinate] = []
     for name, free in settings.parameters.items():
         location = f"sweep.parameters.{name}"
-        matching = [hole for hole in holes if hole.name == name]
+        matching = [placeholder for placeholder in placeholders if placeholder.name == name]
         if not matching:
-            remedy = suggest(f"${name}", [f"${hole.name}" for hole in holes]) if holes else ""
             raise InvalidInput(
                 location,
-                found="a parameter that the recipe has no place for",
-                expected=f"${name} in {where}",
-                remedy=remedy,
+                found="a parameter that the recipe does not use",
+                expected=f"the placeholder ${name} in {recipe_name}",
+                remedy=suggest(f"${name}", [f"${item.name}" for item in placeholders]) if placeholders else "",
             )
-        _check(free, location)
-        for hole in matching:
-            if (free.filters and not hole.takes_filters) or (free.layers and not hole.takes_layers):
+        _check_parameter(free, location)
+        for placeholder in matching:
+            if (free.filters and not placeholder.takes_filters) or (free.layers and not placeholder.takes_layers):
                 raise InvalidInput(
-                    hole.where,
+                    placeholder.location,
                     found=f"${name}, which has a value for each {'filter' if free.filters else 'group of layers'}",
-                    expected=f"it in place of a parameter's value: 'parameters: {{{name}: ${name}}}'",
+                    expected=f"the placeholder as the value of a parameter: 'parameters: {{{name}: ${name}}}'",
                 )
         if free.layers and (layers is None or free.layers > layers):
             raise InvalidInput(
                 f"{location}.layers",
-                found=f"{free.layers} groups of {'an unknown number of' if layers is None else layers} layers",
-                expected="a layer in each group",
+                found=f"{free.layers} groups for {'an unknown number of' if layers is None else layers} layers",
+                expected="at least one layer per group",
             )
-    for hole in holes:
+        parts: list[str | None] = [*free.filters, _OTHERS] if free.filters else [None]
+        groups: list[int | None] = list(range(free.layers)) if free.layers else [None]
+        coordinates += [Coordinate(name, free, part, group) for part in parts for group in groups]
+    for placeholder in placeholders:
         # Check all methods now, not when the sampler first draws one of them.
-        if hole.where == f"{where}: merge_method":
-            for method in settings.parameters[hole.name].choices:
-                fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.choices")
-    coordinates = tuple(
-        coordinate for name, free in settings.parameters.items() for coordinate in _coordinates(name, free)
-    )
+        if placeholder.location == f"{recipe_name}: merge_method":
+            for method in settings.parameters[placeholder.name].choices:
+                fit_to_method({"merge_method": method}, f"sweep.parameters.{placeholder.name}.choices")
     sums = tuple(group for names in settings.sum_to_one for group in _sums(names, settings, coordinates))
-    return Space(recipe, coordinates, sums, layers or 0, where)
+    return Space(recipe, tuple(coordinates), sums, layers or 0, recipe_name)
 
 
-def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
+def project_to_sum_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
     """Return the nearest values within ``bounds`` that sum to one, rounded to four digits.
 
     All values are shifted by the same amount and clipped to their bounds (the Euclidean projection on a simplex with
@@ -269,23 +292,17 @@ def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]
     return [int(unit) / 10**DIGITS for unit in units]
 
 
-def _require_parameter(hole: Placeholder, settings: SweepSettings) -> None:
-    if hole.name not in settings.parameters:
+def _require_parameter(placeholder: Placeholder, settings: SweepSettings) -> None:
+    if placeholder.name not in settings.parameters:
         raise InvalidInput(
-            hole.where,
-            found=f"${hole.name}, of which sweep.parameters says nothing",
-            expected="a parameter of that name",
-            remedy=suggest(hole.name, settings.parameters),
+            placeholder.location,
+            found=f"the placeholder ${placeholder.name}, which is not defined in sweep.parameters",
+            expected="the name of a parameter",
+            remedy=suggest(placeholder.name, settings.parameters),
         )
 
 
-def _coordinates(name: str, free: FreeParameter) -> list[Coordinate]:
-    parts: list[str | None] = [*free.filters, _OTHERS] if free.filters else [None]
-    groups: list[int | None] = list(range(free.layers)) if free.layers else [None]
-    return [Coordinate(name, free, part, group) for part in parts for group in groups]
-
-
-def _check(free: FreeParameter, location: str) -> None:
+def _check_parameter(free: FreeParameter, location: str) -> None:
     if free.type == "category":
         _check_category(free, location)
     else:
@@ -293,27 +310,28 @@ def _check(free: FreeParameter, location: str) -> None:
     if free.layers and free.type not in ("float", "log"):
         raise InvalidInput(
             f"{location}.layers",
-            found=f"groups of layers of a parameter of type {free.type}",
-            expected="of float or log: what lies between two layers is computed from both",
+            found=f"groups of layers for the type {free.type}",
+            expected="type float or log, because values between two layers are interpolated",
             remedy="use filters",
         )
     if len(set(free.filters)) < len(free.filters) or {_OTHERS, ""} & set(free.filters):
         raise InvalidInput(
             f"{location}.filters",
             found=", ".join(map(repr, free.filters)),
-            expected="different parts of tensors' names; all other tensors have a value of their own",
+            expected="different parts of tensor names. All other tensors have a value of their own",
         )
 
 
 def _check_category(free: FreeParameter, location: str) -> None:
     if free.low is not None or free.high is not None:
-        raise InvalidInput(location, found="a category with low or high", expected="choices, under 'choices'")
+        raise InvalidInput(location, found="low or high for a category", expected="choices under 'choices'")
     if not free.choices:
-        raise InvalidInput(f"{location}.choices", found="nothing", expected="the choices of a category")
+        raise InvalidInput(f"{location}.choices", found="no choices", expected="the choices of the category")
     # Compare texts, because 1 and True are equal in Python.
-    if len({_value_text(choice) for choice in free.choices}) < len(free.choices):
-        raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice once")
-    if _value_text(free.start) not in {_value_text(choice) for choice in free.choices}:
+    texts = {_value_text(choice) for choice in free.choices}
+    if len(texts) < len(free.choices):
+        raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice only once")
+    if _value_text(free.start) not in texts:
         raise InvalidInput(
             f"{location}.start",
             found=repr(free.start),
@@ -325,16 +343,16 @@ def _check_category(free: FreeParameter, location: str) -> None:
 def _check_range(free: FreeParameter, location: str) -> None:
     if free.choices:
         raise InvalidInput(
-            f"{location}.choices", found=f"choices of a {free.type}", expected="low and high, or type: category"
+            f"{location}.choices", found=f"choices for the type {free.type}", expected="low and high, or type: category"
         )
     low, high, start = free.low, free.high, free.start
     if low is None or high is None:
         missing = "low" if low is None else "high"
-        raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"the range of a {free.type}")
+        raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"a bound for the type {free.type}")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low below high")
+        raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low less than high")
     if free.type == "log" and low <= 0:
-        raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="above 0, of a logarithm")
+        raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="a number above 0 for the type log")
     if isinstance(start, (str, bool)):
         raise InvalidInput(f"{location}.start", found=repr(start), expected="a number")
     if free.type == "integer" and not all(float(x).is_integer() for x in (low, high, start)):
@@ -356,16 +374,18 @@ def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[C
     if len(set(names)) < max(2, len(names)) or any(free.type != "float" for free in frees):
         raise InvalidInput(location, found=joined, expected="two or more different parameters of type float")
     if any(sum(name in group for group in settings.sum_to_one) > 1 for name in names):
-        raise InvalidInput(location, found=f"one of {joined} in two groups", expected="each parameter in one")
+        raise InvalidInput(location, found=f"one of {joined} in two groups", expected="each parameter in one group")
     if len({(free.layers, free.filters) for free in frees}) > 1:
-        raise InvalidInput(location, found=joined, expected="the same layers and filters of all of them")
+        raise InvalidInput(location, found=joined, expected="the same layers and filters for all of them")
     lowest, highest, start = (sum(float(getattr(free, end)) for free in frees) for end in ("low", "high", "start"))
     if not lowest <= 1 <= highest:
         raise InvalidInput(
-            location, found=f"{joined} from {lowest:g} to {highest:g} together", expected="a range that has 1 in it"
+            location,
+            found=f"the sum of {joined} is between {lowest:g} and {highest:g}",
+            expected="a range that includes 1",
         )
-    if abs(start - 1) > _NEARLY:
-        raise InvalidInput(location, found=f"{joined} start at {start:g} together", expected="1")
+    if abs(start - 1) > 1e-6:
+        raise InvalidInput(location, found=f"the start values of {joined} sum to {start:g}", expected="1")
     parts = dict.fromkeys(
         (coordinate.part, coordinate.group) for coordinate in coordinates if coordinate.parameter in names
     )
@@ -377,10 +397,6 @@ def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[C
         )
         for part in parts
     ]
-
-
-def _index(choices: Sequence[Value], value: Value) -> int:
-    return [_value_text(choice) for choice in choices].index(_value_text(value))
 
 
 def _value_text(value: Value) -> str:

@@ -1,18 +1,102 @@
-"""Define a finished search and the progress of a running one, as shown in the report and the terminal."""
+"""Define trials and studies: a request, its scores, a candidate, the progress of a search, and its result.
+
+Feasible candidates rank before infeasible ones, infeasible ones rank by the size of their violation (Deb 2000, Comput.
+Methods Appl. Mech. Eng. 186:311), and candidates without a score come last. With several objectives the result is a
+front, and the candidate of the front with the best weighted sum is the one to be confirmed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mergegate.tasks.sweep.objective import Objective, best_of
-from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
+from mergegate.tasks.sweep.race import Race
+from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Coordinate
-from mergegate.tasks.sweep.trials import MetricKey, Sheet, Trial
 
+SearchedSet = Literal["search", "confirmation"]
 SearchEnd = Literal["trials", "hours", "cost"]
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """A candidate to score. Picklable.
+
+    Args:
+        recipe: Recipe as parsed YAML, without placeholders.
+        document_set: Set of documents to score it on.
+        race: Rule that may drop it early. None: it is scored on all documents.
+        directory: Directory that its relative paths are relative to. None: it has no relative paths.
+    """
+
+    recipe: Mapping[str, Any]
+    document_set: SearchedSet = "search"
+    race: Race | None = None
+    directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class TrialScores:
+    """Scores of one candidate.
+
+    Args:
+        table: One number per document, by (task, measure). For a dropped candidate, only the first documents.
+        dropped: Whether the race dropped it before all documents were evaluated.
+        change: Relative size of the change from the base, ``|merge - base| / |base|`` over all tensors. NaN if it was
+            not measured.
+        seconds: Wall time by activity: ``merge``, ``load``, ``score``.
+        problem: Why there is no score (the merge was refused or computed NaN). Empty if there is one.
+    """
+
+    table: ScoresByMetric
+    dropped: bool = False
+    change: float = float("nan")
+    seconds: Mapping[str, float] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of a sweep, with its parameters and scores.
+
+    Args:
+        number: Index from 0, in the order in which candidates were proposed.
+        generation: Generation of the sampler that proposed it. -1: hand-written.
+        origin: ``hand-written``, ``sampler`` or ``baseline``.
+        label: Name of a hand-written recipe. Empty for other trials.
+        point: Values by name of coordinate.
+        scores: One number per objective (a single one unless ``multi_objective`` is set). More is better. A dropped
+            trial has the value that ranks it: the incumbent's score plus the observed mean paired difference. NaN: see
+            ``problem``.
+        violation: Sum of all constraint violations, in the unit of the scores. 0: feasible.
+        documents: Share of the search documents that it was evaluated on, in (0, 1].
+        dropped: See ``TrialScores``.
+        change: See ``TrialScores``.
+        seconds: Total wall time.
+        problem: See ``TrialScores``.
+    """
+
+    number: int
+    generation: int
+    origin: str
+    label: str
+    point: Point
+    scores: tuple[float, ...]
+    violation: float = 0.0
+    documents: float = 1.0
+    dropped: bool = False
+    change: float = float("nan")
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a score on all documents."""
+        return not (self.dropped or self.problem) and bool(self.scores) and not any(map(math.isnan, self.scores))
 
 
 @dataclass(frozen=True)
@@ -29,7 +113,7 @@ class SearchProgress:
     """Progress of a running search.
 
     Args:
-        scored: Number of trials so far.
+        trials: Number of trials so far.
         budget: Total number of trials.
         best: Best score so far. It is None until a trial has a score.
         hand_written: Score of the best hand-written recipe. It is None until such a recipe has a score.
@@ -38,7 +122,7 @@ class SearchProgress:
         spent: Money spent so far. It is None if no rate is configured.
     """
 
-    scored: int
+    trials: int
     budget: int
     generation: int
     best: float | None = None
@@ -60,16 +144,17 @@ class Study:
         best: Candidate with the best score, not counting hand-written recipes. It is None if no candidate has a score.
         front: Trials on the Pareto front. It is empty if there is only one objective.
         sizes: Number of search documents for each pair of task and measure.
-        sheets: Scores of the hand-written recipes and of the best candidates, by trial number.
-        recipes: Recipes of the same trials as in ``sheets``, by trial number.
+        tables: Scores of the hand-written recipes and of the best candidates, by trial number.
+        recipes: Recipes of the same trials as in ``tables``, by trial number.
         population: Number of candidates in each generation of the sampler.
-        scored: Number of trials that were scored, in this run or an earlier run. All other trials duplicate one of
+        share = self.evaluated_share
+        effort = f" · {100 * share:.0f} % of the documents evaluated" if share < 1 else ""
             these.
-        new: Number of trials that were scored in this run.
+        new_count: Number of trials that were scored in this run.
         seconds: Duration in seconds by activity. ``merge``, ``load`` and ``score`` are totals over all trials, and
             ``wall`` is the elapsed time of the search.
         spent: Money that was spent. It is None if no rate is configured.
-        stopped: Reason why the search ended, such as the limit of the budget that was reached.
+        stop_reason: Limit of the budget that ended the search.
     """
 
     settings: SweepSettings
@@ -79,22 +164,24 @@ class Study:
     best: Trial | None
     front: tuple[Trial, ...]
     sizes: Mapping[MetricKey, int]
-    sheets: Mapping[int, Sheet]
+    tables: Mapping[int, ScoresByMetric]
     recipes: Mapping[int, Mapping[str, Any]]
     population: int
-    scored: int
-    new: int
+    scored_count: int
+    new_count: int
     seconds: Mapping[str, float]
     spent: float | None
-    stopped: SearchEnd
+    stop_reason: SearchEnd
 
     def summary(self) -> str:
-        """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents asked``."""
-        best = f"best {self.objective.total(self.best.scores):.4g}" if self.best else "none has a score"
+        """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents evaluated``."""
+        best = f"best {self.objective.total(self.best.scores):.4g}" if self.best else "no candidate has a score"
         by_hand = f"{self.objective.total(self.reference.scores):.4g}"
-        source = "" if self.new else ", all known"
-        share = f" · {100 * self.asked:.0f} % of the documents asked" if self.asked < 1 else ""
-        return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){share}"
+        source = "" if self.new_count else ", all cached"
+        effort = (
+            "" if self.evaluated_share == 1 else f" · {100 * self.evaluated_share:.0f} % of the documents evaluated"
+        )
+        return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){effort}"
 
     @property
     def hand_written(self) -> tuple[Trial, ...]:
@@ -107,7 +194,47 @@ class Study:
         return best_of(self.hand_written, self.objective) or self.hand_written[0]
 
     @property
-    def asked(self) -> float:
+    def evaluated_share(self) -> float:
         """Share of the search documents that was evaluated, averaged over all candidates of the search."""
         shares = [trial.documents for trial in self.trials if trial.origin != "hand-written" and not trial.problem]
         return sum(shares) / len(shares) if shares else 1.0
+
+
+def rank(scores: Sequence[Sequence[float]], violations: Sequence[float], objective: Objective) -> list[int]:
+    """Return the rank of each candidate by Deb's rule, from 0 for the best. Ties share a rank, and NaN comes last."""
+    keys = [_key(values, violation, objective) for values, violation in zip(scores, violations, strict=True)]
+    ranks = {key: position for position, key in enumerate(sorted(set(keys)))}
+    return [ranks[key] for key in keys]
+
+
+def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
+    """Return the best trial by Deb's rule, or None if no trial has a score.
+
+    Only trials that were evaluated on all documents count. The first of several equal trials wins.
+    """
+    complete = [trial for trial in trials if trial.is_complete]
+    return min(complete, key=lambda trial: (_key(trial.scores, trial.violation, objective), trial.number), default=None)
+
+
+def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return the feasible trials on the Pareto front, sorted by number.
+
+    No other feasible trial is at least as good in every objective and better in one.
+    """
+    feasible = [trial for trial in trials if trial.is_complete and trial.violation == 0]
+    optimal = [
+        trial
+        for trial in feasible
+        if not any(
+            rival.scores != trial.scores and all(a >= b for a, b in zip(rival.scores, trial.scores, strict=True))
+            for rival in feasible
+        )
+    ]
+    return tuple(sorted(optimal, key=lambda trial: trial.number))
+
+
+def _key(scores: Sequence[float], violation: float, objective: Objective) -> tuple[int, float]:
+    total = objective.total(scores) if scores else math.nan
+    if math.isnan(total) or math.isnan(violation):
+        return (2, 0.0)
+    return (1, violation) if violation > 0 else (0, -total)

@@ -5,9 +5,9 @@ merged tensor by tensor into the network (:mod:`network`) and scored on the docu
 candidate that cannot be copied into the network, such as the first of its structure, is written to a temporary
 directory. The scores equal those of the bytes that the engine would write for the same recipe and seed::
 
-    setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, asked=..., scoring=Scoring())
-    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, set="search"))
-    scores.sheet[MetricKey("reverse", "log_likelihood")]        # one number per document
+    setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, metric_keys=..., scoring=Scoring())
+    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, document_set="search"))
+    scores.table[MetricKey("reverse", "log_likelihood")]        # one number per document
 
 The result does not depend on which process runs the trial or on earlier trials.
 """
@@ -43,15 +43,16 @@ from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_held_ou
 from mergegate.tasks.stage import versions
 from mergegate.tasks.store import digest
 from mergegate.tasks.sweep.network import (
-    CandidateMergeSettings,
+    BaseDistance,
     CandidateNetwork,
-    Change,
+    NetworkSettings,
     Stopwatch,
-    network_from_files,
-    structure_of,
+    load_network,
+    structure_digest,
 )
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.search_documents import SearchDocuments
-from mergegate.tasks.sweep.trials import TEXT, AskedSet, MetricKey, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import SearchedSet, TrialRequest, TrialScores
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -87,7 +88,7 @@ class TrialSetting:
     Args:
         parents: Every checkpoint that a candidate may name.
         sets: Documents by name of the set.
-        asked: Metrics to compute for each document, in every set.
+        metric_keys: Metrics to compute for each document, in every set.
         scoring: Scoring settings of the evaluation stage. Its dtype is that of the network. Only the backend ``hf`` is
             supported.
         windows: Window settings for held-out text. The dtype is ignored.
@@ -102,8 +103,8 @@ class TrialSetting:
     """
 
     parents: tuple[PinnedCheckpoint, ...]
-    sets: Mapping[AskedSet, TrialSet]
-    asked: tuple[MetricKey, ...]
+    sets: Mapping[SearchedSet, TrialSet]
+    metric_keys: tuple[MetricKey, ...]
     scoring: Scoring
     windows: WindowSettings = field(default_factory=WindowSettings)
     device: str = "cpu"
@@ -114,7 +115,7 @@ class TrialSetting:
     threads: int = 1
     measured: Mapping[CalibrationRequest, InputMeasurements] = field(default_factory=dict)
 
-    def as_it_is(self, name: str) -> TrialRequest:
+    def parent_request(self, name: str) -> TrialRequest:
         """Return a request that scores a parent unmerged, with its adapter if it has one.
 
         Args:
@@ -135,7 +136,7 @@ class TrialSetting:
                 "version": _VERSION,
                 "parents": {parent.ref: parent for parent in self.parents},
                 "sets": {name: [item.tasks, item.text] for name, item in self.sets.items()},
-                "asked": [list(key) for key in self.asked],
+                "asked": [list(key) for key in self.metric_keys],
                 "scoring": self.scoring,
                 "windows": self.windows,
                 "device": self.device,
@@ -171,15 +172,18 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
     )
     seconds = dict(answer.seconds)
     seconds["overhead"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
-    sheet = {key: np.frombuffer(numbers, np.float64) for key, numbers in answer.numbers}
-    return TrialScores(sheet, answer.dropped, answer.change, seconds, answer.problem)
+    table = {key: np.frombuffer(numbers, np.float64) for key, numbers in answer.numbers}
+    return TrialScores(table, answer.dropped, answer.change, seconds, answer.problem)
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
     names = {parent.name: parent for parent in setting.parents}
     if name not in names:
         raise InvalidInput(
-            "sweep", found=f"no parent called {name!r}", expected=", ".join(names), remedy=suggest(name, names)
+            "sweep",
+            found=f"{name!r}, which is not the name of a parent",
+            expected=", ".join(names),
+            remedy=suggest(name, names),
         )
     return names[name]
 
@@ -199,9 +203,19 @@ class TrialAnswer:
 
 
 def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
-    workspace = _workspace_for(setting)
-    answer = workspace.score(request, Stopwatch(lambda: on_progress(0, 1)))
-    workspace.require_same_parents()
+    global _workspace
+    if _workspace is None or _workspace.setting != setting:
+        _workspace = None  # free the old network first, because two may not fit into memory
+        _workspace = _Workspace(setting)
+    answer = _workspace.score(request, Stopwatch(lambda: on_progress(0, 1)))
+    if files_fingerprint(setting.parents) != _workspace.fingerprint:
+        _workspace = None
+        raise ChangedInput(
+            "sweep: the parents",
+            found="a file changed while trials were scored",
+            expected="the files that were pinned when the run began",
+            remedy="run again",
+        )
     return answer
 
 
@@ -213,168 +227,135 @@ class _Workspace:
             raise InvalidInput(
                 "sweep",
                 found=f"evaluate.backend: {setting.scoring.backend}",
-                expected="hf: a trial's network is in memory, where transformers asks it",
+                expected="evaluate.backend: hf, because transformers evaluates the network in memory",
             )
         self.setting = setting
-        self._state = files_fingerprint(setting.parents)
-        self._checkpoints: dict[str, Checkpoint] = {}
-        self._change = Change(_parent(setting, setting.base).open()) if setting.base else None
-        self._how = CandidateMergeSettings(setting.seed, setting.merge_device, setting.threads)
-        self._beside: dict[Path, str] = {}
-        self._questions: dict[tuple[object, ...], SearchDocuments] = {}
+        self.fingerprint = files_fingerprint(setting.parents)
         self.network: CandidateNetwork | None = None
-        self._reading: tuple[object, ...] = ()  # how the network reads text
-
-    def require_same_parents(self) -> None:
-        """Raise ChangedInput if a file of a parent changed since this object was created."""
-        if files_fingerprint(self.setting.parents) != self._state:
-            _discard_workspace()
-            raise ChangedInput(
-                "sweep: the parents",
-                found="a file was changed while trials were scored",
-                expected="what was pinned when the run began",
-                remedy="run again",
-            )
+        self._checkpoints: dict[str, Checkpoint] = {}
+        self._distance = BaseDistance(_parent(setting, setting.base).open()) if setting.base else None
+        self._network_settings = NetworkSettings(
+            setting.seed, setting.merge_device, setting.threads, setting.scoring.dtype, setting.device
+        )
+        self._file_digests: dict[Path, str] = {}
+        self._documents: dict[tuple[object, ...], SearchDocuments] = {}
+        self._text_key: tuple[object, ...] = ()  # identifies how the network reads text
 
     def score(self, request: TrialRequest, watch: Stopwatch) -> TrialAnswer:
         """Return the candidate's scores, or its problem."""
         try:
-            change = self._fill(request, watch)
+            network = self._fill_network(request, watch)
         except (CannotDecide, OutOfModelMemory):
             self.network = None
             raise
         except MergegateError as problem:
             return TrialAnswer(seconds=watch.seconds, problem=str(problem))
-        network = self.network
-        assert network is not None, "it was filled"
+        change = self._distance.relative if self._distance else float("nan")
         looks = request.race.looks if request.race else self.setting.looks
-        with watch.on("questions"):
-            questions = self._documents_for(network, request.set, looks)
-        sheet: Sheet = {}
+        with watch.measure("questions"):
+            documents = self._tokenized_documents(network, request.document_set, looks)
+        table: ScoresByMetric = {}
         dropped = False
-        with watch.on("score"), torch_threads(network.loaded, self.setting.threads):
-            for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
-                invalid = next((key for key, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
+        with watch.measure("score"), torch_threads(network.loaded, self.setting.threads):
+            for look, table in enumerate(documents.evaluate(network.loaded, watch.alive)):
+                invalid = next((key for key, numbers in table.items() if not np.isfinite(numbers).all()), None)
                 if invalid is not None:
                     source = invalid.task or "held-out text"
-                    problem_text = f"{source}: {invalid.measure} is no finite number for some documents"
+                    problem_text = f"{source}: {invalid.measure} is not a finite number for some documents"
                     return TrialAnswer(change=change, seconds=watch.seconds, problem=problem_text)
-                if request.race is not None and request.race.is_hopeless(sheet, look):
+                if request.race is not None and request.race.should_drop(table, look):
                     dropped = look < len(looks) - 1
                     break
-        numbers = tuple((key, values.tobytes()) for key, values in sheet.items())
+        numbers = tuple((key, values.tobytes()) for key, values in table.items())
         return TrialAnswer(numbers, dropped, change, watch.seconds)
 
-    def _fill(self, request: TrialRequest, watch: Stopwatch) -> float:
-        """Put the merge of ``request`` into the network, and return the relative size of its change."""
-        with watch.on("plan"):
+    def _fill_network(self, request: TrialRequest, watch: Stopwatch) -> CandidateNetwork:
+        """Put the merge of ``request`` into the network, and return the network."""
+        with watch.measure("plan"):
             plan = self._plan(request)
-            structure = structure_of(plan, self._beside)
-        previous = self.network
+            structure = structure_digest(plan, self._file_digests)
         if (
-            previous is not None
-            and previous.structure == structure
-            and previous.fill(plan, self._how, watch, self._change)
+            self.network is not None
+            and self.network.structure == structure
+            and self.network.fill(plan, self._network_settings, watch, self._distance)
         ):
-            return self._change.relative if self._change else float("nan")
-        del previous
+            return self.network
         self.network = None  # free its memory before the next network is loaded
-        setting = self.setting
-        runs_code = any(parent.runs_code for parent in setting.parents if parent.ref == str(plan.recipe.donor))
-        self.network = network_from_files(
-            plan, structure, self._how, setting.scoring.dtype, setting.device, runs_code, watch
-        )
+        runs_code = any(parent.runs_code for parent in self.setting.parents if parent.ref == str(plan.recipe.donor))
+        self.network = load_network(plan, structure, self._network_settings, runs_code, watch)
         loaded = self.network.loaded
         template = getattr(loaded.tokenizer, "chat_template", None)
-        self._reading = (tokenizer_digest(loaded.tokenizer), template, loaded.context)
-        if self._change:
-            with watch.on("change"):
-                self._change.measure(plan, self._how)
-            return self._change.relative
-        return float("nan")
+        self._text_key = (tokenizer_digest(loaded.tokenizer), template, loaded.context)
+        if self._distance:
+            with watch.measure("change"):
+                self._distance.measure(plan, self._network_settings)
+        return self.network
 
     def _plan(self, request: TrialRequest) -> MergePlan:
-        where = f"{request.directory / 'sweep' if request.directory else 'sweep'}: recipe"
-        recipe = load_recipe(request.recipe, location=where)
+        location = f"{request.directory / 'sweep' if request.directory else 'sweep'}: recipe"
+        recipe = load_recipe(request.recipe, location=location)
         if recipe.output is not None:
-            raise InvalidInput(
-                recipe.location, found="a recipe that makes an adapter", expected="one that makes a model"
-            )
+            raise InvalidInput(recipe.location, found="a recipe for an adapter", expected="a recipe for a model")
         if recipe.texts:
-            if unread := next(
-                (asked for asked in recipe.calibration_requests if asked not in self.setting.measured), None
-            ):
-                raise InvalidInput(
-                    f"{recipe.location}: {unread.model}",
-                    found=f"{unread.text}, which was not read for {recipe.merge_method} in this way",
-                    expected="texts that were read before the search",
-                    remedy="search over methods, or over how texts are read, not over both",
-                )
-            measured = {asked.model: self.setting.measured[asked] for asked in recipe.calibration_requests}
+            measured = {}
+            for calibration in recipe.calibration_requests:
+                if calibration not in self.setting.measured:
+                    raise InvalidInput(
+                        f"{recipe.location}: {calibration.model}",
+                        found=f"{calibration.text}, which was not read in the way that {recipe.merge_method} requires",
+                        expected="texts that were read before the search",
+                        remedy="search over methods, or over how texts are read, but not over both",
+                    )
+                measured[calibration.model] = self.setting.measured[calibration]
             recipe = replace(recipe, measured=measured)
         by_ref = {parent.ref: parent for parent in self.setting.parents}
-        tables = {}
         for reference in map(str, recipe.references()):
             if reference not in self._checkpoints:
                 if reference not in by_ref:
                     raise InvalidInput(
                         recipe.location,
                         found=f"{reference}, which is not among the parents of the sweep",
-                        expected="models that were resolved when it began",
+                        expected="models that were resolved when the sweep began",
                     )
                 self._checkpoints[reference] = by_ref[reference].open()
-            tables[reference] = self._checkpoints[reference]
+        tables = {reference: self._checkpoints[reference] for reference in map(str, recipe.references())}
         matched = match_experts(recipe, tables)
         return plan_merge(matched.recipe, matched.checkpoints)
 
-    def _documents_for(
-        self, network: CandidateNetwork, set_name: AskedSet, looks: tuple[float, ...]
+    def _tokenized_documents(
+        self, network: CandidateNetwork, set_name: SearchedSet, looks: tuple[float, ...]
     ) -> SearchDocuments:
-        key = (*self._reading, set_name, looks)
-        if key not in self._questions:
-            while len(self._questions) >= _MAX_TOKENIZED_SETS:
-                del self._questions[next(iter(self._questions))]
-            self._questions[key] = _tokenize_set(self.setting, set_name, looks, network)
-        self._questions[key] = documents = self._questions.pop(key)
-        return documents
-
-
-def _tokenize_set(
-    setting: TrialSetting, set_name: AskedSet, looks: tuple[float, ...], network: CandidateNetwork
-) -> SearchDocuments:
-    trial_set, loaded = setting.sets[set_name], network.loaded
-    tasks_by_name = {task.name: task for task in trial_set.tasks}
-    tasks = {}
-    for name in dict.fromkeys(key.task for key in setting.asked if key.task != TEXT):
-        if name not in tasks_by_name:
-            raise InvalidInput("sweep", found=f"task {name} without documents for the {set_name}", expected="some")
-        tokens = any(key.task == name and key.measure != "metric" for key in setting.asked)
-        tasks[name] = tokenize_task(tasks_by_name[name], setting.scoring, loaded, tokens=tokens)
-    text = None
-    if any(key.task == TEXT for key in setting.asked):
-        if trial_set.text is None:
-            raise InvalidInput(
-                "sweep", found=f"no held-out text for the {set_name}", expected="perplexity: {documents: ...}"
-            )
-        model: Model = setting.parents[0]
-        text = read_held_out(loaded, model, trial_set.text, setting.windows)
-    return SearchDocuments(setting.asked, tasks, text, looks)
+        """Return the documents of a set as tokens of the network, from the cache if possible."""
+        cache_key = (*self._text_key, set_name, looks)
+        if cache_key in self._documents:
+            self._documents[cache_key] = self._documents.pop(cache_key)  # the most recently used one is last
+            return self._documents[cache_key]
+        while len(self._documents) >= _MAX_TOKENIZED_SETS:
+            del self._documents[next(iter(self._documents))]
+        setting, loaded = self.setting, network.loaded
+        trial_set = setting.sets[set_name]
+        tasks_by_name = {task.name: task for task in trial_set.tasks}
+        tasks = {}
+        for name in dict.fromkeys(key.task for key in setting.metric_keys if key.task != TEXT):
+            if name not in tasks_by_name:
+                raise InvalidInput(
+                    "sweep", found=f"task {name} without documents for the {set_name}", expected="at least one document"
+                )
+            needs_tokens = any(key.task == name and key.measure != "metric" for key in setting.metric_keys)
+            tasks[name] = tokenize_task(tasks_by_name[name], setting.scoring, loaded, tokens=needs_tokens)
+        text = None
+        if any(key.task == TEXT for key in setting.metric_keys):
+            if trial_set.text is None:
+                raise InvalidInput(
+                    "sweep", found=f"no held-out text for the {set_name}", expected="perplexity: {documents: ...}"
+                )
+            model: Model = setting.parents[0]
+            text = read_held_out(loaded, model, trial_set.text, setting.windows)
+        self._documents[cache_key] = SearchDocuments(setting.metric_keys, tasks, text, looks)
+        return self._documents[cache_key]
 
 
 _workspace: _Workspace | None = None
-
-
-def _workspace_for(setting: TrialSetting) -> _Workspace:
-    global _workspace
-    if _workspace is None or _workspace.setting != setting:
-        _workspace = None  # free the old network first, because two may not fit into memory
-        _workspace = _Workspace(setting)
-    return _workspace
-
-
-def _discard_workspace() -> None:
-    global _workspace
-    _workspace = None
 
 
 def _free_network() -> None:

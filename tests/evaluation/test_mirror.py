@@ -179,4 +179,4 @@ def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_ta
     swept = pin_profile_sweep(profile, Evidence(), hashes)
     assert {task.name: task.mirror for task in swept.tasks} == dict.fromkeys(("letters", "more", "arc_easy"), mirror)
     guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data)["letters.yaml"]
-    assert [task.only for task in swept.left_for_the_gate([guarded])] != [None]
+    assert [task.only for task in swept.gate_tasks([guarded])] != [None]

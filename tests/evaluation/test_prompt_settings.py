@@ -198,7 +198,7 @@ def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(roo
     task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
     swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
     _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
-    assert [each.only for each in swept.left_for_the_gate(tasks)] == [division.of("gate")] * 2
+    assert [each.only for each in swept.gate_tasks(tasks)] == [division.of("gate")] * 2
 
 
 @pytest.mark.parametrize(

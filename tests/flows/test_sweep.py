@@ -73,7 +73,7 @@ def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
     assert "= search" in printed["again"].output
-    assert "all known" in printed["again"].output
+    assert "all cached" in printed["again"].output
     assert "nothing new" in printed["again"].output
     keys = Counter(record["scored"] for record in small_sweeps.scored_trials(project.home, "reverse"))
     assert set(keys.values()) == {1}

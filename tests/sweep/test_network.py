@@ -20,26 +20,26 @@ from mergegate.merge_core import Checkpoint, load_recipe, open_checkpoint, plan_
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import Model, load_private_model
 from mergegate.tasks.sweep.network import (
-    CandidateMergeSettings,
+    BaseDistance,
     CandidateNetwork,
-    Change,
+    NetworkSettings,
     Stopwatch,
-    network_from_files,
-    structure_of,
+    load_network,
+    structure_digest,
 )
 
-HOW = CandidateMergeSettings(seed=0, device="cpu", threads=1)
+SETTINGS = NetworkSettings(seed=0, merge_device="cpu", threads=1, dtype="auto", device="cpu")
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
-def saved(place: Path, config: Any, seed: int) -> Path:
+def save_model(directory: Path, config: Any, seed: int) -> Path:
     """Save a random model with the demo's tokenizer."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / "models/base" / name, place)
-    return place
+        shutil.copy(DEMO / "models/base" / name, directory)
+    return directory
 
 
 class Study:
@@ -48,21 +48,21 @@ class Study:
     def __init__(self, root: Path, config: Any) -> None:
         self.root = root
         self.tables: dict[str, Checkpoint] = {
-            name: open_checkpoint(saved(root / name, config, seed)) for seed, name in enumerate("ab")
+            name: open_checkpoint(save_model(root / name, config, seed)) for seed, name in enumerate("ab")
         }
         self.network: CandidateNetwork | None = None
 
-    def try_one(self, recipe: dict[str, Any]) -> str:
+    def try_recipe(self, recipe: dict[str, Any]) -> str:
         """Put a candidate into the network and return how: "copied" or "loaded"."""
         plan = plan_merge(load_recipe(recipe), self.tables)
-        structure = structure_of(plan, {})
-        kept = self.network
-        if kept and kept.structure == structure and kept.fill(plan, HOW, Stopwatch(), None):
+        structure = structure_digest(plan, {})
+        previous = self.network
+        if previous and previous.structure == structure and previous.fill(plan, SETTINGS, Stopwatch(), None):
             return "copied"
-        self.network = network_from_files(plan, structure, HOW, "auto", "cpu", False, Stopwatch())
+        self.network = load_network(plan, structure, SETTINGS, False, Stopwatch())
         return "loaded"
 
-    def require_right(self, recipe: dict[str, Any]) -> None:
+    def require_equal_network(self, recipe: dict[str, Any]) -> None:
         """Assert that the network equals the one transformers loads from the files that the engine writes."""
         from mergegate.merge_core import merge_weights
 
@@ -75,9 +75,9 @@ class Study:
         assert ours.state_dict().keys() == theirs.state_dict().keys()
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(tensor, ours.state_dict()[name]), name
-        read = torch.arange(20)[None]
+        tokens = torch.arange(20)[None]
         with torch.inference_mode():
-            assert torch.equal(ours(read).logits, theirs(read).logits)
+            assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
 
 
 def linear(weight: float, **more: Any) -> dict[str, Any]:
@@ -86,33 +86,33 @@ def linear(weight: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_candidates_are_copied_into_the_network_of_the_first(tmp_path: Path, tied: bool) -> None:
+def test_candidates_are_copied_into_the_first_network(tmp_path: Path, tied: bool) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied))
-    assert study.try_one(linear(0.5)) == "loaded"
+    assert study.try_recipe(linear(0.5)) == "loaded"
     for weight in (0.1, 0.9):
-        assert study.try_one(linear(weight)) == "copied"
-        study.require_right(linear(weight))
+        assert study.try_recipe(linear(weight)) == "copied"
+        study.require_equal_network(linear(weight))
 
 
-def test_another_format_of_weights_is_another_network(tmp_path: Path) -> None:
+def test_another_weight_format_needs_a_new_network(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
-    assert study.try_one(linear(0.5)) == "loaded"
-    assert study.try_one(linear(0.5, dtype="bfloat16")) == "loaded"
-    study.require_right(linear(0.5, dtype="bfloat16"))
+    assert study.try_recipe(linear(0.5)) == "loaded"
+    assert study.try_recipe(linear(0.5, dtype="bfloat16")) == "loaded"
+    study.require_equal_network(linear(0.5, dtype="bfloat16"))
     assert study.network is not None
     assert study.network.loaded.network.dtype == torch.bfloat16
 
 
-def test_other_layers_are_another_network_and_back(tmp_path: Path) -> None:
+def test_another_layer_count_needs_a_new_network(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
     cut = [{"sources": [{"model": "a", "layer_range": [0, 2]}]}, {"sources": [{"model": "b", "layer_range": [0, 3]}]}]
     stacked = {"merge_method": "passthrough", "slices": cut}
     for recipe, way in ((linear(0.2), "loaded"), (stacked, "loaded"), (stacked, "copied"), (linear(0.3), "loaded")):
-        assert study.try_one(recipe) == way
-        study.require_right(recipe)
+        assert study.try_recipe(recipe) == way
+        study.require_equal_network(recipe)
 
 
-def test_where_transformers_joins_tensors_a_candidate_is_loaded(tmp_path: Path) -> None:
+def test_a_candidate_is_loaded_if_transformers_joins_tensors(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "qwen3_moe",
         **SIZES,
@@ -125,10 +125,10 @@ def test_where_transformers_joins_tensors_a_candidate_is_loaded(tmp_path: Path) 
     )
     study = Study(tmp_path, config)
     for weight in (0.5, 0.2):
-        assert study.try_one(linear(weight)) == "loaded"
-        study.require_right(linear(weight))
+        assert study.try_recipe(linear(weight)) == "loaded"
+        study.require_equal_network(linear(weight))
     assert study.network is not None
-    assert study.network.places == {}
+    assert study.network.targets == {}
 
 
 def tie_in_name_only(directory: Path, seed: int | None) -> None:
@@ -149,31 +149,31 @@ def test_a_stored_head_that_is_the_embedding_stays_tied_in_every_candidate(tmp_p
     apart = linear(0.5)
     apart["models"][0]["parameters"]["weight"] = [{"filter": "lm_head", "value": 3.0}, {"value": 0.5}]
     for recipe, way in ((linear(0.5), "loaded"), (linear(0.2), "copied"), (apart, "copied"), (linear(0.3), "copied")):
-        assert study.try_one(recipe) == way
-        study.require_right(recipe)
+        assert study.try_recipe(recipe) == way
+        study.require_equal_network(recipe)
 
 
-def test_a_merge_that_is_not_healthy_is_refused_on_both_ways(tmp_path: Path) -> None:
+def test_a_merge_with_nan_is_refused_when_copied_and_when_loaded(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
     nothing = linear(0.0)
     nothing["models"][1]["parameters"]["weight"] = 1e39
     nothing["parameters"] = {"normalize": False}
     for _ in range(2):
         with pytest.raises(Refused):
-            study.try_one(nothing)
-        study.try_one(linear(0.5))
+            study.try_recipe(nothing)
+        study.try_recipe(linear(0.5))
 
 
-def test_a_change_counts_what_both_have(tmp_path: Path) -> None:
+def test_the_change_covers_only_tensors_of_both_models(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
-    change = Change(study.tables["a"])
+    distance = BaseDistance(study.tables["a"])
     plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # the merge is b itself
-    change.measure(plan, HOW)
+    distance.measure(plan, SETTINGS)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     moved = sum(float((b[name].double() - a[name].double()).square().sum()) for name in a)
-    assert change.relative == pytest.approx(
+    assert distance.relative == pytest.approx(
         (moved / sum(float(one.double().square().sum()) for one in a.values())) ** 0.5
     )
-    change.measure(plan_merge(load_recipe(linear(1.0)), study.tables), HOW)
-    assert change.relative == 0
+    distance.measure(plan_merge(load_recipe(linear(1.0)), study.tables), SETTINGS)
+    assert distance.relative == 0
     assert json.loads((tmp_path / "a/config.json").read_text())["num_hidden_layers"] == 3

@@ -14,12 +14,11 @@ from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_sett
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import RecordJournal
-from mergegate.tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, reason_not_to_confirm
+from mergegate.tasks.sweep.confirmation import MIN_P_VALUE, Confirmation, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import both_right, confirmation_power
 from mergegate.tasks.sweep.ledger import Ledger
-from mergegate.tasks.sweep.objective import Objective, Term
-from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import MetricKey, Sheet, Trial
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
+from mergegate.tasks.sweep.study import Study, Trial
 
 LOG = MetricKey("rev", "log_likelihood")
 
@@ -36,8 +35,8 @@ def small_study() -> Study:
 
 def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, **more: Any) -> Study:
     reference, best = trial(0, by_hand, "hand-written"), trial(1, searched, **more)
-    sheets = {
-        number: {asked: np.full(8, one.scores[0]) for asked in objective.asked}
+    tables = {
+        number: {key: np.full(8, one.scores[0]) for key in objective.metric_keys}
         for number, one in enumerate((reference, best))
     }
     return replace(
@@ -46,32 +45,32 @@ def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, 
         objective=objective,
         trials=(reference, best),
         best=best if not np.isnan(searched) else None,
-        sheets=sheets,
+        tables=tables,
     )
 
 
-def compared(winner: Sheet, reference: Sheet, *terms: Term, clusters: Any = None) -> Confirmation:
+def compared(winner: ScoresByMetric, reference: ScoresByMetric, *terms: Term, clusters: Any = None) -> Confirmation:
     return confirm(study_of(Objective(terms)), winner, reference, clusters)
 
 
-def binary(rng: np.random.Generator, n: int, gain: float) -> tuple[Sheet, Sheet]:
+def binary(rng: np.random.Generator, n: int, gain: float) -> tuple[ScoresByMetric, ScoresByMetric]:
     reference = (rng.random(n) < 0.7) * 1.0
     winner = np.where(rng.random(n) < gain, 1.0, reference)
     return {REV: winner}, {REV: reference}
 
 
-def test_a_clear_gain_is_confirmed_and_said() -> None:
+def test_a_clear_gain_is_confirmed_and_reported() -> None:
     one = compared(*binary(np.random.default_rng(0), 400, 0.3), Term(REV, 1.0))
     assert one.confirmed
-    assert one.p_value == LEAST_P
+    assert one.p_value == MIN_P_VALUE
     verdict = one.as_verdict()
     assert (verdict.outcome, verdict.publishable, verdict.reasons) == ("pass", True, ())
     assert "above ties on 400 held-out documents" in one.sentence()
     assert one.optimism == pytest.approx(0.9 - one.held_out)
-    assert one.searched_gain == pytest.approx(0.1)
+    assert one.searched - one.searched_reference == pytest.approx(0.1)
 
 
-def test_no_gain_is_not_confirmed_and_said() -> None:
+def test_a_missing_gain_is_not_confirmed_and_is_reported() -> None:
     winner, reference = binary(np.random.default_rng(0), 400, 0.3)
     one = compared(reference, winner, Term(REV, 1.0))
     assert not one.confirmed
@@ -93,7 +92,7 @@ def test_the_p_value_is_the_error_at_which_the_bound_is_zero() -> None:
         assert mcnemar * 0.95 <= one.p_value < max(4 * mcnemar, 0.05)
 
 
-def test_without_a_known_range_it_is_students_test() -> None:
+def test_scores_without_a_known_range_are_tested_with_students_interval() -> None:
     rng = np.random.default_rng(1)
     for shift in (0.0, 0.02, 0.06):
         reference = -rng.exponential(0.2, 400)
@@ -103,7 +102,7 @@ def test_without_a_known_range_it_is_students_test() -> None:
         assert one.p_value == pytest.approx(expected, rel=0.05, abs=1e-6) or (expected >= 0.5 and one.p_value >= 0.5)
 
 
-def test_clipped_likelihoods_are_cut_and_their_bound_holds_with_heavy_tails() -> None:
+def test_likelihoods_are_clipped_and_their_bound_holds_with_heavy_tails() -> None:
     rng = np.random.default_rng(2)
     reference = -rng.random(400) * 0.05
     winner = reference + 0.004
@@ -123,7 +122,7 @@ def test_clipped_likelihoods_are_cut_and_their_bound_holds_with_heavy_tails() ->
     assert wrong <= 2
 
 
-def test_tasks_count_by_their_weight() -> None:
+def test_tasks_are_weighted() -> None:
     rng = np.random.default_rng(4)
     winner, reference = binary(rng, 400, 0.2)
     flat = (rng.random(50) < 0.5) * 1.0
@@ -135,37 +134,35 @@ def test_tasks_count_by_their_weight() -> None:
 
 
 @pytest.mark.slow
-def test_false_confirmations_are_as_rare_as_was_asked_for() -> None:
+def test_false_confirmations_are_within_the_configured_error() -> None:
     rng = np.random.default_rng(5)
     runs, wrong = 250, 0
     for _ in range(runs):
-        sheets: list[dict[MetricKey, Any]] = [{}, {}]
-        for asked in (REV, COPY):
+        tables: list[dict[MetricKey, Any]] = [{}, {}]
+        for key in (REV, COPY):
             shared = rng.standard_normal(150)
-            for sheet in sheets:
-                sheet[asked] = (0.77 * shared + 0.63 * rng.standard_normal(150) < 0.8) * 1.0
-        wrong += compared(sheets[0], sheets[1], Term(REV, 0.5), Term(COPY, 0.5)).low > 0
+            for table in tables:
+                table[key] = (0.77 * shared + 0.63 * rng.standard_normal(150) < 0.8) * 1.0
+        wrong += compared(tables[0], tables[1], Term(REV, 0.5), Term(COPY, 0.5)).low > 0
     assert 0.01 < wrong / runs < 0.07
 
 
-def test_documents_that_belong_together_count_as_one() -> None:
+def test_documents_of_a_cluster_widen_the_interval() -> None:
     rng = np.random.default_rng(6)
     by_cluster = rng.normal(0.05, 0.2, 20)
     reference = np.full(400, 0.5)
     winner = np.clip(reference + np.repeat(by_cluster, 20), 0, 1)
-    asked = MetricKey("rev", "probability")
+    key = MetricKey("rev", "probability")
     names: Sequence[str] = [str(i) for i in np.repeat(np.arange(20), 20)]
-    alone = compared({asked: winner}, {asked: reference}, Term(asked, 1.0))
-    clustered = compared(
-        {asked: winner}, {asked: reference}, Term(asked, 1.0, cluster_by="passage"), clusters={asked: names}
-    )
+    alone = compared({key: winner}, {key: reference}, Term(key, 1.0))
+    clustered = compared({key: winner}, {key: reference}, Term(key, 1.0, cluster_by="passage"), clusters={key: names})
     assert clustered.low < alone.low
     assert clustered.terms[0].clusters == 20
     with pytest.raises(InvalidInput, match="cluster"):
-        compared({asked: winner}, {asked: reference}, Term(asked, 1.0, cluster_by="passage"))
+        compared({key: winner}, {key: reference}, Term(key, 1.0, cluster_by="passage"))
 
 
-def test_sheets_that_do_not_belong_together_are_refused() -> None:
+def test_unpaired_score_tables_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="the same 4 documents"):
         compared({REV: np.ones(4)}, {REV: np.ones(3)}, Term(REV, 1.0))
     with pytest.raises(InvalidInput, match="3 and 4 documents"):
@@ -173,37 +170,39 @@ def test_sheets_that_do_not_belong_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("searched", "more", "said"),
+    ("searched", "more", "message"),
     [
-        (0.8, {}, "none scored above ties"),
-        (0.79, {}, "none scored above ties"),
+        (0.8, {}, "no candidate scored above ties"),
+        (0.79, {}, "no candidate scored above ties"),
         (float("nan"), {}, "none of 1 candidates has a score"),
-        (0.9, {"violation": 0.1}, "none keeps the constraints"),
+        (0.9, {"violation": 0.1}, "every candidate violates the constraints more"),
     ],
 )
-def test_what_is_no_better_where_it_was_chosen_is_not_compared(searched: float, more: Any, said: str) -> None:
+def test_a_winner_without_a_gain_on_the_search_documents_is_not_tested(
+    searched: float, more: Any, message: str
+) -> None:
     nothing = reason_not_to_confirm(study_of(toy_objective(toy_settings()), searched, **more))
     assert nothing is not None
-    assert nothing.as_verdict().reasons[0].startswith(f"no candidate confirmed: {said}")
+    assert nothing.as_verdict().reasons[0].startswith(f"no candidate confirmed: {message}")
     assert reason_not_to_confirm(study_of(toy_objective(toy_settings()), 0.9)) is None
 
 
 @pytest.mark.parametrize("right", [0.3, 0.8, 0.97])
-def test_what_two_get_right_together_is_that_of_a_normal_pair(right: float) -> None:
+def test_the_chance_that_both_are_right_matches_the_bivariate_normal(right: float) -> None:
     pair = multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]])
     assert both_right(right, 0.6) == pytest.approx(pair.cdf([norm.ppf(right)] * 2), abs=1e-4)
 
 
 @pytest.mark.slow
-def test_the_power_is_that_of_the_test() -> None:
+def test_the_forecast_power_matches_the_test() -> None:
     """The forecast matches simulated winners and two known values.
 
     With 400 documents and 80 % correct answers, the power is 24 % for a gain of 2 points and 71 % for 5 points.
     """
     rng = np.random.default_rng(7)
     objective = Objective((Term(REV, 1.0),))
-    sheet = {REV: (np.arange(400) < 320) * 1.0}
-    power = confirmation_power(objective, [sheet], {REV: 400}, 0.95)
+    table = {REV: (np.arange(400) < 320) * 1.0}
+    power = confirmation_power(objective, [table], {REV: 400}, 0.95)
     chances = {round(one.gain, 2): one.chance for one in power.chances}
     assert chances[0.02] == pytest.approx(0.24, abs=0.05)
     assert chances[0.05] == pytest.approx(0.71, abs=0.06)
@@ -214,10 +213,10 @@ def test_the_power_is_that_of_the_test() -> None:
         confirmed += compared({REV: drawn[0] * 1.0}, {REV: drawn[1] * 1.0}, Term(REV, 1.0)).confirmed
     assert confirmed / 120 == pytest.approx(0.8, abs=0.1)
     assert "400 held-out documents confirm a gain of" in power.sentence()
-    assert "correlate by 0.6" in power.sentence()
+    assert "have a correlation of 0.6" in power.sentence()
 
 
-def test_the_power_of_numbers_without_a_scale_is_told_in_their_unit() -> None:
+def test_the_power_of_scores_without_a_range_is_in_their_own_unit() -> None:
     rng = np.random.default_rng(8)
     power = confirmation_power(Objective((Term(LOG, 1.0),)), [{LOG: -rng.exponential(0.02, 300)}], {LOG: 400}, 0.95)
     assert not power.in_points

@@ -14,7 +14,7 @@ from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.sweep import ConfirmationPower, Study
 from mergegate.tasks.sweep.confirmation import Confirmation, confirm, reason_not_to_confirm
-from mergegate.tasks.sweep.trials import TrialRequest
+from mergegate.tasks.sweep.study import TrialRequest
 
 SIZES = {"search": {"rev": 200, "copy": 200}, "confirmation": {"rev": 400, "copy": 400}}
 
@@ -24,7 +24,9 @@ POWER = ConfirmationPower(documents=800, detectable=0.05, chances=(), confidence
 def confirmed_by_toy(study: Study, models: ToyModels) -> Confirmation:
     assert study.best is not None
     fresh = ToyModels(models._quality, documents=400, seed=1)
-    winner, reference = (fresh.sheet(TrialRequest(study.recipes[one.number])) for one in (study.best, study.reference))
+    winner, reference = (
+        fresh.score_table(TrialRequest(study.recipes[one.number])) for one in (study.best, study.reference)
+    )
     return confirm(study, winner, reference)
 
 
@@ -39,7 +41,7 @@ def content(study: Study) -> SweepContent:
     return sweep_content(study, test, name="toy", method="ties of 2", power=POWER, sizes=SIZES)
 
 
-def test_every_parameter_trial_and_set_is_there(study: Study, content: SweepContent) -> None:
+def test_the_content_has_every_parameter_trial_and_set(study: Study, content: SweepContent) -> None:
     assert [one.name for one in content.parameters] == [one.name for one in study.coordinates]
     assert content.trials == study.trials
     assert [(one.task, one.search, one.confirmation, one.gate) for one in content.sets] == [
@@ -53,25 +55,25 @@ def test_every_parameter_trial_and_set_is_there(study: Study, content: SweepCont
     )
 
 
-def test_shares_are_told_in_points_and_weights_are_named(content: SweepContent) -> None:
+def test_shares_are_shown_in_points_with_their_weights(content: SweepContent) -> None:
     (objective,) = content.objectives
     assert (objective.title, objective.unit, objective.factor) == ("exact match", "points", 100)
     assert objective.terms == ("rev (weight 0.67)", "copy (weight 0.33)")
 
 
-def test_the_table_has_the_scores_that_search_and_confirmation_have_seen(study: Study, content: SweepContent) -> None:
+def test_the_table_has_the_scores_of_search_and_confirmation(study: Study, content: SweepContent) -> None:
     assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
     rows = {row.role: row for row in study_facts.recipe_rows(content, 0)}
     assert rows["winner"].search == study.best.scores[0]
     assert rows["winner"].held_out == pytest.approx(test.held_out)
     assert rows["reference"].held_out == pytest.approx(test.held_out_reference)
-    found = study_facts.optimism_of(content, 0)
-    assert found is not None
-    assert found.held_out == pytest.approx(test.gain)
+    optimism = study_facts.optimism_of(content, 0)
+    assert optimism is not None
+    assert optimism.held_out == pytest.approx(test.gain)
 
 
-def test_what_a_penalty_took_is_taken_from_both_scores(study: Study) -> None:
+def test_the_change_penalty_is_subtracted_from_both_scores(study: Study) -> None:
     """Otherwise the difference between the two scores would be the penalty instead of the optimism."""
     assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
@@ -82,7 +84,7 @@ def test_what_a_penalty_took_is_taken_from_both_scores(study: Study) -> None:
     assert rows["winner"].optimism == pytest.approx(test.optimism)
 
 
-def test_a_confirmed_winner_has_its_recipe_to_copy(study: Study, content: SweepContent) -> None:
+def test_the_page_shows_the_recipe_of_a_confirmed_winner(study: Study, content: SweepContent) -> None:
     assert study.best is not None
     assert content.confirmation is not None
     assert content.confirmation.confirmed
@@ -93,17 +95,17 @@ def test_a_confirmed_winner_has_its_recipe_to_copy(study: Study, content: SweepC
     assert sweep_table(content).rows[-1].cells[-1] == "confirmed"
 
 
-def test_nothing_to_confirm_is_said_with_its_reason(study: Study) -> None:
+def test_the_page_shows_why_there_is_nothing_to_confirm(study: Study) -> None:
     level = replace(study, best=replace(study.reference, number=7, origin="sampler"))
     nothing = reason_not_to_confirm(level)
     assert nothing is not None
     shown = sweep_content(level, nothing, name="toy", method="ties of 2")
     assert sweep_title(shown) == "No candidate confirmed"
-    assert "None scored above ties on the documents of the search." in sweep_sentence(shown)
+    assert "No candidate scored above ties on the search documents." in sweep_sentence(shown)
     assert shown.recipe == ""
 
 
-def test_a_sweep_of_noise_has_no_recipe_to_copy(tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
     models = ToyModels(noise)
     study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
     test = reason_not_to_confirm(study) or confirmed_by_toy(study, models)
@@ -113,7 +115,7 @@ def test_a_sweep_of_noise_has_no_recipe_to_copy(tmp_path: Path) -> None:
         assert sweep_title(shown) == "No candidate confirmed"
 
 
-def test_time_that_was_up_is_said(study: Study) -> None:
+def test_the_page_shows_that_the_time_limit_ended_the_search(study: Study) -> None:
     test = confirmed_by_toy(study, ToyModels())
-    shown = sweep_content(replace(study, stopped="hours"), test, name="toy", method="ties of 2")
+    shown = sweep_content(replace(study, stop_reason="hours"), test, name="toy", method="ties of 2")
     assert shown.ending == "Its time was up after 40 of 40 trials."

@@ -19,8 +19,9 @@ import pytest
 from toy_search import REV
 
 from mergegate.tasks.sweep.ledger import open_ledger, request_key
-from mergegate.tasks.sweep.race import heat
-from mergegate.tasks.sweep.trials import MetricKey, TrialRequest, TrialScores
+from mergegate.tasks.sweep.objective import MetricKey
+from mergegate.tasks.sweep.race import Race
+from mergegate.tasks.sweep.study import TrialRequest, TrialScores
 
 KEY = "a" * 64
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -35,17 +36,17 @@ SCORES = TrialScores(
 
 def same(one: TrialScores | None, other: TrialScores) -> bool:
     assert one is not None
-    for asked, numbers in other.sheet.items():
-        assert one.sheet[asked].tobytes() == numbers.tobytes()
-    plain = [(s.dropped, repr(s.change), dict(s.seconds or {}), s.problem, list(s.sheet)) for s in (one, other)]
+    for key, numbers in other.table.items():
+        assert one.table[key].tobytes() == numbers.tobytes()
+    plain = [(s.dropped, repr(s.change), dict(s.seconds or {}), s.problem, list(s.table)) for s in (one, other)]
     return plain[0] == plain[1]
 
 
-def test_what_was_put_there_is_found_bit_for_bit(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+def test_stored_scores_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         ledger.add("one", SCORES)
         ledger.add("two", TrialScores({}, problem="refused: NaN"))
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert same(ledger.find("one"), SCORES)
         two = ledger.find("two")
         assert two is not None
@@ -53,53 +54,53 @@ def test_what_was_put_there_is_found_bit_for_bit(tmp_path: Path) -> None:
         assert ledger.find("three") is None
 
 
-def test_a_torn_line_is_cut_and_what_was_before_it_is_there(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+def test_a_torn_line_is_cut_and_earlier_records_remain(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         ledger.add("one", SCORES)
         ledger.add("two", SCORES)
     (journal,) = tmp_path.glob("*/trials.journal")
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(lines[0] + lines[1][:-20])
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert len(ledger) == 1
         ledger.add("two", SCORES)
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert len(ledger) == 2
 
 
-def test_what_is_scored_otherwise_has_another_ledger(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+def test_other_scoring_conditions_have_another_ledger(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         ledger.add("one", SCORES)
-    with open_ledger("b" * 64, "s", place=tmp_path) as ledger:
+    with open_ledger("b" * 64, "s", root=tmp_path) as ledger:
         assert len(ledger) == 0
 
 
-def test_garbage_is_no_ledger(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+def test_a_corrupt_file_is_an_empty_ledger(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         ledger.add("one", SCORES)
     (journal,) = tmp_path.glob("*/trials.journal")
     journal.write_bytes(os.urandom(4000))
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert len(ledger) == 0
         ledger.add("one", SCORES)
 
 
-def test_time_that_was_used_is_that_of_all_runs_of_a_study(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+def test_the_time_used_covers_all_runs_of_a_study(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         first = ledger.used
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert ledger.used > first
-    with open_ledger(KEY, "another", place=tmp_path) as ledger:
+    with open_ledger(KEY, "another", root=tmp_path) as ledger:
         assert ledger.used < first + 10
 
 
-def test_a_request_is_known_by_recipe_set_race_and_place(tmp_path: Path) -> None:
+def test_the_key_of_a_request_covers_recipe_set_race_and_directory(tmp_path: Path) -> None:
     recipe: dict[str, Any] = {"merge_method": "linear", "models": ["a"]}
     requests = [
         TrialRequest(recipe, directory=tmp_path),
         TrialRequest({**recipe, "models": ["b"]}, directory=tmp_path),
         TrialRequest(recipe, "confirmation", directory=tmp_path),
-        TrialRequest(recipe, "search", heat(0.5), tmp_path),
+        TrialRequest(recipe, "search", Race({}, {}, (0.5, 1.0)), tmp_path),
         TrialRequest(recipe, directory=tmp_path / "other"),
     ]
     assert len({request_key(one, tmp_path) for one in requests}) == len(requests)
@@ -113,37 +114,37 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_sweep_ledger import KEY, SCORES
 from mergegate.tasks.sweep.ledger import open_ledger
-with open_ledger(KEY, "s", place=Path(sys.argv[1])) as ledger:
+with open_ledger(KEY, "s", root=Path(sys.argv[1])) as ledger:
     for number in range(10**9):
         ledger.add(str(number), SCORES)
         print(number, flush=True)
 """
 
 
-def test_after_a_kill_everything_that_was_said_to_be_there_is(tmp_path: Path) -> None:
+def test_every_acknowledged_record_survives_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, cwd=PROJECT
     )
     assert child.stdout is not None
-    said = [int(child.stdout.readline()) for _ in range(40)]
+    acknowledged = [int(child.stdout.readline()) for _ in range(40)]
     child.send_signal(signal.SIGKILL)
-    said += [int(line) for line in child.stdout if line.endswith(b"\n")]
+    acknowledged += [int(line) for line in child.stdout if line.endswith(b"\n")]
     child.wait()
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
-        assert len(ledger) >= len(said)
-        assert same(ledger.find(str(said[-1])), SCORES)
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
+        assert len(ledger) >= len(acknowledged)
+        assert same(ledger.find(str(acknowledged[-1])), SCORES)
 
 
-def _second(place: str, events: Any) -> None:
-    with open_ledger(KEY, "s", on_wait=lambda: events.put("waits"), place=Path(place)) as ledger:
+def _second(directory: str, events: Any) -> None:
+    with open_ledger(KEY, "s", on_wait=lambda: events.put("waits"), root=Path(directory)) as ledger:
         events.put(len(ledger))
 
 
 @pytest.mark.slow
-def test_a_second_sweep_waits_and_then_finds_everything(tmp_path: Path) -> None:
+def test_a_second_sweep_waits_and_then_finds_all_records(tmp_path: Path) -> None:
     context = get_context("spawn")
     events = context.Queue()
-    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+    with open_ledger(KEY, "s", root=tmp_path) as ledger:
         other = context.Process(target=_second, args=(str(tmp_path), events))
         other.start()
         assert events.get(timeout=120) == "waits"

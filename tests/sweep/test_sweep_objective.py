@@ -10,45 +10,45 @@ import pytest
 from spaces import WEIGHT
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sweep.objective import Limit, Objective, Term, best_of, front, objective_of, rank
+from mergegate.tasks.sweep.objective import Limit, MetricKey, Objective, Term, make_objective
 from mergegate.tasks.sweep.settings import SweepSettings
-from mergegate.tasks.sweep.trials import MetricKey, Trial
+from mergegate.tasks.sweep.study import Trial, best_of, front, rank
 
 REV, COPY, TEXT = MetricKey("rev", "log_likelihood"), MetricKey("copy", "exact"), MetricKey("", "log_likelihood")
 NAN = math.nan
 
 
 def read(*terms: dict[str, Any], **more: Any) -> Objective:
-    said = {"objective": list(terms), "parameters": {"w": WEIGHT}, **more}
-    return objective_of(SweepSettings.model_validate(said), {"rev.yaml": "rev", "copy": "copy"})
+    settings = {"objective": list(terms), "parameters": {"w": WEIGHT}, **more}
+    return make_objective(SweepSettings.model_validate(settings), {"rev.yaml": "rev", "copy": "copy"})
 
 
 def trial(number: int, *scores: float, **more: Any) -> Trial:
     return Trial(number, 0, "sampler", "", {}, scores, **more)
 
 
-def test_the_score_is_the_weighted_mean_of_clipped_numbers_less_the_change() -> None:
+def test_the_score_is_the_weighted_clipped_mean_minus_the_change_penalty() -> None:
     objective = read(
         {"task": "rev.yaml", "weight": 3, "clip": 0.1}, {"task": "copy", "measure": "exact"}, change_penalty=0.5
     )
-    sheet = {REV: np.array([-0.05, -7.0]), COPY: np.array([1.0, 0.0, 1.0, 1.0])}
-    assert objective.scores(sheet, 0.02) == (pytest.approx(0.75 * (-0.05 - 0.1) / 2 + 0.25 * 0.75 - 0.5 * 0.02),)
-    assert objective.asked == (REV, COPY)
+    table = {REV: np.array([-0.05, -7.0]), COPY: np.array([1.0, 0.0, 1.0, 1.0])}
+    assert objective.scores(table, 0.02) == (pytest.approx(0.75 * (-0.05 - 0.1) / 2 + 0.25 * 0.75 - 0.5 * 0.02),)
+    assert objective.metric_keys == (REV, COPY)
     assert objective.clips == {REV: 0.1}
 
 
-def test_held_out_text_is_a_term_like_others() -> None:
-    assert read({"task": None}).asked == (TEXT,)
+def test_held_out_text_can_be_a_term() -> None:
+    assert read({"task": None}).metric_keys == (TEXT,)
 
 
-def test_several_objectives_stay_apart_and_have_a_weighted_sum() -> None:
+def test_several_objectives_stay_separate_and_have_a_weighted_sum() -> None:
     objective = read({"task": "rev.yaml", "weight": 3}, {"task": "copy", "measure": "exact"}, multi_objective=True)
     scores = objective.scores({REV: np.array([-1.0]), COPY: np.array([1.0])})
     assert scores == (-1.0, 1.0)
     assert objective.total(scores) == pytest.approx(-0.5)
 
 
-def test_a_drop_beyond_its_limit_is_a_violation_on_the_same_documents() -> None:
+def test_a_violation_is_measured_on_the_same_documents() -> None:
     objective = read(
         {"task": "rev.yaml"}, constraints=[{"task": "copy", "max_drop": 10}, {"task": "copy", "guarded_by": "math"}]
     )
@@ -56,47 +56,47 @@ def test_a_drop_beyond_its_limit_is_a_violation_on_the_same_documents() -> None:
     references = {"": {COPY: np.ones(4)}, "math": {COPY: np.array([1.0, 0.0, 0.0, 0.0])}}
     assert objective.violation(ours, references) == pytest.approx(0.5 - 0.1)
     assert objective.violation({COPY: ours[COPY][:1]}, references) == 0
-    assert objective.guards == ("math",)
+    assert objective.guard_references == ("math",)
     assert objective.limits[1] == Limit(COPY, "math", 0.02)
 
 
-def test_a_number_that_is_missing_is_no_score() -> None:
+def test_a_missing_number_makes_the_score_nan() -> None:
     assert math.isnan(read({"task": "rev.yaml"}).scores({REV: np.array([-1.0, NAN])})[0])
 
 
-def test_feasible_ranks_before_infeasible_and_those_by_how_little_they_miss() -> None:
+def test_feasible_candidates_rank_first_and_others_by_violation() -> None:
     objective = Objective((Term(REV, 1.0),))
     scores, violations = [0.1, 0.9, 0.8, NAN, 0.1, 0.5], [0.0, 0.2, 0.1, 0.0, 0.0, 0.0]
     assert rank([(score,) for score in scores], violations, objective) == [1, 3, 2, 4, 1, 0]
 
 
-def test_the_best_is_whole_and_the_first_of_equals() -> None:
+def test_the_best_trial_is_complete_and_the_first_of_equals() -> None:
     objective = Objective((Term(REV, 1.0),))
     trials = [trial(0, 0.5), trial(1, 0.9, dropped=True), trial(2, 0.7), trial(3, 0.7), trial(4, 0.8, violation=0.1)]
     assert best_of(trials, objective) == trials[2]
     assert best_of([trial(0, NAN), trial(1, NAN, problem="NaN")], objective) is None
 
 
-def test_a_front_is_what_nobody_dominates() -> None:
+def test_the_front_has_all_trials_that_are_not_dominated() -> None:
     rng = np.random.default_rng(0)
     trials = [trial(i, *map(float, rng.integers(0, 6, 2))) for i in range(40)]
-    found = front([*trials, trial(40, 9, 9, dropped=True), trial(41, 9, 9, violation=1), trial(42, NAN, 9)])
+    optimal = front([*trials, trial(40, 9, 9, dropped=True), trial(41, 9, 9, violation=1), trial(42, NAN, 9)])
     for one in trials:
         better = [o for o in trials if o.scores != one.scores and all(np.array(o.scores) >= np.array(one.scores))]
-        assert (one in found) == (not better)
+        assert (one in optimal) == (not better)
 
 
 @pytest.mark.parametrize(
-    ("terms", "more", "said"),
+    ("terms", "more", "message"),
     [
-        (({"task": "copy", "measure": "exact", "clip": 1},), {}, "clip of exact"),
-        (({"task": "copy"}, {"task": "copy"}), {}, "each number once"),
+        (({"task": "copy", "measure": "exact", "clip": 1},), {}, "a clip for the measure exact"),
+        (({"task": "copy"}, {"task": "copy"}), {}, "each measure of a task at most once"),
         (({"task": "copy", "measure": "metric"},), {}, "no metric"),
         (({"task": "copy", "metric": "acc"},), {}, "only there"),
         (({"task": None, "measure": "exact"},), {}, "held-out text"),
         (({"task": "copy"},), {"multi_objective": True}, "two or more"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(terms: Any, more: Any, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_invalid_objectives_are_rejected(terms: Any, more: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         read(*terms, **more)

@@ -8,57 +8,57 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from mergegate.tasks.sweep.race import Race, doubling_shares, going_on, heat, heats, spent_at
+from mergegate.tasks.sweep.objective import MetricKey, ScoresByMetric
+from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds, spent_error
 from mergegate.tasks.sweep.settings import Racing
-from mergegate.tasks.sweep.trials import MetricKey, Sheet
 
 REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
-LOOKS = doubling_shares(0.125)
+LOOKS = cumulative_shares(Racing(first=0.125))
 
 
-def first(sheet: Sheet, share: float) -> Sheet:
-    return {asked: numbers[: int(np.ceil(share * len(numbers)))] for asked, numbers in sheet.items()}
+def first(table: ScoresByMetric, share: float) -> ScoresByMetric:
+    return {key: numbers[: int(np.ceil(share * len(numbers)))] for key, numbers in table.items()}
 
 
-def dropped_at(race: Race, sheet: Sheet) -> int | None:
-    return next((i for i, share in enumerate(race.looks) if race.is_hopeless(first(sheet, share), i)), None)
+def dropped_at(race: Race, table: ScoresByMetric) -> int | None:
+    return next((i for i, share in enumerate(race.looks) if race.should_drop(first(table, share), i)), None)
 
 
-def test_looks_double_up_to_all() -> None:
+def test_looks_double_until_all_documents() -> None:
     assert LOOKS == (0.125, 0.25, 0.5, 1.0)
-    assert doubling_shares(0.3) == (0.3, 0.6, 1.0)
-    assert doubling_shares(1.0) == (1.0,)
+    assert cumulative_shares(Racing(first=0.3)) == (0.3, 0.6, 1.0)
+    assert cumulative_shares(Racing(first=1.0)) == (1.0,)
 
 
-def test_the_error_is_spent_before_the_last_look_as_obrien_and_fleming_spend_it() -> None:
-    spent = [spent_at(look, 3, 0.05) for look in range(3)]
+def test_the_error_is_spent_before_the_last_look_like_obrien_fleming() -> None:
+    spent = [spent_error(look, 3, 0.05) for look in range(3)]
     assert sum(spent) == pytest.approx(0.05)
     assert spent[0] == pytest.approx(2 * norm.sf(norm.isf(0.025) * np.sqrt(3)))
     assert spent == sorted(spent)
 
 
-def test_a_candidate_that_is_no_worse_is_dropped_less_often_than_the_error() -> None:
+def test_an_equal_candidate_is_dropped_no_more_often_than_the_error() -> None:
     rng = np.random.default_rng(0)
     dropped = 0
     for _ in range(2000):
         right = rng.random(400) < 0.8
-        sheets = [{REV: np.where(rng.random(400) < 0.3, rng.random(400) < 0.8, right) * 1.0} for _ in range(2)]
-        dropped += dropped_at(Race(sheets[0], {REV: 1.0}, LOOKS), sheets[1]) is not None
+        tables = [{REV: np.where(rng.random(400) < 0.3, rng.random(400) < 0.8, right) * 1.0} for _ in range(2)]
+        dropped += dropped_at(Race(tables[0], {REV: 1.0}, LOOKS), tables[1]) is not None
     # All candidates are truly equal, so the rate is 5 %, give or take the noise of 2,000 draws.
     assert 0.02 < dropped / 2000 < 0.065
 
 
-def test_a_hopeless_candidate_is_dropped_at_the_first_look_and_a_better_one_never() -> None:
+def test_a_hopeless_candidate_is_dropped_at_the_first_look() -> None:
     rng = np.random.default_rng(1)
     incumbent = {REV: (rng.random(400) < 0.9) * 1.0}
     race = Race(incumbent, {REV: 1.0}, LOOKS)
     assert dropped_at(race, {REV: (rng.random(400) < 0.3) * 1.0}) == 0
     assert dropped_at(race, {REV: np.ones(400)}) is None
     assert dropped_at(race, incumbent) is None
-    assert not race.is_hopeless({REV: np.zeros(400)}, 3)  # dropping a candidate at the last look would save nothing
+    assert not race.should_drop({REV: np.zeros(400)}, 3)  # dropping a candidate at the last look would save nothing
 
 
-def test_tasks_count_by_their_weight_not_by_their_documents() -> None:
+def test_tasks_count_by_weight_and_not_by_number_of_documents() -> None:
     rng = np.random.default_rng(2)
     half, other = (rng.random(800) < 0.5) * 1.0, (rng.random(100) < 0.5) * 1.0
     incumbent = {REV: half, COPY: other}
@@ -73,18 +73,18 @@ def test_tasks_count_by_their_weight_not_by_their_documents() -> None:
     assert race.difference(candidate) == pytest.approx(expected)
 
 
-def test_one_terrible_document_drops_nobody_when_it_is_clipped() -> None:
-    asked = MetricKey("rev", "log_likelihood")
+def test_a_clipped_outlier_does_not_drop_a_candidate() -> None:
+    key = MetricKey("rev", "log_likelihood")
     rng = np.random.default_rng(3)
-    incumbent = {asked: -rng.random(200) * 0.05}
-    candidate = {asked: incumbent[asked] + 0.001}
-    candidate[asked][3] = -50.0
-    race = Race(incumbent, {asked: 1.0}, LOOKS, clips={asked: 0.1})
+    incumbent = {key: -rng.random(200) * 0.05}
+    candidate = {key: incumbent[key] + 0.001}
+    candidate[key][3] = -50.0
+    race = Race(incumbent, {key: 1.0}, LOOKS, clips={key: 0.1})
     assert race.difference(candidate) > 0
     assert dropped_at(race, candidate) is None
 
 
-def test_what_the_incumbent_is_penalised_for_is_its_candidates_lead() -> None:
+def test_the_incumbents_penalty_is_a_lead_for_the_candidate() -> None:
     incumbent = {REV: np.ones(400)}
     rng = np.random.default_rng(4)
     candidate = {REV: (rng.random(400) > 0.1) * 1.0}
@@ -92,12 +92,12 @@ def test_what_the_incumbent_is_penalised_for_is_its_candidates_lead() -> None:
     assert dropped_at(Race(incumbent, {REV: 1.0}, LOOKS, lead=0.1), candidate) is None
 
 
-def test_few_documents_decide_nothing() -> None:
+def test_too_few_documents_never_drop_a_candidate() -> None:
     incumbent = {REV: np.ones(24)}
-    assert not Race(incumbent, {REV: 1.0}, LOOKS).is_hopeless({REV: np.zeros(3)}, 0)
+    assert not Race(incumbent, {REV: 1.0}, LOOKS).should_drop({REV: np.zeros(3)}, 0)
 
 
-def test_a_race_travels_and_its_digest_is_that_of_what_decides() -> None:
+def test_a_race_can_be_pickled_and_its_digest_covers_its_rule() -> None:
     race = Race({REV: np.ones(4)}, {REV: 1.0}, LOOKS)
     assert pickle.loads(pickle.dumps(race)).digest() == race.digest()
     others = [
@@ -106,16 +106,20 @@ def test_a_race_travels_and_its_digest_is_that_of_what_decides() -> None:
         Race({REV: np.ones(4)}, {REV: 1.0}, (0.5, 1.0)),
         Race({REV: np.ones(4)}, {REV: 1.0}, LOOKS, lead=0.1),
         Race({REV: np.ones(4)}, {REV: 1.0}, LOOKS, clips={REV: 1.0}),
-        heat(0.5),
+        Race({}, {}, (0.5, 1.0)),
     ]
     assert len({one.digest() for one in [race, *others]}) == 7
 
 
-def test_halving_goes_on_with_a_third_to_three_times_the_documents() -> None:
-    assert heats(Racing(rule="halving", first=0.1)) == (pytest.approx(1 / 9), pytest.approx(1 / 3), 1.0)
-    assert heats(Racing(rule="halving", first=0.5)) == (1.0,)
-    assert going_on([4, 0, 2, 2, 9, 1]) == (1, 5)
-    assert going_on([0]) == (0,)
-    race = heat(1 / 9)
-    assert race.is_hopeless({REV: np.ones(3)}, 0)
-    assert not race.is_hopeless({REV: np.ones(27)}, 1)
+def test_halving_keeps_a_third_of_the_candidates_for_three_times_the_documents() -> None:
+    first_round, second_round, last_round = halving_rounds(Racing(rule="halving", first=0.1))
+    assert first_round is not None
+    assert second_round is not None
+    assert last_round is None
+    assert first_round.looks == (pytest.approx(1 / 9), 1.0)
+    assert second_round.looks == (pytest.approx(1 / 3), 1.0)
+    assert halving_rounds(Racing(rule="halving", first=0.5)) == (None,)
+    assert best_third([4, 0, 2, 2, 9, 1]) == (1, 5)
+    assert best_third([0]) == (0,)
+    assert first_round.should_drop({REV: np.ones(3)}, 0)
+    assert not first_round.should_drop({REV: np.ones(27)}, 1)

@@ -14,15 +14,14 @@ import pytest
 from spaces import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sweep.objective import Limit, Objective, Term
+from mergegate.tasks.sweep.objective import Limit, MetricKey, Objective, Term
 from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, TrialResult, make_sampler
-from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space
-from mergegate.tasks.sweep.trials import MetricKey, Point
 
 REV = MetricKey("rev", "exact")
 ONE = Objective((Term(REV, 1.0),))
-TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), several=True)
+TWO = Objective((Term(REV, 0.5), Term(MetricKey("copy", "exact"), 0.5)), multi_objective=True)
 LIMITED = Objective((Term(REV, 1.0),), (Limit(REV, "", 0.0),))
 MIXED = {
     **TIES_PARAMETERS,
@@ -51,28 +50,28 @@ def bowl(space: Space, point: Point) -> float:
     return -float(np.square(space.encode(point) - np.array(best)).sum())
 
 
-def asked_in(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
+def proposed_points(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
     sampler.begin(TrialResult(space.start, (bowl(space, space.start),) * objectives))
-    found = []
+    generated = []
     for _ in range(generations):
         points = sampler.ask()
-        found.append(points)
+        generated.append(points)
         told = [TrialResult(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
         told[-1] = told[-1]._replace(scores=(math.nan,) * objectives)
         sampler.tell(told)
-    return found
+    return generated
 
 
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("kind", ["cma", "random", "tpe", "nsga2", pytest.param("gp", marks=pytest.mark.slow)])
-def test_told_the_same_in_the_same_order_it_asks_the_same(kind: str, name: str) -> None:
+def test_the_same_results_in_the_same_order_give_the_same_points(kind: str, name: str) -> None:
     if kind == "gp" and name != "one":
         pytest.skip("seconds each")
     space = SPACES[name]
     # Run more than ten trials: the first ten of Optuna's samplers are random.
     shape = {"population": 4, "generations": 4} if kind == "gp" else {"population": 6, "generations": 3}
     first, again, other = (
-        asked_in(sampler_of(kind, space, seed=seed, population=shape["population"]), space, shape["generations"])
+        proposed_points(sampler_of(kind, space, seed=seed, population=shape["population"]), space, shape["generations"])
         for seed in (3, 3, 4)
     )
     assert first == again
@@ -83,11 +82,10 @@ def test_told_the_same_in_the_same_order_it_asks_the_same(kind: str, name: str) 
         assert all(isinstance(value, (int, float, str)) for value in point.values())
 
 
-def test_several_objectives_go_to_optuna_and_the_same_is_asked_again() -> None:
+def test_several_objectives_are_reproducible_with_optuna() -> None:
     space = SPACES["floats"]
-    runs = [
-        asked_in(sampler_of("nsga2", space, TWO, several=True, population=6), space, 4, objectives=2) for _ in range(2)
-    ]
+    samplers = [sampler_of("nsga2", space, TWO, multi_objective=True, population=6) for _ in range(2)]
+    runs = [proposed_points(sampler, space, 4, objectives=2) for sampler in samplers]
     assert runs[0] == runs[1]
     with pytest.raises(InvalidInput, match="nsga2"):
         sampler_of("cma", space, TWO)
@@ -100,7 +98,7 @@ def test_evolution_finds_the_bottom_of_a_bowl_where_random_search_does_not(name:
         kind: [
             max(
                 bowl(space, point)
-                for points in asked_in(sampler_of(kind, space, seed=seed), space, 25)
+                for points in proposed_points(sampler_of(kind, space, seed=seed), space, 25)
                 for point in points
             )
             for seed in range(3)
@@ -111,7 +109,7 @@ def test_evolution_finds_the_bottom_of_a_bowl_where_random_search_does_not(name:
     assert min(best["cma"]) > (-1e-3 if name == "floats" else -0.02)
 
 
-def test_the_first_generation_lies_around_the_hand_written_values() -> None:
+def test_the_first_generation_is_around_the_hand_written_values() -> None:
     space = SPACES["floats"]
     draws = np.array(
         [space.encode(point) for seed in range(40) for point in sampler_of("cma", space, seed=seed, sigma=0.1).ask()]
@@ -120,15 +118,15 @@ def test_the_first_generation_lies_around_the_hand_written_values() -> None:
     assert np.abs(draws.std(axis=0) - 0.1).max() < 0.02
 
 
-def test_a_start_at_the_border_of_its_range_is_a_start() -> None:
+def test_a_start_at_the_border_of_its_range_is_valid() -> None:
     free = {"low": 0.0, "high": 1.0, "start": 1.0}
     recipe = {**TIES, "models": ["$a", "$b", "$how"]}
     space = space_of(recipe, {"a": free, "b": {**free, "start": 0.0}, "how": MIXED["how"]})
-    for generation in asked_in(sampler_of("cma", space), space, 8):
+    for generation in proposed_points(sampler_of("cma", space), space, 8):
         assert len({point["a"] for point in generation}) > 1
 
 
-def test_evolution_begins_anew_with_twice_the_population_when_nothing_moves() -> None:
+def test_evolution_restarts_with_twice_the_population_when_it_has_converged() -> None:
     space = SPACES["one"]
     sampler = sampler_of("cma", space, population=6)
     sizes = []
@@ -142,7 +140,7 @@ def test_evolution_begins_anew_with_twice_the_population_when_nothing_moves() ->
 
 
 @pytest.mark.parametrize("kind", ["cma", "tpe", pytest.param("gp", marks=pytest.mark.slow), "nsga2"])
-def test_a_constraint_keeps_the_search_out_of_where_scores_are_best(kind: str) -> None:
+def test_a_constraint_keeps_the_search_out_of_the_infeasible_region(kind: str) -> None:
     space = SPACES["floats"] if kind == "nsga2" else SPACES["one"]
     name = space.coordinates[0].name
     sampler = sampler_of(kind, space, LIMITED, population=4 if kind == "gp" else 8, seed=1)
@@ -155,7 +153,7 @@ def test_a_constraint_keeps_the_search_out_of_where_scores_are_best(kind: str) -
     assert 0.35 < last[len(last) // 2] < 0.8
 
 
-def test_random_search_is_even_and_its_draws_do_not_depend_on_how_many_are_asked_at_once() -> None:
+def test_random_search_is_uniform_and_independent_of_the_batch_size() -> None:
     space = SPACES["floats"]
     one, other = RandomSearch(space, 5, 1), RandomSearch(space, 5, 1)
     assert one.draw(7) == [*other.draw(3), *other.draw(4)]
@@ -164,7 +162,7 @@ def test_random_search_is_even_and_its_draws_do_not_depend_on_how_many_are_asked
 
 
 @pytest.mark.parametrize(("kind", "package"), [("cma", "cmaes"), ("tpe", "optuna")])
-def test_a_package_that_is_not_there_is_named_with_how_to_get_it(
+def test_a_missing_package_is_named_with_its_install_command(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -172,6 +170,6 @@ def test_a_package_that_is_not_there_is_named_with_how_to_get_it(
         sampler_of(kind, SPACES["floats"])
 
 
-def test_the_settings_of_a_profile_make_a_sampler() -> None:
+def test_a_profile_selects_the_sampler() -> None:
     settings = SweepSettings.model_validate({"objective": [{"task": "rev"}], "parameters": {"w": WEIGHT}})
     assert len(make_sampler(make_space({**TIES, "models": ["$w"]}, settings, None, "r.yaml"), ONE, settings).ask()) == 6

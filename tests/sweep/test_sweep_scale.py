@@ -14,7 +14,7 @@ def scale() -> ModuleType:
     return load_benchmark("sweep_scale")
 
 
-def test_one_worker_takes_the_sum_and_more_never_less_than_their_share_or_the_barriers(scale: ModuleType) -> None:
+def test_more_workers_never_take_less_than_their_share_or_the_barriers(scale: ModuleType) -> None:
     measured = scale.Measured((2.0,), ready=5.0, confirmation=(8.0,), overhead=0.0)
     sizes = [1, 7, 7, 4]
     one = scale.time_of(sizes, 1, measured, random.Random(0))
@@ -27,7 +27,7 @@ def test_one_worker_takes_the_sum_and_more_never_less_than_their_share_or_the_ba
 
 
 @pytest.mark.parametrize(("sampler", "population"), [("cma", None), ("random", 30)])
-def test_generations_are_those_of_the_product(scale: ModuleType, sampler: str, population: int | None) -> None:
+def test_the_model_uses_the_generations_of_the_product(scale: ModuleType, sampler: str, population: int | None) -> None:
     sizes = scale.generations(sampler, 14, 40, population)
     assert sizes[0] == 1  # the hand-written recipe
     assert sum(sizes) == 40

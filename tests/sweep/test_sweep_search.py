@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from spaces import TIES
-from toy_search import COPY, REV, ToyModels, by_weights, run_toy, toy_settings, toy_space
+from toy_search import COPY, REV, ToyModels, by_weights, hand_written_ties, run_toy, toy_settings, toy_space
 
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
-from mergegate.tasks.sweep.search import hand_written_recipes
-from mergegate.tasks.sweep.study import HandWritten, SearchProgress
-from mergegate.tasks.sweep.trials import Trial, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Trial, TrialRequest, TrialScores
 
 
 class Killed(BaseException):
@@ -32,26 +30,24 @@ class DyingModels(ToyModels):
 
     def __init__(self, after: int, **more: Any) -> None:
         super().__init__(**more)
-        self._left, self.delivered = after, Counter[str]()
+        self._remaining, self.delivered = after, Counter[str]()
 
     def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
         for result in super().__call__(requests):
-            if self._left == 0:
+            if self._remaining == 0:
                 raise Killed
-            self._left -= 1
+            self._remaining -= 1
             self.delivered[request_key(requests[result[0]])] += 1
             yield result
 
 
-def said(trials: Sequence[Trial]) -> list[str]:
+def trial_texts(trials: Sequence[Trial]) -> list[str]:
     """Return all fields of the trials as text, so that NaN compares equal to NaN."""
     return [repr(trial) for trial in trials]
 
 
 @pytest.mark.parametrize("sampler", ["cma", pytest.param("tpe", marks=pytest.mark.slow)])
-def test_twenty_kills_at_random_moments_change_nothing_and_each_trial_is_scored_once(
-    sampler: str, tmp_path: Path
-) -> None:
+def test_twenty_random_kills_change_no_trial_and_score_each_once(sampler: str, tmp_path: Path) -> None:
     settings = toy_settings(sampler=sampler, budget={"trials": 30 if sampler == "tpe" else 60})
     undisturbed = ToyModels()
     expected = run_toy(undisturbed, tmp_path / "whole", settings)
@@ -66,9 +62,9 @@ def test_twenty_kills_at_random_moments_change_nothing_and_each_trial_is_scored_
         finally:
             delivered.update(models.delivered)
     assert kills == 20
-    assert said(study.trials) == said(expected.trials)
+    assert trial_texts(study.trials) == trial_texts(expected.trials)
     assert study.best == expected.best
-    assert study.sheets.keys() == expected.sheets.keys()
+    assert study.tables.keys() == expected.tables.keys()
     assert delivered == undisturbed.scored
     assert set(delivered.values()) == {1}
     again = ToyModels()
@@ -76,26 +72,28 @@ def test_twenty_kills_at_random_moments_change_nothing_and_each_trial_is_scored_
     assert not again.scored
 
 
-def test_the_order_of_results_decides_nothing(tmp_path: Path) -> None:
+def test_the_order_of_results_does_not_matter(tmp_path: Path) -> None:
     class Backwards(ToyModels):
         def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
             yield from reversed(list(super().__call__(requests)))
 
-    assert said(run_toy(Backwards(), tmp_path / "a").trials) == said(run_toy(ToyModels(), tmp_path / "b").trials)
+    assert trial_texts(run_toy(Backwards(), tmp_path / "a").trials) == trial_texts(
+        run_toy(ToyModels(), tmp_path / "b").trials
+    )
 
 
-def test_a_larger_budget_goes_on_where_the_smaller_one_ended(tmp_path: Path) -> None:
+def test_a_larger_budget_continues_a_smaller_one(tmp_path: Path) -> None:
     run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 25}))
     more = ToyModels()
     study = run_toy(more, tmp_path, toy_settings(budget={"trials": 60}))
-    assert said(study.trials) == said(
+    assert trial_texts(study.trials) == trial_texts(
         run_toy(ToyModels(), tmp_path / "at once", toy_settings(budget={"trials": 60})).trials
     )
     assert len(more.scored) <= 60 - 20
 
 
-def test_the_trials_are_those_of_people_then_of_the_sampler_and_of_random_search_beside(tmp_path: Path) -> None:
-    by_hand = (*hand_written_recipes(toy_space(toy_settings()), "ties"), HandWritten("linear", {**TIES, "models": [
+def test_trials_are_hand_written_recipes_then_sampler_and_random_search(tmp_path: Path) -> None:
+    by_hand = (hand_written_ties(toy_space(toy_settings())), HandWritten("linear", {**TIES, "models": [
         {"model": "math", "parameters": {"weight": 0.9, "density": 1}},
         {"model": "code", "parameters": {"weight": 1.1, "density": 1}},
     ]}))  # fmt: skip
@@ -115,14 +113,14 @@ def test_the_trials_are_those_of_people_then_of_the_sampler_and_of_random_search
     assert study.recipes[study.best.number]["models"][0]["parameters"]["weight"] == study.best.point["math"]
     assert by_weights(dict(study.recipes[study.best.number])) > 0.85
     assert study.sizes == {REV: 200, COPY: 200}
-    assert study.seconds["merge"] == pytest.approx(0.5 * study.scored)
-    assert len(study.sheets) <= 4
+    assert study.seconds["merge"] == pytest.approx(0.5 * study.scored_count)
+    assert len(study.tables) <= 4
 
 
 @pytest.mark.parametrize(
     ("baseline", "sampler", "expected"), [(0, "cma", 0), (7, "cma", 7), (None, "random", 0), (99, "cma", 29)]
 )
-def test_the_share_of_random_search_is_as_asked_for(
+def test_the_share_of_random_search_is_configurable(
     baseline: int | None, sampler: str, expected: int, tmp_path: Path
 ) -> None:
     study = run_toy(ToyModels(), tmp_path, toy_settings(random_trials=baseline, sampler=sampler, budget={"trials": 30}))
@@ -130,19 +128,19 @@ def test_the_share_of_random_search_is_as_asked_for(
     assert len(study.trials) == 30
 
 
-def test_racing_saves_documents_and_ranks_what_was_dropped_below_its_incumbent(tmp_path: Path) -> None:
-    racing, whole = ToyModels(), ToyModels()
+def test_racing_saves_documents_and_ranks_dropped_trials_below_the_incumbent(tmp_path: Path) -> None:
+    racing, unraced = ToyModels(), ToyModels()
     study = run_toy(racing, tmp_path / "raced", toy_settings(budget={"trials": 60}))
-    run_toy(whole, tmp_path / "whole", toy_settings(budget={"trials": 60}, racing={"rule": "none"}))
-    assert racing.documents_asked < 0.85 * whole.documents_asked
-    assert 0.1 < study.asked < 0.85
+    run_toy(unraced, tmp_path / "whole", toy_settings(budget={"trials": 60}, racing={"rule": "none"}))
+    assert racing.documents_scored < 0.85 * unraced.documents_scored
+    assert 0.1 < study.evaluated_share < 0.85
     for trial in (trial for trial in study.trials if trial.dropped):
         before = [o for o in study.trials if o.generation < trial.generation and not o.dropped]
         assert trial.scores[0] < max(o.scores[0] for o in before)
         assert trial.documents < 1
 
 
-def test_halving_asks_a_quarter_and_ranks_who_was_left_behind_below_who_went_on(tmp_path: Path) -> None:
+def test_halving_ranks_dropped_trials_below_those_that_continue(tmp_path: Path) -> None:
     settings = toy_settings(budget={"trials": 50}, racing={"rule": "halving", "first": 0.1})
     study = run_toy(ToyModels(), tmp_path, settings)
     for generation in {trial.generation for trial in study.trials} - {-1}:
@@ -150,8 +148,8 @@ def test_halving_asks_a_quarter_and_ranks_who_was_left_behind_below_who_went_on(
         went_on = [trial.scores[0] for trial in own if not trial.dropped]
         assert 1 <= len(went_on) <= math.ceil(math.ceil(len(own) / 3) / 3)
         assert all(trial.scores[0] <= min(went_on) for trial in own if trial.dropped)
-    assert study.asked < 0.4
-    assert said(run_toy(ToyModels(), tmp_path, settings).trials) == said(study.trials)
+    assert study.evaluated_share < 0.4
+    assert trial_texts(run_toy(ToyModels(), tmp_path, settings).trials) == trial_texts(study.trials)
 
 
 def test_equal_recipes_are_scored_once(tmp_path: Path) -> None:
@@ -161,19 +159,19 @@ def test_equal_recipes_are_scored_once(tmp_path: Path) -> None:
     study = run_toy(models, tmp_path, settings)
     recipes = {tuple(sorted(trial.point.items())) for trial in study.trials}
     assert len(recipes) < len(study.trials) == 40
-    assert len(models.scored) == len(recipes) == study.scored
+    assert len(models.scored) == len(recipes) == study.scored_count
     by_point: dict[Any, set[Any]] = {}
     for trial in study.trials:
         by_point.setdefault(tuple(sorted(trial.point.items())), set()).add(trial.scores)
     assert all(len(scores) == 1 for scores in by_point.values())
 
 
-def test_a_candidate_without_a_score_is_a_trial_that_ranks_last(tmp_path: Path) -> None:
+def test_a_candidate_without_a_score_ranks_last(tmp_path: Path) -> None:
     class Partly(ToyModels):
-        def one(self, request: TrialRequest) -> TrialScores:
+        def score(self, request: TrialRequest) -> TrialScores:
             if request.recipe["models"][0]["parameters"]["weight"] > 1.05:
                 return TrialScores({}, problem="too much")
-            return super().one(request)
+            return super().score(request)
 
     study = run_toy(Partly(), tmp_path)
     failed = [trial for trial in study.trials if trial.problem]
@@ -181,10 +179,10 @@ def test_a_candidate_without_a_score_is_a_trial_that_ranks_last(tmp_path: Path) 
     assert all("too much" in trial.problem and math.isnan(trial.scores[0]) for trial in failed)
     assert study.best is not None
     assert not study.best.problem
-    assert said(run_toy(Partly(), tmp_path).trials) == said(study.trials)
+    assert trial_texts(run_toy(Partly(), tmp_path).trials) == trial_texts(study.trials)
 
 
-def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: Path) -> None:
+def test_a_dead_worker_is_retried_and_a_dead_machine_ends_the_run(tmp_path: Path) -> None:
     class Crashing(ToyModels):
         crashed = 0
 
@@ -196,7 +194,9 @@ def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: P
                 else:
                     yield number, result
 
-    assert said(run_toy(Crashing(), tmp_path / "a").trials) == said(run_toy(ToyModels(), tmp_path / "b").trials)
+    assert trial_texts(run_toy(Crashing(), tmp_path / "a").trials) == trial_texts(
+        run_toy(ToyModels(), tmp_path / "b").trials
+    )
 
     def dead(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
         yield from ((number, RuntimeError("no memory")) for number in range(len(requests)))
@@ -211,7 +211,7 @@ def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: P
         run_toy(full, tmp_path / "d")
 
 
-def test_one_candidate_that_no_process_survives_is_a_trial_without_a_score(tmp_path: Path) -> None:
+def test_a_candidate_that_crashes_every_process_has_no_score(tmp_path: Path) -> None:
     class Fatal(ToyModels):
         def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
             for number, result in super().__call__(requests):
@@ -220,7 +220,7 @@ def test_one_candidate_that_no_process_survives_is_a_trial_without_a_score(tmp_p
 
     study = run_toy(Fatal(), tmp_path)
     assert {trial.problem.partition(":")[0] for trial in study.trials} == {"", "no score in two tries"}
-    assert said(run_toy(Fatal(), tmp_path).trials) == said(study.trials)
+    assert trial_texts(run_toy(Fatal(), tmp_path).trials) == trial_texts(study.trials)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_one_candidate_that_no_process_survives_is_a_trial_without_a_score(tmp_p
         (Refused("scoring", found="took longer than 60 s"), "took longer"),
     ],
 )
-def test_a_hand_written_recipe_without_a_score_ends_the_sweep_before_it_begins(
+def test_a_hand_written_recipe_without_a_score_ends_the_sweep(
     result: TrialScores | Exception, message: str, tmp_path: Path
 ) -> None:
     def refused(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
@@ -241,40 +241,38 @@ def test_a_hand_written_recipe_without_a_score_ends_the_sweep_before_it_begins(
     assert caught.value.exit_code == 3
 
 
-def test_time_and_money_end_a_search_between_generations_and_a_resumed_one_knows_what_it_has_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_and_cost_limits_end_a_search_between_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("mergegate.tasks.sweep.ledger.time.monotonic", lambda: now[0])
     monkeypatch.setattr("mergegate.tasks.sweep.ledger.Ledger.__init__.__defaults__", (lambda: now[0],))
 
     class Slow(ToyModels):
-        def one(self, request: TrialRequest) -> TrialScores:
+        def score(self, request: TrialRequest) -> TrialScores:
             now[0] += 60
-            return super().one(request)
+            return super().score(request)
 
     seen: list[SearchProgress] = []
     settings = toy_settings(budget={"trials": 60, "hours": 0.5})
     study = run_toy(Slow(), tmp_path / "a", settings, on_progress=seen.append)
-    assert study.stopped == "hours"
+    assert study.stop_reason == "hours"
     assert 30 <= len(study.trials) < 42
     assert len({trial.generation for trial in study.trials[-1:]}) == 1
     assert seen[-1].seconds_left == 0
     assert 0 < (seen[12].seconds_left or 0) <= 1800
-    assert [one.scored for one in seen] == sorted(one.scored for one in seen)
+    assert [progress.trials for progress in seen] == sorted(progress.trials for progress in seen)
     now[0] += 1e6  # a week later
     resumed = Slow()
-    assert said(run_toy(resumed, tmp_path / "a", settings).trials) == said(study.trials)
+    assert trial_texts(run_toy(resumed, tmp_path / "a", settings).trials) == trial_texts(study.trials)
     assert not resumed.scored
     by_cost = run_toy(
         Slow(), tmp_path / "b", toy_settings(budget={"trials": 60, "cost": 2.0, "cost_per_hour": 2.0}), workers=2
     )
-    assert by_cost.stopped == "cost"
+    assert by_cost.stop_reason == "cost"
     assert by_cost.spent == pytest.approx(2.0, rel=0.4)
-    assert said(by_cost.trials) == said(study.trials)
+    assert trial_texts(by_cost.trials) == trial_texts(study.trials)
 
 
-def test_a_constraint_is_kept_by_the_winner(tmp_path: Path) -> None:
+def test_the_winner_has_the_smallest_constraint_violation(tmp_path: Path) -> None:
     settings = toy_settings(constraints=[{"task": "copy", "guarded_by": "math", "max_drop": 1}], budget={"trials": 60})
     reference = {COPY: np.ones(200)}
     study = run_toy(ToyModels(), tmp_path, settings, references={"math": reference})
@@ -284,18 +282,18 @@ def test_a_constraint_is_kept_by_the_winner(tmp_path: Path) -> None:
     assert study.best.violation == min(t.violation for t in study.trials if t.origin != "hand-written")
 
 
-def test_several_objectives_end_in_a_front_that_the_best_is_on(tmp_path: Path) -> None:
+def test_the_best_of_several_objectives_is_on_the_front(tmp_path: Path) -> None:
     study = run_toy(ToyModels(), tmp_path, toy_settings(multi_objective=True, sampler="nsga2"))
     assert study.best in study.front
     assert not any(trial.dropped for trial in study.trials)
-    assert {trial.number for trial in study.front} <= set(study.sheets)
+    assert {trial.number for trial in study.front} <= set(study.tables)
 
 
-def test_another_search_of_the_same_finds_what_was_scored(tmp_path: Path) -> None:
+def test_another_search_reuses_existing_scores(tmp_path: Path) -> None:
     run_toy(ToyModels(), tmp_path, toy_settings(sampler="random", racing={"rule": "none"}))
     again = ToyModels()
     run_toy(again, tmp_path, toy_settings(sampler="random", confidence=0.99, racing={"rule": "none"}))
     assert not again.scored
     settings = toy_settings()
-    with open_ledger("0" * 64, study_key(toy_space(settings), settings), place=tmp_path) as ledger:
+    with open_ledger("0" * 64, study_key(toy_space(settings), settings), root=tmp_path) as ledger:
         assert len(ledger) == 40

@@ -17,7 +17,7 @@ def simulation() -> ModuleType:
 
 
 @pytest.mark.parametrize("sweeps", [40, pytest.param(100, marks=pytest.mark.slow)])
-def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation: ModuleType, sweeps: int) -> None:
+def test_95_of_100_sweeps_of_noise_confirm_no_candidate(simulation: ModuleType, sweeps: int) -> None:
     one = simulation.lies(
         simulation.KINDS["exact match, wide"], sweeps, {"search": 100, "confirmation": 400}, budget={"trials": 20}
     )
@@ -28,7 +28,7 @@ def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation
 
 
 @pytest.mark.parametrize("rule", ["paired", "halving"])
-def test_racing_saves_documents_and_finds_as_good_a_winner(rule: str, simulation: ModuleType) -> None:
+def test_racing_saves_documents_and_finds_an_equal_winner(rule: str, simulation: ModuleType) -> None:
     kind, documents = simulation.KINDS["exact match, wide"], {"search": 400, "confirmation": 400}
     scores: dict[str, list[float]] = {rule: [], "none": []}
     asked = dict.fromkeys(scores, 0)

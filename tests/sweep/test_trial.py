@@ -32,14 +32,15 @@ from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
 from mergegate.tasks.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
+from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
+from mergegate.tasks.sweep.study import TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
-from mergegate.tasks.sweep.trials import TEXT, MetricKey, Sheet, TrialRequest, TrialScores
 
 EVERY = tuple(MetricKey(task, "log_likelihood") for task in PLAIN)
 
 
 @pytest.fixture(autouse=True)
-def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def ask_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Score trials in this process instead of the model process. Requests and answers are still pickled."""
     if "in_child" in request.fixturenames:
         return
@@ -52,26 +53,26 @@ def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
+def empty_memory() -> Iterator[None]:
     yield
-    trial._discard_workspace()
+    trial._workspace = None
     unload_models()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo(tmp_path_factory.mktemp("demo"), 16)
 
 
 @pytest.fixture(scope="module")
-def setting(place: Path) -> TrialSetting:
-    return setting_of(place, EVERY)
+def setting(work: Path) -> TrialSetting:
+    return setting_of(work, EVERY)
 
 
 def same(one: TrialScores, other: TrialScores) -> bool:
     """Return whether two results have bit-identical scores."""
-    return one.sheet.keys() == other.sheet.keys() and all(
-        np.array_equal(numbers, other.sheet[asked]) for asked, numbers in one.sheet.items()
+    return one.table.keys() == other.table.keys() and all(
+        np.array_equal(numbers, other.table[key]) for key, numbers in one.table.items()
     )
 
 
@@ -84,9 +85,7 @@ def network_now() -> Any:
 # Contents of the network
 
 
-def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
-    setting: TrialSetting, tmp_path: Path
-) -> None:
+def test_the_network_after_a_trial_equals_the_written_merge(setting: TrialSetting, tmp_path: Path) -> None:
     score_trial(setting, TrialRequest(ties()))
     models = [{"model": one["model"]} for one in ties()["models"]]
     linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}, "dtype": "bfloat16"}
@@ -103,11 +102,11 @@ def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
 # Scores
 
 
-def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> None:
-    asked = [MetricKey(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
-    asked += [MetricKey("choices", "probability"), MetricKey("reverse", "probability")]
-    setting = setting_of(place, asked, scoring=Scoring(dtype="float32", batch_size=5))
-    sheet = score_trial(setting, TrialRequest(ties())).sheet
+def test_log_likelihoods_equal_those_of_lm_eval(work: Path, tmp_path: Path) -> None:
+    metric_keys = [MetricKey(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
+    metric_keys += [MetricKey("choices", "probability"), MetricKey("reverse", "probability")]
+    setting = setting_of(work, metric_keys, scoring=Scoring(dtype="float32", batch_size=5))
+    table = score_trial(setting, TrialRequest(ties())).table
     model = written_merge(setting, ties(), tmp_path / "out")
     with load_model(model, dtype="float32", device="cpu") as loaded:
         lm = wrap_model(loaded, setting.scoring)
@@ -115,27 +114,27 @@ def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> No
             posed = tokenize_task(task, setting.scoring, loaded)
             for position, document in enumerate(posed.documents):
                 requests = [(("", ""), list(pair.context), list(pair.continuation)) for pair in document.pairs]
-                found = [likelihood for likelihood, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
+                likelihoods = [likelihood for likelihood, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
                 lengths = [len(pair.continuation) for pair in document.pairs]
-                best = max(found[right] / lengths[right] for right in document.right)
-                assert sheet[MetricKey(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
+                best = max(likelihoods[right] / lengths[right] for right in document.right)
+                assert table[MetricKey(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
                 if task.name == "choices":
                     (right,) = document.right
-                    sure = math.exp(found[right]) / sum(map(math.exp, found))
-                    assert sheet[MetricKey("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                    sure = math.exp(likelihoods[right]) / sum(map(math.exp, likelihoods))
+                    assert table[MetricKey("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
                 if task.name == "reverse":
-                    sure = math.exp(found[0])
-                    assert sheet[MetricKey("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                    sure = math.exp(likelihoods[0])
+                    assert table[MetricKey("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
 
 
-def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: Path) -> None:
+def test_entropies_equal_a_direct_computation(work: Path, tmp_path: Path) -> None:
     """They match a reference that reads each answer alone, with all probabilities in float64.
 
     The entropy of a multiple-choice document is that of the softmax over its choices.
     """
-    asked = [MetricKey(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
-    setting = setting_of(place, asked, scoring=Scoring(dtype="float32"))
-    sheet = score_trial(setting, TrialRequest(ties())).sheet
+    metric_keys = [MetricKey(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
+    setting = setting_of(work, metric_keys, scoring=Scoring(dtype="float32"))
+    table = score_trial(setting, TrialRequest(ties())).table
     model = written_merge(setting, ties(), tmp_path / "out")
     with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
         for task in setting.sets["search"].tasks:
@@ -149,22 +148,22 @@ def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: 
                 shares = torch.tensor(likely, dtype=torch.float64).softmax(0)
                 of_choice = float(torch.special.entr(shares).sum())
                 expected = of_choice if task.name == "choices" else float(np.mean(entropies))
-                assert sheet[MetricKey(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
+                assert table[MetricKey(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
 
 
-def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: TrialSetting) -> None:
+def test_prompts_and_answers_equal_those_of_lm_eval(work: Path, setting: TrialSetting) -> None:
     """The decoded tokens of a document are the text in lm-eval's sample log, including few-shot examples."""
-    own = setting_of(place, [MetricKey("few_shot", "exact")])
+    own = setting_of(work, [MetricKey("few_shot", "exact")])
     score_trial(own, TrialRequest(ties()))
     loaded = network_now().loaded
     posed = tokenize_task(own.sets["search"].tasks[0], own.scoring, loaded)
-    texts = {row["prompt"]: row["answer"] for row in map(eval, (place / "data/reverse.jsonl").read_text().splitlines())}
+    texts = {row["prompt"]: row["answer"] for row in map(eval, (work / "data/reverse.jsonl").read_text().splitlines())}
     for document in posed.documents:
         (pair,) = document.pairs
         shown = loaded.tokenizer.decode(pair.context).replace(" ", "")
-        asked = "rev:" + shown.split("rev:")[-1]
+        question = "rev:" + shown.split("rev:")[-1]
         assert shown.count("rev:") == 3
-        assert loaded.tokenizer.decode(pair.continuation).replace(" ", "") == texts[asked.replace("rev:", "rev: ")]
+        assert loaded.tokenizer.decode(pair.continuation).replace(" ", "") == texts[question.replace("rev:", "rev: ")]
 
 
 METRICS = {
@@ -178,9 +177,9 @@ METRICS = {
 
 
 @pytest.fixture(scope="module")
-def many(place: Path) -> TrialSetting:
+def many(work: Path) -> TrialSetting:
     """Return a study that evaluates all metrics."""
-    return setting_of(place, list(METRICS))
+    return setting_of(work, list(METRICS))
 
 
 @pytest.fixture(scope="module")
@@ -188,21 +187,19 @@ def merged(many: TrialSetting, tmp_path_factory: pytest.TempPathFactory) -> Mode
     return written_merge(many, ties(0.6, 0.4), tmp_path_factory.mktemp("merged") / "out")
 
 
-@pytest.mark.parametrize(
-    "asked", sampled(METRICS, list(METRICS)[:2]), ids=lambda asked: f"{asked.task}-{asked.measure}"
-)
-def test_scores_are_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, asked: MetricKey) -> None:
+@pytest.mark.parametrize("key", sampled(METRICS, list(METRICS)[:2]), ids=lambda key: f"{key.task}-{key.measure}")
+def test_scores_equal_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, key: MetricKey) -> None:
     scores = score_trial(many, TrialRequest(ties(0.6, 0.4)))
-    task = next(one for one in many.sets["search"].tasks if one.name == asked.task)
-    expected = stage_scores(merged, task, many.scoring, METRICS[asked])
-    assert scores.sheet[asked].tolist() == pytest.approx(expected, abs=2e-2 if asked.measure == "probability" else 0)
+    task = next(one for one in many.sets["search"].tasks if one.name == key.task)
+    expected = stage_scores(merged, task, many.scoring, METRICS[key])
+    assert scores.table[key].tolist() == pytest.approx(expected, abs=2e-2 if key.measure == "probability" else 0)
     assert 0 < np.mean(expected) <= 1
 
 
-def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp_path: Path) -> None:
+def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path: Path) -> None:
     windows = WindowSettings(max_length=24, batch_size=4)
-    setting = setting_of(place, [MetricKey(TEXT, "log_likelihood")], windows=windows)
-    scores = score_trial(setting, TrialRequest(ties())).sheet[MetricKey(TEXT, "log_likelihood")]
+    setting = setting_of(work, [MetricKey(TEXT, "log_likelihood")], windows=windows)
+    scores = score_trial(setting, TrialRequest(ties())).table[MetricKey(TEXT, "log_likelihood")]
     model = written_merge(setting, ties(), tmp_path / "out")
     text = setting.sets["search"].text
     assert text is not None
@@ -210,77 +207,77 @@ def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp
     assert scores.tolist() == pytest.approx([row.loglik / row.tokens for row in rows], rel=1e-6)
     only = text.model_copy(update={"only": DocumentSplits(search=3, confirmation=2).of("search")})
     some = replace(setting, sets={"search": TrialSet(text=only)})
-    of_some = score_trial(some, TrialRequest(ties())).sheet[MetricKey(TEXT, "log_likelihood")]
+    of_some = score_trial(some, TrialRequest(ties())).table[MetricKey(TEXT, "log_likelihood")]
     those = [at for at, _ in read_texts(only, None)]
     assert len(those) == 3
     assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
 
 
-def _nowhere(directory: Path) -> Any:
+def _nowhere(work: Path) -> Any:
     from mergegate.merge_core.files import JournalPlace
 
-    return JournalPlace(directory / "journal", "key")
+    return JournalPlace(work / "journal", "key")
 
 
-def test_a_parent_as_it_is_scores_what_the_evaluation_stage_says(place: Path) -> None:
-    setting = setting_of(place, [MetricKey("reverse", "exact"), MetricKey("shift", "exact")])
-    scores = score_trial(setting, setting.as_it_is("reverser")).sheet
+def test_an_unmerged_parent_scores_like_in_the_evaluation_stage(work: Path) -> None:
+    setting = setting_of(work, [MetricKey("reverse", "exact"), MetricKey("shift", "exact")])
+    scores = score_trial(setting, setting.parent_request("reverser")).table
     parent = next(one for one in setting.parents if one.name == "reverser")
     for task in setting.sets["search"].tasks:
         expected = stage_scores(parent, task, setting.scoring, "acc,none")
         assert scores[MetricKey(task.name, "exact")].tolist() == expected
-    with pytest.raises(InvalidInput, match="no parent called 'revesrer'"):
-        setting.as_it_is("revesrer")
+    with pytest.raises(InvalidInput, match="'revesrer', which is not the name of a parent"):
+        setting.parent_request("revesrer")
 
 
 def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: Path) -> None:
     for number in range(2):  # the first merge is loaded from files, the second is copied in
-        found = score_trial(replace(setting, base="base"), TrialRequest(ties())).change
+        change = score_trial(replace(setting, base="base"), TrialRequest(ties())).change
         written_merge(setting, ties(), tmp_path / f"out{number}")
         merge, base = (
             {name: tensor.double() for name, tensor in load_file(where / "model.safetensors").items()}
             for where in (tmp_path / f"out{number}", DEMO / "models/base")
         )
         moved = math.sqrt(sum(float((merge[name] - base[name]).square().sum()) for name in base))
-        assert found == pytest.approx(moved / math.sqrt(sum(float(one.square().sum()) for one in base.values())))
+        assert change == pytest.approx(moved / math.sqrt(sum(float(one.square().sum()) for one in base.values())))
     assert math.isnan(score_trial(setting, TrialRequest(ties())).change)
 
 
 # Independence of earlier trials and settings
 
 
-def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
-    trial._discard_workspace()
+def test_earlier_trials_do_not_change_a_score(setting: TrialSetting) -> None:
+    trial._workspace = None
     first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
     score_trial(setting, TrialRequest(ties(0.3, 0.2, "dare_ties")))
     again = score_trial(setting, TrialRequest(ties(0.8)))  # copied in
-    score_trial(setting, TrialRequest(ties(), set="confirmation"))
+    score_trial(setting, TrialRequest(ties(), document_set="confirmation"))
     third = score_trial(setting, TrialRequest(ties(0.8)))
     assert same(first, again)
     assert same(first, third)
 
 
-def test_the_seed_of_random_masks_counts(setting: TrialSetting) -> None:
+def test_the_seed_of_random_masks_changes_the_score(setting: TrialSetting) -> None:
     recipe = ties(1.0, 0.3, "dare_ties")
     assert not same(
         score_trial(setting, TrialRequest(recipe)), score_trial(replace(setting, seed=1), TrialRequest(recipe))
     )
 
 
-def test_a_dropped_candidate_has_the_first_documents_of_each_task_and_the_same_numbers(setting: TrialSetting) -> None:
+def test_a_dropped_candidate_has_the_same_scores_on_the_first_documents(setting: TrialSetting) -> None:
     looks = (0.2, 0.5, 1.0)
     own = replace(setting, looks=looks)
     whole = score_trial(own, TrialRequest(ties()))
     for look, documents in enumerate((4, 8, 16)):
         stopped = score_trial(own, TrialRequest(ties(), race=StopsAt(looks, look)))
         assert stopped.dropped == (look < 2)
-        for asked, numbers in stopped.sheet.items():
-            assert numbers.tolist() == whole.sheet[asked][:documents].tolist()
-    in_one = score_trial(setting, TrialRequest(ties())).sheet
-    assert all(np.allclose(whole.sheet[asked], numbers, atol=2e-2) for asked, numbers in in_one.items())
+        for key, numbers in stopped.table.items():
+            assert numbers.tolist() == whole.table[key][:documents].tolist()
+    in_one = score_trial(setting, TrialRequest(ties())).table
+    assert all(np.allclose(whole.table[key], numbers, atol=2e-2) for key, numbers in in_one.items())
 
 
-def test_torch_has_its_threads_again(setting: TrialSetting) -> None:
+def test_the_number_of_torch_threads_is_restored(setting: TrialSetting) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -293,27 +290,27 @@ def test_torch_has_its_threads_again(setting: TrialSetting) -> None:
 # Candidates that cannot be scored
 
 
-def test_a_merge_that_is_refused_is_a_problem_of_this_candidate_only(setting: TrialSetting) -> None:
+def test_a_refused_merge_is_a_problem_of_its_candidate_only(setting: TrialSetting) -> None:
     good = score_trial(setting, TrialRequest(ties()))
-    for recipe, said in (
+    for recipe, message in (
         ({**ties(), "parameters": {"lambda": 1e39}}, "NaN or infinite"),
         (ties(density=7.0), "density"),
         ({**ties(), "base_model": "elsewhere"}, "not among the parents"),
     ):
         refused = score_trial(setting, TrialRequest(recipe))
-        assert said in refused.problem
-        assert refused.sheet == {}
+        assert message in refused.problem
+        assert refused.table == {}
     assert same(good, score_trial(setting, TrialRequest(ties())))
 
 
-def test_a_network_that_computes_no_numbers_is_a_problem(setting: TrialSetting) -> None:
+def test_a_network_that_computes_nan_is_a_problem(setting: TrialSetting) -> None:
     huge = {**ties(), "parameters": {"lambda": 1e8}}  # finite in bfloat16
     half = replace(setting, scoring=Scoring(dtype="float16"))
-    assert "no finite number" in score_trial(half, TrialRequest(huge)).problem
+    assert "is not a finite number" in score_trial(half, TrialRequest(huge)).problem
     assert not score_trial(setting, TrialRequest(huge)).problem
 
 
-def test_a_parent_that_is_changed_ends_the_study(place: Path, tmp_path: Path) -> None:
+def test_a_changed_parent_ends_the_study(work: Path, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(DEMO / "models", tmp_path / "models")
@@ -326,26 +323,26 @@ def test_a_parent_that_is_changed_ends_the_study(place: Path, tmp_path: Path) ->
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 
     parents = pin_checkpoints(resolve_parents(load_recipe(recipe)), HashMemo(tmp_path / "h.db"))
-    setting = setting_of(place, EVERY, parents=parents)
+    setting = setting_of(work, EVERY, parents=parents)
     assert not score_trial(setting, TrialRequest(recipe)).problem
     os.utime(tmp_path / "models/shifter/model.safetensors")
     with pytest.raises(ChangedInput, match="changed while trials"):
         score_trial(setting, TrialRequest(recipe))
 
 
-def test_another_backend_is_refused(place: Path) -> None:
-    setting = setting_of(place, EVERY, scoring=Scoring(backend="vllm"))
+def test_another_backend_is_rejected(work: Path) -> None:
+    setting = setting_of(work, EVERY, scoring=Scoring(backend="vllm"))
     with pytest.raises(InvalidInput, match="hf"):
         score_trial(setting, TrialRequest(ties()))
 
 
-def test_a_right_answer_that_is_no_choice_has_no_likelihood(place: Path, tmp_path: Path) -> None:
+def test_a_right_answer_that_is_not_a_choice_has_no_likelihood(work: Path, tmp_path: Path) -> None:
     own = demo(tmp_path / "demo", 4)
     path = own / "data/choices.jsonl"
     path.write_text(path.read_text().replace('"right": 0', '"right": 9'))
-    with pytest.raises(InvalidInput, match="none of the choices"):
+    with pytest.raises(InvalidInput, match="not among the choices"):
         score_trial(setting_of(own, [MetricKey("choices", "log_likelihood")]), TrialRequest(ties()))
-    exact = score_trial(setting_of(own, [MetricKey("choices", "exact")]), TrialRequest(ties())).sheet
+    exact = score_trial(setting_of(own, [MetricKey("choices", "exact")]), TrialRequest(ties())).table
     assert exact[MetricKey("choices", "exact")].min() == 0
 
 
@@ -362,7 +359,7 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_it_does_not_matter_which_process_is_asked(
+def test_the_score_does_not_depend_on_the_process(
     setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = (0.5, 1.0)
@@ -371,7 +368,7 @@ def test_it_does_not_matter_which_process_is_asked(
     end_model_process()
     again = [score_trial(setting, request) for request in reversed(requests)][::-1]
     monkeypatch.setattr(
-        trial, "ask_child", lambda function, arguments, **_: function(*arguments, lambda done, total: None)
+        trial, "call_model_process", lambda function, arguments, **_: function(*arguments, lambda done, total: None)
     )
     here = [score_trial(setting, request) for request in requests]
     for one, other, third in zip(there, again, here, strict=True):
@@ -381,7 +378,7 @@ def test_it_does_not_matter_which_process_is_asked(
         assert same(one, third)
 
 
-def test_an_answer_travels_as_plain_data() -> None:
-    sheet: Sheet = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
-    answer = TrialAnswer(tuple((asked, numbers.tobytes()) for asked, numbers in sheet.items()), change=0.5)
+def test_a_trial_answer_is_plain_data() -> None:
+    table: ScoresByMetric = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
+    answer = TrialAnswer(tuple((key, numbers.tobytes()) for key, numbers in table.items()), change=0.5)
     assert messages._Answers(io.BytesIO(pickle.dumps(answer))).load() == answer

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from spaces import TIES, TIES_PARAMETERS, settings_of
 
 from mergegate.tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
-from mergegate.tasks.sweep.objective import Objective, objective_of
-from mergegate.tasks.sweep.search import hand_written_recipes, search
+from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, make_objective
+from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
-from mergegate.tasks.sweep.study import Study
-from mergegate.tasks.sweep.trials import MetricKey, Sheet, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import HandWritten, Study, TrialRequest, TrialScores
 
 REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
 Quality = Callable[[dict[str, Any]], float]
@@ -49,28 +48,28 @@ class ToyModels:
     def __init__(self, quality: Quality = by_weights, documents: int = 200, shared: float = 0.6, seed: int = 0) -> None:
         self._quality, self._documents, self._shared, self._seed = quality, documents, shared, seed
         self.scored: Counter[str] = Counter()
-        self.documents_asked = 0
+        self.documents_scored = 0
 
-    def sheet(self, request: TrialRequest) -> Sheet:
-        return {asked: self._numbers(request, asked) for asked in (REV, COPY)}
+    def score_table(self, request: TrialRequest) -> ScoresByMetric:
+        return {key: self._numbers(request, key) for key in (REV, COPY)}
 
-    def one(self, request: TrialRequest) -> TrialScores:
+    def score(self, request: TrialRequest) -> TrialScores:
         self.scored[request_key(request)] += 1
-        whole = self.sheet(request)
+        table = self.score_table(request)
         for look, share in enumerate(request.race.looks if request.race else (1.0,)):
-            seen = {asked: numbers[: int(np.ceil(share * len(numbers)))] for asked, numbers in whole.items()}
-            if request.race and request.race.is_hopeless(seen, look):
-                self.documents_asked += sum(map(len, seen.values()))
-                return TrialScores(seen, dropped=True, seconds={"merge": 0.5, "score": share})
-        self.documents_asked += sum(map(len, whole.values()))
-        return TrialScores(whole, change=0.25, seconds={"merge": 0.5, "score": 1.0})
+            part = {key: numbers[: int(np.ceil(share * len(numbers)))] for key, numbers in table.items()}
+            if request.race and request.race.should_drop(part, look):
+                self.documents_scored += sum(map(len, part.values()))
+                return TrialScores(part, dropped=True, seconds={"merge": 0.5, "score": share})
+        self.documents_scored += sum(map(len, table.values()))
+        return TrialScores(table, change=0.25, seconds={"merge": 0.5, "score": 1.0})
 
     def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
         order = np.random.default_rng(len(self.scored)).permutation(len(requests))
         for number in map(int, order):
-            yield number, self.one(requests[number])
+            yield number, self.score(requests[number])
 
-    def _numbers(self, request: TrialRequest, asked: MetricKey) -> NDArray[np.float64]:
+    def _numbers(self, request: TrialRequest, key: MetricKey) -> NDArray[np.float64]:
         """Return 1 for each document whose normal variate is below the quantile of the recipe's quality, else 0.
 
         All recipes share a part of each document's variate.
@@ -78,9 +77,12 @@ class ToyModels:
         from scipy.special import ndtri
 
         own = int(
-            hashlib.sha256((f"{recipe_key(request.recipe)} {request.set} {asked.task}").encode()).hexdigest()[:12], 16
+            hashlib.sha256((f"{recipe_key(request.recipe)} {request.document_set} {key.task}").encode()).hexdigest()[
+                :12
+            ],
+            16,
         )
-        common = int(hashlib.sha256(f"{request.set} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
+        common = int(hashlib.sha256(f"{request.document_set} {key.task} {self._seed}".encode()).hexdigest()[:12], 16)
         shared, alone = (
             np.random.default_rng([seed, self._seed]).standard_normal(self._documents) for seed in (common, own)
         )
@@ -100,18 +102,29 @@ def toy_space(settings: SweepSettings) -> Space:
 
 
 def toy_objective(settings: SweepSettings) -> Objective:
-    return objective_of(settings, {"rev": "rev", "copy": "copy"})
+    return make_objective(settings, {"rev": "rev", "copy": "copy"})
 
 
-def run_toy(models: Any, place: Path, settings: SweepSettings | None = None, **more: Any) -> Study:
-    """Run one search with a ledger in ``place``."""
+def run_toy(models: Any, directory: Path, settings: SweepSettings | None = None, **more: Any) -> Study:
+    """Run one search with a ledger in ``directory``."""
     settings = settings or toy_settings()
     space = toy_space(settings)
-    with open_ledger("0" * 64, study_key(space, settings), place=place) as ledger:
+    with open_ledger("0" * 64, study_key(space, settings), root=directory) as ledger:
         return search_toy(models, ledger, settings, **more)
 
 
 def search_toy(models: Any, ledger: Ledger, settings: SweepSettings, **more: Any) -> Study:
     space = toy_space(settings)
-    by_hand = more.pop("hand_written", hand_written_recipes(space, "ties"))
-    return search(space, settings, models, ledger, objective=toy_objective(settings), hand_written=by_hand, **more)
+    problem = SearchProblem(
+        space,
+        settings,
+        toy_objective(settings),
+        more.pop("hand_written", (hand_written_ties(space),)),
+        more.pop("references", {}),
+    )
+    return search(problem, models, ledger, **more)
+
+
+def hand_written_ties(space: Space) -> HandWritten:
+    """Return the searched recipe with its start values."""
+    return HandWritten("ties", space.fill_recipe(space.start))

@@ -19,8 +19,8 @@ from mergegate.tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_tas
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
 from mergegate.tasks.evaluation.harness import count_documents, score_documents
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
+from mergegate.tasks.sweep.objective import TEXT, MetricKey
 from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
-from mergegate.tasks.sweep.trials import TEXT, MetricKey
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PLAIN = ("copy", "reverse", "shift")
@@ -54,38 +54,38 @@ fewshot_split: test
 """
 
 
-def demo(place: Path, documents: int) -> Path:
+def demo(directory: Path, documents: int) -> Path:
     """Write the demo's tasks with only the first ``documents`` documents, and three tasks of other kinds."""
-    shutil.copytree(DEMO / "tasks", place / "tasks")
-    shutil.copytree(DEMO / "data", place / "data")
+    shutil.copytree(DEMO / "tasks", directory / "tasks")
+    shutil.copytree(DEMO / "data", directory / "data")
     for name in PLAIN:
-        path = place / "data" / f"{name}.jsonl"
+        path = directory / "data" / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:documents]))
-    rows = [json.loads(line) for line in (place / "data/reverse.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (directory / "data/reverse.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
         wrong = row["answer"][::-1]
         row["choices"] = [row["answer"], wrong, wrong[:-1]] if number % 2 else [wrong[:1], row["answer"]]
         row["right"] = 0 if number % 2 else 1
-    (place / "data/choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = place / "data/held-out.jsonl"
+    (directory / "data/choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = directory / "data/held-out.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[: 2 * documents]))
     for name, text in (("choices", CHOICES), ("written", WRITTEN), ("few_shot", FEW_SHOT)):
-        (place / "tasks" / f"{name}.yaml").write_text(text)
-    return place
+        (directory / "tasks" / f"{name}.yaml").write_text(text)
+    return directory
 
 
-def setting_of(place: Path, asked: Sequence[MetricKey], **more: Any) -> TrialSetting:
+def setting_of(directory: Path, metric_keys: Sequence[MetricKey], **more: Any) -> TrialSetting:
     """Return a study over the models base, reverser and shifter."""
-    hashes = HashMemo(place / "hashes.db")
+    hashes = HashMemo(directory / "hashes.db")
     recipe = load_recipe(ties(), location="demo")
-    names = dict.fromkeys(one.task for one in asked if one.task != TEXT)
-    text = pin_documents(PerplexitySettings(documents=place / "data/held-out.jsonl"), place, hashes)
-    documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", place, hashes) for name in names), text)
+    names = dict.fromkeys(one.task for one in metric_keys if one.task != TEXT)
+    text = pin_documents(PerplexitySettings(documents=directory / "data/held-out.jsonl"), directory, hashes)
+    documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", directory, hashes) for name in names), text)
     return TrialSetting(
         **{
             "parents": pin_checkpoints(resolve_parents(recipe), hashes),
             "sets": {"search": documents, "confirmation": documents},
-            "asked": tuple(asked),
+            "metric_keys": tuple(metric_keys),
             "scoring": Scoring(),
             **more,
         }
@@ -131,5 +131,5 @@ class StopsAt:
     looks: tuple[float, ...]
     look: int
 
-    def is_hopeless(self, seen: Mapping[MetricKey, Any], look: int) -> bool:
+    def should_drop(self, table: Mapping[MetricKey, Any], look: int) -> bool:
         return look == self.look

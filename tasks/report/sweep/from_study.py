@@ -29,7 +29,7 @@ from mergegate.tasks.sweep import (
     SearchProgress,
     Study,
     Term,
-    doubling_shares,
+    cumulative_shares,
 )
 
 _TITLES = {
@@ -134,18 +134,18 @@ def sweep_content(
 def _objectives(study: Study) -> tuple[ReportedObjective, ...]:
     """Return one objective for all terms, in their common unit, or one objective per term."""
     terms = study.objective.terms
-    if study.objective.several:
+    if study.objective.multi_objective:
         return tuple(_objective((term,)) for term in terms)
     return (_objective(terms),)
 
 
 def _objective(terms: tuple[Term, ...]) -> ReportedObjective:
     titles = {_title(term) for term in terms}
-    unit, factor = _UNITS.get(terms[0].asked.measure, ("", 1.0))
-    if len({_UNITS.get(term.asked.measure) for term in terms}) > 1:
+    unit, factor = _UNITS.get(terms[0].key.measure, ("", 1.0))
+    if len({_UNITS.get(term.key.measure) for term in terms}) > 1:
         unit, factor = "", 1.0
     if len(titles) == 1 and len(terms) == 1:
-        suffix = f" of {terms[0].asked.task}" if terms[0].asked.task != TEXT else ""
+        suffix = f" of {terms[0].key.task}" if terms[0].key.task != TEXT else ""
         return ReportedObjective(title=f"{_title(terms[0])}{suffix}", unit=unit, factor=factor)
     term_texts = tuple(
         _term_text(term, titled=len(titles) > 1, weighed=len({other_term.weight for other_term in terms}) > 1)
@@ -157,25 +157,25 @@ def _objective(terms: tuple[Term, ...]) -> ReportedObjective:
 
 
 def _title(term: Term) -> str:
-    if term.asked.task == TEXT:
+    if term.key.task == TEXT:
         return "log-likelihood of the held-out text"
-    return term.asked.metric or _TITLES[term.asked.measure]
+    return term.key.metric or _TITLES[term.key.measure]
 
 
 def _term_text(term: Term, *, titled: bool, weighed: bool) -> str:
-    name = term.asked.task or "the held-out text"
-    details = [_title(term)] * (titled and term.asked.task != TEXT) + [f"weight {term.weight:.2g}"] * weighed
+    name = term.key.task or "the held-out text"
+    details = [_title(term)] * (titled and term.key.task != TEXT) + [f"weight {term.weight:.2g}"] * weighed
     return f"{name} ({', '.join(details)})" if details else name
 
 
 def _constraints(study: Study) -> tuple[str, ...]:
     sentences = []
     for limit in study.objective.limits:
-        unit, factor = _UNITS.get(limit.asked.measure, ("", 1.0))
+        unit, factor = _UNITS.get(limit.key.measure, ("", 1.0))
         most = f"{factor * limit.max_drop:g} {unit}".strip()
-        title = limit.asked.metric or _TITLES[limit.asked.measure]
+        title = limit.key.metric or _TITLES[limit.key.measure]
         sentences.append(
-            f"On {limit.asked.task or 'the held-out text'} a candidate may be at most {most} ({title}) below "
+            f"On {limit.key.task or 'the held-out text'} a candidate may be at most {most} ({title}) below "
             f"{limit.reference or 'the hand-written recipe'}."
         )
     return tuple(sentences)
@@ -200,7 +200,7 @@ def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
     scores would not be comparable.
     """
     scores = {trial.number: trial.scores for trial in study.trials if trial.number in (test.winner, test.reference)}
-    if study.objective.several:
+    if study.objective.multi_objective:
         winner = tuple(term.winner for term in test.terms)
         reference = tuple(term.reference for term in test.terms)
     else:
@@ -224,18 +224,18 @@ def _sets(sizes: Mapping[str, Mapping[str, int]]) -> tuple[ReportedSet, ...]:
 
 def _racing(study: Study) -> ReportedRacing:
     rule = study.settings.racing
-    if rule.rule == "none" or study.objective.several:
+    if rule.rule == "none" or study.objective.multi_objective:
         return ReportedRacing(rule="none")
     if rule.rule == "halving":
         return ReportedRacing(rule="halving")
-    return ReportedRacing(rule="paired", error=rule.error, looks=doubling_shares(rule.first))
+    return ReportedRacing(rule="paired", error=rule.error, looks=cumulative_shares(rule))
 
 
 def _stop_sentence(study: Study) -> str:
-    if study.stopped == "trials":
+    if study.stop_reason == "trials":
         return ""
     tried = f"after {len(study.trials)} of {study.settings.budget.trials} trials"
-    return f"Its time was up {tried}." if study.stopped == "hours" else f"Its money was spent {tried}."
+    return f"Its time was up {tried}." if study.stop_reason == "hours" else f"Its money was spent {tried}."
 
 
 def _unconfirmed_sentence(confirmation: Confirmation | NothingToConfirm) -> str:
@@ -247,7 +247,7 @@ def _unconfirmed_sentence(confirmation: Confirmation | NothingToConfirm) -> str:
 def sweep_line(progress: SearchProgress, width: int) -> str:
     """Return the progress line of a running search, in at most ``width`` characters."""
     status = SearchStatus(
-        done=progress.scored,
+        done=progress.trials,
         total=progress.budget,
         best=math.nan if progress.best is None else progress.best,
         hand_written=math.nan if progress.hand_written is None else progress.hand_written,
