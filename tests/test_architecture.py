@@ -291,7 +291,7 @@ UNBOUNDED_READERS = {
     "flows.cli.init": _OWN,
     "flows.cli.schema": "files that it wrote; others are refused by their first line",
     "flows.cli.streams": "the standard streams of this process",
-    "flows.outcome.ending": _OWN,
+    "flows.outcome.run_outcome": _OWN,
     "flows.outcome.archive": _OWN,
     "merge_core.architecture.families": _SHIPPED,
     "merge_core.checkpoint.moments": _OWN,
@@ -318,12 +318,8 @@ UNBOUNDED_READERS = {
     "tasks.publish.targets.hub.release": "a file that was downloaded into a directory of its own",
     "tasks.publish.targets.oci.registry": _PINNED,
     "tasks.publish.targets.s3.publication": _PINNED,
-    "tasks.report.ending.page": _SHIPPED,
     "tasks.report.history.links": _SHIPPED,
-    "tasks.report.history.overview": _SHIPPED,
     "tasks.report.page": _SHIPPED,
-    "tasks.report.shadow.page": _SHIPPED,
-    "tasks.report.sweep.page": _SHIPPED,
     "tasks.serve.process": _OWN,
     "tasks.serve.static_checks": _PINNED,
     "tasks.telemetry.metrics": _OWN,
@@ -388,7 +384,6 @@ BARE_WORDS = frozenset(
 # Modules that may have such a name, and why.
 BARE_MODULES = {
     "tasks.store.shared": "the package is its noun: a shared store",
-    "flows.watching": "to be joined with the flow `shadow`",
 }
 
 

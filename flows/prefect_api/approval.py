@@ -68,18 +68,13 @@ class Decision:
     digest: str
     waits: str = ""
 
-    @property
-    def status(self) -> Literal["refused", "passed"]:
-        """Status of a run that does not publish."""
-        return "passed" if self.waits else "refused"
-
-    def sentence(self) -> str:
+    def text(self) -> str:
+        """Describe the decision, for example ``approved by alice: checked by hand``."""
         if self.waits:
-            return f"{self.version} waits for approval already, in run {self.waits}"
-        who = f" by {self.by}" if self.by else ""
-        if self.publish:
-            return f"approved{who}" + (f": {self.reason}" if self.reason else "")
-        return f"{self.version} is not released\nrejected{who}: {self.reason or 'no reason was given'}"
+            return f"run {self.waits} already waits for approval of {self.version}"
+        verb, by = "approved" if self.publish else "rejected", f" by {self.by}" if self.by else ""
+        reason = self.reason or ("" if self.publish else "no reason given")
+        return f"{verb}{by}{f': {reason}' if reason else ''}"
 
 
 AskPerson = Callable[[ApprovalRequest], Decision]

@@ -64,7 +64,7 @@ class DesiredDeployment:
     def entrypoint(self) -> str:
         return f"mergegate.flows.{self.flow}:{self.flow}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a description and the schedule in one line."""
         schedule = self.schedule or {}
         if "cron" in schedule:

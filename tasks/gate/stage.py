@@ -330,7 +330,7 @@ def _measure(
         paired[chosen],
         metrics.higher_is_better,
         reference=chosen,
-        documents=ours.documents_asked,
+        documents=ours.requested_documents,
         leaf_metrics=metrics.differing,
         data=ours.data,
         schedule=schedule,

@@ -98,7 +98,7 @@ def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) 
     *_, one = desired_deployments(nights(scheduled), project)
     assert one.full_name == "release/demo"
     assert one.description == "demo · ties of 2 over base"
-    assert one.told() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
+    assert one.summary() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
     assert set(one.tags) == {"mergegate", "release", "demo", "nightly"}
     assert one.parameters == {"profile": "profiles/demo.yaml"}
     assert one.on_collision == "CANCEL_NEW"

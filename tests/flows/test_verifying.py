@@ -97,7 +97,7 @@ def test_the_released_demo_is_what_it_says(released: Released) -> None:
     project, _ = released
     result = project.mergegate("verify", "releases/demo/latest")
     assert result.exit_code == 0, result.output
-    assert f"its version {project.latest.resolve().name} is its content" in result.output
+    assert f"its content matches its version {project.latest.resolve().name}" in result.output
     assert "it is not signed" in result.output
     told = json.loads(project.mergegate("verify", "releases/demo/latest", "--json").stdout)
     assert (told["status"], told["signed"]) == ("verified", "none")
@@ -320,7 +320,7 @@ def test_the_demo_is_reproduced_to_the_byte(released: Released) -> None:
     result = project.mergegate("reproduce", "releases/demo/latest", "--parents", str(PROFILES / "demo" / "recipes"))
     assert result.exit_code == 0, result.output
     assert "= model.safetensors" in result.output
-    assert re.search(r"made again in .* on (cpu|cuda); \d+ files, all equal to the byte", result.output)
+    assert re.search(r"rebuilt in .* on (cpu|cuda); \d+ files, all identical", result.output)
 
 
 def test_parents_are_found_beside_the_same_recipe_in_the_project(released: Released) -> None:

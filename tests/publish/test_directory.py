@@ -64,7 +64,7 @@ def test_what_was_published_need_not_be_read_to_be_known(
     tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
 ) -> None:
     place = publish_directory(files, tmp_path / "releases", "v1", hashes).location
-    assert {file.name: hashes.known(Path(place) / file.name) for file in files} == {
+    assert {file.name: hashes.cached_sha256(Path(place) / file.name) for file in files} == {
         file.name: file.sha256 for file in files
     }
 

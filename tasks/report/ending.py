@@ -1,22 +1,17 @@
-"""Render the page of a run without a verdict from ``ending.html``, in the design of a release's report."""
+"""Render the page of a run without a verdict: refused by a check, invalid, failed, or without new work.
+
+It has the design of a release's report and shows how the run ended and why, the remedy and the completed stages.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.ending.content import EndedRun
-from mergegate.tasks.report.history import outcome_of_status
-from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.report.history.overview import outcome_of_status
+from mergegate.tasks.report.page import page_style, page_template
 from mergegate.tasks.stage import Outcome, StageStatus
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-HERE = Path(__file__).parent
 
 _OUTCOMES: dict[StageStatus, Outcome] = {
     "made": "pass",
@@ -35,17 +30,47 @@ _CONSEQUENCES = {
 _REFUSED_LATE = "Nothing was published by this run. What was finished is kept: the next run goes on from there."
 
 
+class EndedStage(BaseModel):
+    """One stage that ran before the run ended."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    subject: str
+    status: StageStatus
+    seconds: float
+    summary: str
+
+
+class EndedRun(BaseModel):
+    """One run without a verdict.
+
+    All of its text is untrusted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str  # name of the profile
+    flow: str  # release, compare, sweep
+    status: str  # status as used everywhere: refused, invalid, failed, nothing new
+    message: str  # first text on the page
+    where: str = ""  # file, field or model
+    found: str = ""
+    expected: str = ""
+    remedy: str = ""
+    exception: str = ""  # type and message of an unexpected exception
+    log: str = ""  # file with the traceback
+    stages: tuple[EndedStage, ...] = ()  # in the order of completion
+
+
 def render_ending(content: EndedRun) -> str:
     """Return the page as text, without scripts or external resources.
 
     Equal content gives equal text.
     """
-    from markupsafe import Markup
-
-    styles = (HERE.parent / "style.css", HERE / "ending.css")
     first, _, rest = content.message.partition("\n")
     merged = any(stage.name == "merge" and stage.status in ("made", "cached", "rebuilt") for stage in content.stages)
-    return _template().render(
+    return page_template("ending.html").render(
         content=content,
         first=first,
         rest=rest,
@@ -54,10 +79,5 @@ def render_ending(content: EndedRun) -> str:
         glyphs=wording.GLYPHS,
         consequence=_REFUSED_LATE if merged and content.status == "refused" else _CONSEQUENCES.get(content.status, ""),
         duration=format_duration,
-        style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
+        style=page_style("ending.css"),
     )
-
-
-@cache
-def _template() -> Template:
-    return page_environment(HERE).get_template("ending.html")

@@ -115,7 +115,7 @@ def report_content(
             ReportedPlace(
                 name=parent_names[ref], length=distance.length, apart=distance.apart, left_out=distance.left_out
             )
-            for ref, distance in attempt.pinned.recipe.all_places.items()
+            for ref, distance in attempt.pinned.recipe.all_distances.items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

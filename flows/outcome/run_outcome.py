@@ -1,4 +1,4 @@
-"""Represent the end of a run as a value, with the page about it."""
+"""Represent the outcome of a run as a value: status, message, reasons, remedy, and the page about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.flows.attempt import AlreadyReleased
 from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.explain import Remedy
@@ -32,7 +31,9 @@ class RunOutcome(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     status: RunStatus
-    message: str  # first line for the user
+    message: str  # one sentence for the user
+    # Why the run was refused, one sentence each. JSON has them in its message.
+    reasons: Annotated[tuple[str, ...], Field(exclude=True)] = ()
     version: str | None = None
     location: Path | str | None = None  # of the release: a directory or a URL
     report: Path | None = None  # page about the run
@@ -55,14 +56,26 @@ class RunOutcome(BaseModel):
         return EXIT_CODES[self.status]
 
     @property
-    def in_words(self) -> str:
-        """The message and the suggested change, for a log, a state or the history."""
-        return self.message + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
+    def fix(self) -> tuple[str, ...]:
+        """What a check that stopped the run expected, and the remedy: at most one line each."""
+        lines = (("expected: ", "expected"), ("remedy:   ", "remedy"))
+        return tuple(f"{label}{text}" for label, name in lines if (text := getattr(self.stopped_by, name, "")))
+
+    @property
+    def text(self) -> str:
+        """The message, the reasons and the fix, for JSON and pages."""
+        return "\n".join((self.message, *self.reasons, *(f"  {line}" for line in self.fix)))
+
+    @property
+    def text_with_proposal(self) -> str:
+        """The text and the proposed change of the recipe, for a log, a state or the history."""
+        return self.text + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
 
 
 def stopped_outcome(error: MergegateError) -> RunOutcome:
     """Return the outcome of a run that was refused by a check or had invalid input."""
-    return RunOutcome(status=error.status, message=str(error), stopped_by=finding_of(error))
+    finding = finding_of(error)
+    return RunOutcome(status=error.status, message=str(finding), stopped_by=finding)
 
 
 def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:
@@ -70,15 +83,22 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
 
     Without a release, either the gate refused the merge or there was nothing to publish.
     """
-    page = _page_of(content, report)
-    path = _keep_latest(page, f"{content.name}.html")
+    # If the model was served, the page includes the measurements of this machine.
+    page = render(content) if content.served else (report.directory / "report.html").read_text(encoding="utf-8")
+    path = _store_latest(page, f"{content.name}.html")
     if release is None:
         if content.verdict.publishable:
             message = f"{content.name} passed the gate"
             return RunOutcome(status="passed", message=message, report=path, page=page, content=content)
-        message = "\n".join((f"{content.name} is not released", *content.verdict.reasons))
-        remedy = next(iter(content.explanation.remedies), None) if content.explanation else None
-        return RunOutcome(status="refused", message=message, report=path, page=page, content=content, to_try=remedy)
+        return RunOutcome(
+            status="refused",
+            message=f"{content.name} is not released",
+            reasons=content.verdict.reasons,
+            report=path,
+            page=page,
+            content=content,
+            to_try=next(iter(content.explanation.remedies), None) if content.explanation else None,
+        )
     message = (
         f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
     )
@@ -93,35 +113,17 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
     )
 
 
-def already_released_outcome(name: str, attempt: AlreadyReleased) -> RunOutcome:
-    """Return the outcome of a run whose merge is the current release, for a profile with the champion as reference."""
-    release = attempt.release
-    page = release.directory / "report.html"
-    return RunOutcome(
-        status="nothing new",
-        message=f"nothing new: {release.version} is released",
-        version=release.version,
-        location=release.location,
-        report=page if page.is_file() else None,
-    )
-
-
 def store_sweep_page(content: SweepContent) -> Path:
     """Write the page of a sweep to the reports directory, which has the latest page of each profile."""
-    return _keep_latest(render_sweep(content), f"{content.name}.sweep.html")
+    return _store_latest(render_sweep(content), f"{content.name}.sweep.html")
 
 
 def store_shadow_page(content: ShadowContent) -> Path:
     """Write the page of a watched release to the reports directory."""
-    return _keep_latest(render_shadow(content), f"{content.name}.shadow.html")
+    return _store_latest(render_shadow(content), f"{content.name}.shadow.html")
 
 
-def _page_of(content: ReportContent, report: Artifact[Report]) -> str:
-    """Return the page of the release. If the model was served, include the measurements of this machine."""
-    return render(content) if content.served else (report.directory / "report.html").read_text(encoding="utf-8")
-
-
-def _keep_latest(page: str, name: str) -> Path:
+def _store_latest(page: str, name: str) -> Path:
     """Write a page to the reports directory, which has the latest page of each profile."""
     path = state_directory(home() / "reports", private=True) / name
     write_state(path, page.encode())
