@@ -278,16 +278,16 @@ def publish_attempt(
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
         return reported_outcome(content, report, result)
 
-    if target.asks is None:
+    if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
     # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
-    decision = require_decision(target.asks, content, unpublished.report, find_pending)
+    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
     if decision is None:
         return publish_now()
     if decision.waits:

@@ -35,6 +35,7 @@ from test_kill import environment
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.targets import PublishRequest
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.report import read_history
 from mergegate.tasks.store import Store, StoreMiss
@@ -120,15 +121,8 @@ class TestPowerLoss:
         )
 
         def publish(root: Path) -> None:
-            DirectoryTarget(path=root / "releases").publish(
-                files,
-                "demo",
-                "v1",
-                Path(),
-                expected_head=None,
-                hashes=HashMemo(tmp_path / "memo.sqlite"),
-                on_progress=lambda done, total: None,
-            )
+            request = PublishRequest(files, "demo", "v1", Path(), HashMemo(tmp_path / "memo.sqlite"))
+            DirectoryTarget(path=root / "releases").publish(request)
 
         (tmp_path / "undisturbed").mkdir()
         publish(tmp_path / "undisturbed")
