@@ -20,7 +20,7 @@ import transformers
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
@@ -49,7 +49,7 @@ def read(
 ) -> InputStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    place = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
     return read_inputs(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
 
 
