@@ -328,7 +328,7 @@ class TestNights:
         site.start_worker()
         ended = site.wait(run)
         assert ended.state == "Crashed"
-        assert re.search("it did not begin within|nothing was heard from it", ended.message)
+        assert re.search("it did not start within|the run has been silent", ended.message)
         assert site.wait(site.trigger()).state in ("Released", "NothingNew")
 
 
