@@ -122,7 +122,7 @@ def judge(
             judgments[judgment.key] = judgment
             record.write(json.dumps(judgment.model_dump(mode="json"), ensure_ascii=False) + "\n")
             record.flush()
-            advance(len(judgments), len(questions), "judgements")
+            advance(len(judgments), len(questions), "judgments")
     _write(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
     unfinished.unlink(missing_ok=True)
     settled = settle(judgments.values(), identical)
