@@ -139,13 +139,11 @@ def code_labels(leaf: Any) -> dict[str, tuple[str, ...]]:
 
     For example, ``pass_at_k`` with ``k: [1, 8]`` yields ``pass@1`` and ``pass@8``.
     """
-    if not getattr(leaf, "UNSAFE_CODE", False):
-        return {}
-    kwargs: Mapping[str, Mapping[str, Any]] = getattr(leaf, "_metric_fn_kwargs", {})
+    kwargs: Mapping[str, Any] = getattr(leaf, "_metric_fn_kwargs", {}) if getattr(leaf, "UNSAFE_CODE", False) else {}
     k_by_metric = {metric: arguments["k"] for metric, arguments in kwargs.items() if "k" in arguments}
     return {
-        metric: tuple(f"pass@{each}" for each in (drawn if isinstance(drawn, list) else [drawn]))
-        for metric, drawn in k_by_metric.items()
+        metric: tuple(f"pass@{k}" for k in (values if isinstance(values, list) else [values]))
+        for metric, values in k_by_metric.items()
     }
 
 

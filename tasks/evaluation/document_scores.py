@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput
 
 SCORES_FILE = "outcomes.parquet"
-
-
-_ANSWER = 2000  # characters of an answer that are stored
+_MAX_ANSWER = 2000  # characters of an answer that are stored
 
 
 class DocumentScore(NamedTuple):
@@ -63,14 +61,14 @@ def answer_of(sample: Mapping[str, Any]) -> str:
     # For code that is run, the first of the programs that the answers were converted to.
     first = answers[0][0] if isinstance(answers[0], list) and answers[0] else answers[0]
     if isinstance(first, str):
-        return first.strip()[:_ANSWER]
+        return first.strip()[:_MAX_ANSWER]
     try:
         # Some tasks score each choice a second time without the question; those requests have another context.
         with_question = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]
         if len(with_question) < 2:
             return ""
         best = max(with_question, key=lambda at: float(answers[at][0]))
-        return str(arguments[best][1]).strip()[:_ANSWER]
+        return str(arguments[best][1]).strip()[:_MAX_ANSWER]
     except (TypeError, ValueError, IndexError, KeyError):
         return ""
 
@@ -107,9 +105,8 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
         columns = file.read().to_pydict()
     for name in ("ended", "answer_tokens"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
-    columns.setdefault("answer", [""] * len(columns["task"]))  # absent from older tables
-    columns.setdefault("cluster", [""] * len(columns["task"]))  # absent from older tables
-    columns.setdefault("higher_is_better", [True] * len(columns["task"]))
+    for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True)):
+        columns.setdefault(name, [default] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 
 
@@ -129,24 +126,23 @@ def pair_documents(
     """
     left, right = ({(row.task, row.doc_id): row for row in side if row.metric == metric} for side in (reference, merge))
     if not left:
-        raise InvalidInput(location, found=f"no document scored by {metric!r}")
+        raise InvalidInput(location, found=f"no document with a score under {metric!r}")
     if left.keys() != right.keys():
         task, doc_id = min(left.keys() ^ right.keys())
         raise InvalidInput(
             location,
-            found=f"document {doc_id} of {task} scored on one side only",
+            found=f"a score of document {doc_id} of {task} on one side only",
             expected="the same documents on both sides",
             remedy="evaluate both with the same settings",
         )
-    for (task, doc_id), ours in sorted(left.items()):
-        theirs = right[task, doc_id]
+    for (task, doc_id), reference_row in sorted(left.items()):
         for name in ("doc_hash", "prompt_hash", "target_hash"):
-            if getattr(ours, name) != getattr(theirs, name):
+            if getattr(reference_row, name) != getattr(right[task, doc_id], name):
                 raise InvalidInput(
                     location,
-                    found=f"another {name.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
-                    expected="both models asked the same question in the same words",
-                    remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
+                    found=f"a different {name[:-5]} on each side, first for document {doc_id} of {task}",
+                    expected="the same document, prompt and target for both models",
+                    remedy="compare chat templates and few-shot settings, or set chat_template: false",
                 )
     documents = tuple(right)
     return PairedScores(

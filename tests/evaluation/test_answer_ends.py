@@ -25,8 +25,8 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import journalled
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
+from mergegate.tasks.evaluation.backends.hf import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
-from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents

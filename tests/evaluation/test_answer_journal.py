@@ -18,7 +18,7 @@ from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import harness
 from mergegate.tasks.evaluation.answer_journal import journalled
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore

@@ -166,7 +166,10 @@ def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, mo
     from tenacity import wait_none
 
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    with serving({"merge": model}, "gives up") as server, pytest.raises(InvalidInput, match="no answer any more"):
+    with (
+        serving({"merge": model}, "gives up") as server,
+        pytest.raises(InvalidInput, match="the server stopped answering"),
+    ):
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 

@@ -120,7 +120,7 @@ def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
 
 def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    with pytest.raises(InvalidInput, match="a tokenizer without one"):
+    with pytest.raises(InvalidInput, match="has no chat template"):
         score(model, task, 0, 5, chat_template=True)
     score(model, task, 0, 5)
     assert len({process for process, _ in asked(task)}) == 1

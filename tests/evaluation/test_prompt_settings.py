@@ -311,8 +311,11 @@ def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Pat
         return _render(task, Scoring(**scoring), place, lambda done, of: None)
 
     assert shown(60).room == 4
-    with pytest.raises(InvalidInput, match=r"task long: generation_kwargs\.max_tokens: 64 tokens; the model takes 64"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"task long: generation_kwargs\.max_tokens: 64 tokens; prompt and answer together may have 64",
+    ):
         shown(64)
     assert shown(64, max_length=80).room == 16
-    with pytest.raises(InvalidInput, match="the model takes 32"):
+    with pytest.raises(InvalidInput, match="prompt and answer together may have 32"):
         shown(40, max_length=32)

@@ -13,10 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import batch_schedule, key_value_cache
-from mergegate.tasks.evaluation.backends import common_prefix as reading
-from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts, common_start, read_once
-from mergegate.tasks.evaluation.backends.shared_prefix import RequestTokens, max_shared_length, shared_prefix_type
+from mergegate.tasks.evaluation.backends import hf, prefix_cache
+from mergegate.tasks.evaluation.backends.hf import RequestTokens, max_shared_length, shared_prefix_type
+from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts, common_start, read_once
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -137,7 +136,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
     begun: list[int] = []
     ours = opened(shared_prefix_type(), network)
     assert ours._writes_exactly is FAMILIES[family][1]
-    monkeypatch.setattr(reading, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
+    monkeypatch.setattr(prefix_cache, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     assert ours.generate_until(asked, disable_tqdm=True) == theirs
     windowed = getattr(network.config, "sliding_window", None)
     may_share = FAMILIES[family][1]
@@ -164,7 +163,7 @@ def test_however_it_is_asked_what_is_written_is_the_same(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
-    monkeypatch.setattr(key_value_cache, "_ROOM", 7)  # small, so it grows several times
+    monkeypatch.setattr(prefix_cache, "_ROOM", 7)  # small, so it grows several times
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []
@@ -221,7 +220,7 @@ def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any],
 
 def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(batch_schedule, "_STEP", 4)
+    monkeypatch.setattr(hf, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
     theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
     assert ours._writes_exactly

@@ -31,7 +31,7 @@ def test_every_document_is_in_one_set_with_its_cluster_in_any_order(clusters, se
     documents = [(position, f"cluster {cluster}") for position, cluster in enumerate(clusters)]
     division = DocumentSplits(search=search, confirmation=confirmation, seed=seed)
     if len(clusters) <= search + confirmation:
-        with pytest.raises(InvalidInput, match="none is left for the gate"):
+        with pytest.raises(InvalidInput, match="leaves no document for the gate"):
             split_documents(documents, division, "task t")
         return
     # Enough documents for all splits, plus the clusters that cross a border.

@@ -121,7 +121,7 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> 
 
 def test_settings_of_another_backend_are_refused_for_it_too(site: Path) -> None:
     install(site)
-    with pytest.raises(ValidationError, match="'vllm' is not for backend: toy"):
+    with pytest.raises(ValidationError, match="'vllm' is not a setting of backend: toy"):
         Scoring.model_validate({"backend": "toy", "vllm": {}})
 
 
