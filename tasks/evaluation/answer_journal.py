@@ -6,7 +6,7 @@ requests would be divided into different batches, and the batch affects the last
 stores a batch once all of it is answered, and counts equal requests separately. The remaining requests form the same
 batches as before, and the numbers equal those of an uninterrupted run::
 
-    with journalled(lm, journal, backend.computes_in) as lm:
+    with attach_journal(lm, journal, backend.computes_in) as lm:
         evaluate(lm, ...)
 
 A sampled answer depends on the preceding ones through the state of torch's generator. The journal stores this state
@@ -159,7 +159,7 @@ def is_answer_record(record: object) -> bool:
 
 
 @contextmanager
-def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
+def attach_journal(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
     """Yield ``lm`` with a journal that is attached until the context closes.
 
     Args:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
@@ -82,7 +81,7 @@ def allow_code(task: EvalTask, profile_name: str, allowed: Collection[str]) -> E
             for text in texts_in(leaf.config)
             if isinstance(text, Function) and not any(file.match(str(text.file)) for file in modules)
         ]
-        if way := _unconfined_code(functions):
+        if way := find_unconfined_code(functions):
             raise InvalidInput(
                 f"evaluate.tasks: {profile_name}",
                 found=f"functions that run code outside the sandbox ({way})",
@@ -112,14 +111,8 @@ def require_evaluated(allowed: Iterable[str], tasks: Collection[str]) -> None:
             raise ValueError(f"{name!r} is allowed to run code but not evaluated" + (f"; {near}" if near else ""))
 
 
-def unconfined_code_of_shipped(config: Mapping[str, Any]) -> str:
-    """Return how a task that lm-eval ships runs code outside the sandbox, empty if it does not."""
-    functions = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
-    return _unconfined_code((Path(file + ".py"), function) for file, _, function in functions)
-
-
-def _unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
-    """Return how a task's functions, given by file and name, run code that mergegate cannot confine."""
+def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
+    """Return how a task's functions, given by file and name, run code that mergegate cannot confine; empty if none."""
     for file, name in functions:
         if not file.is_file():
             return f"{name}, in a module that is not next to its definition"

@@ -34,26 +34,8 @@ class DocumentScore(NamedTuple):
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
 
 
-def score_of_sample(
-    task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str, higher_is_better: bool = True
-) -> DocumentScore:
-    """Return the score of a sample that lm-eval returned, or wrote with ``--log_samples``."""
-    return DocumentScore(
-        task=task,
-        metric=metric,
-        doc_id=int(sample["doc_id"]),
-        doc_hash=str(sample["doc_hash"]),
-        prompt_hash=str(sample["prompt_hash"]),
-        target_hash=str(sample["target_hash"]),
-        outcome=outcome,
-        cluster=cluster,
-        higher_is_better=higher_is_better,
-        answer=answer_of(sample),
-    )
-
-
 def answer_of(sample: Mapping[str, Any]) -> str:
-    """Return the generated answer to a document, or its likeliest choice; empty if that is not text."""
+    """Return the generated answer in a sample of lm-eval, or its likeliest choice; empty if that is not text."""
     answers: Any = sample.get("filtered_resps") or ()
     arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:

@@ -180,7 +180,7 @@ class PromptSettings(BaseModel):
         values = {name: getattr(self, name) for name in PromptSettings.model_fields}
         return PromptSettings(**values) if any(value is not None for value in values.values()) else None
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return a summary on one line: ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
         parts = []
         if self.num_fewshot is not None:

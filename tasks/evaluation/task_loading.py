@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import TellProgress
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choices_of
 from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval
@@ -40,7 +41,7 @@ from mergegate.tasks.evaluation.task_data import (
     record_sources,
     revision_now,
 )
-from mergegate.tasks.evaluation.task_definition import EvalTask, matches_digest, named_data, read_definition
+from mergegate.tasks.evaluation.task_definition import EvalTask, digest_definition, named_data, read_definition
 from mergegate.tasks.evaluation.task_file import function_dumper
 from mergegate.tasks.sandbox import ProgramLimits
 
@@ -133,14 +134,14 @@ def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
             requests = named_data(task.in_lm_eval, task.definition)
             datasets = {each.request.task: each for each in find_datasets(task.mirror, requests)}
         shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
-        if any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped):
+        if any("/" in str(leaf.overrides) or "::" in leaf.name for leaf in shipped):
             # A group that overrides functions of its tasks, or defines tasks inline: only lm-eval's index can load it.
             with mirror(datasets.values()):
                 return dict(_lm_eval_index().load([task.in_lm_eval])["tasks"])
         definitions: dict[str, Path] = {}
         for number, leaf in enumerate(shipped):
             definitions[leaf.name] = path = scratch / f"shipped{number}.yaml"
-            path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.laid_over, "task": leaf.name}))
+            path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.overrides, "task": leaf.name}))
         if task.definition:
             definitions = _write_local_definitions(task, task.definition, scratch)
         manager = TaskManager(include_defaults=False)
@@ -175,7 +176,7 @@ def _write_local_definitions(task: EvalTask, path: Path, scratch: Path) -> dict[
     same mtime would yield stale data. Reading a few megabytes of jsonl again is fast.
     """
     definition = read_definition(path)
-    if not matches_digest(task, definition):
+    if digest_definition(definition, sha256_file, task.mirror) != task.digest:  # reads every byte
         raise InvalidInput(str(path), found="a file that changed during the run", remedy="run again")
     paths = {}
     for number, leaf in enumerate(definition.leaves):

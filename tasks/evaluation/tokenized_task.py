@@ -96,7 +96,7 @@ class TokenizedTask:
         location = f"task {self.task.name}"
         metrics = choose_metrics(scores, metric or None, location)
         sign = 1.0 if metrics.higher_is_better else -1.0
-        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(scores, location)}
+        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judge(scores, location)}
         return [judged[self.order[index]] for index in part]
 
 
@@ -122,7 +122,7 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)
-            prompting = resolve_prompt_settings(task.asked, scoring)
+            prompting = resolve_prompt_settings(task.prompt_settings, scoring)
             leaves = set_up_tasks(loaded_task, by_leaf, lm, prompting, scoring.seed)
             with user_errors(task):
                 for name, leaf in leaves.items():

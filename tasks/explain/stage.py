@@ -160,7 +160,7 @@ def flips(
         for side, parts in (("the reference", reference), ("the merge", merge))
     ]
     metrics = sides[0].metrics(metric)
-    reference_rows, merge_rows = ({(row.task, row.doc_id): row for row in side.judged(metrics)} for side in sides)
+    reference_rows, merge_rows = ({(row.task, row.doc_id): row for row in side.judge(metrics)} for side in sides)
     sign = 1.0 if metrics.higher_is_better else -1.0
     drops = {
         document: sign * (reference_rows[document].outcome - merge_rows[document].outcome)

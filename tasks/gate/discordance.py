@@ -151,7 +151,7 @@ def _judged(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, 
         return {}
     low, high = guard.score_range
     try:
-        chosen = choose_metrics(rows.values(), guard.metric, guard.task).chosen(rows.values())
+        chosen = choose_metrics(rows.values(), guard.metric, guard.task).select(rows.values())
     except InvalidInput:  # The gate reports this error; the estimate only goes without these scores.
         return {}
     return {

@@ -49,7 +49,7 @@ class EvaluateSettings(EvaluationSettings, GateRule):
     @property
     def prompts_by_task(self) -> dict[str, str]:
         """One-line description of each task's own prompt settings, by task; tasks without any are left out."""
-        return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
+        return {guard.name or guard.task: guard.own.describe() for guard in self.tasks if guard.own}
 
     @property
     def gate_rule(self) -> GateRule:
@@ -85,8 +85,11 @@ def pin_tasks(
                 found=f"calls itself {task.name!r}, as does another task of this profile",
                 expected="a name of its own under 'task'",
             )
-        if first.asked != task.asked:
-            ways = (each.asked.described() if each.asked else "as the profile says of all" for each in (first, task))
+        if first.prompt_settings != task.prompt_settings:
+            ways = (
+                each.prompt_settings.describe() if each.prompt_settings else "as the profile says of all"
+                for each in (first, task)
+            )
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}",
                 found=f"asked in two ways as {task.name!r}: {' and '.join(ways)}",
@@ -114,5 +117,5 @@ def pin_tasks(
 def _apply_guard(task: EvalTask, guard: Guard) -> EvalTask:
     """Return ``task`` under the guard's name and with the guard's prompt settings."""
     if guard.name not in (None, task.name):
-        task = task.model_copy(update={"name": guard.name, "known_as": task.name})
-    return task.model_copy(update={"asked": guard.own}) if guard.own else task
+        task = task.model_copy(update={"name": guard.name, "original_name": task.name})
+    return task.model_copy(update={"prompt_settings": guard.own}) if guard.own else task

@@ -319,9 +319,9 @@ def _measure(
                 remedy="the task's dataset was exchanged: evaluate both again",
             )
     metrics = next(iter(sides.values())).metrics(guard.metric)
-    judged = ours.judged(metrics)
+    judged = ours.judge(metrics)
     paired = {
-        name: pair_documents(theirs.judged(metrics), judged, metrics.label, location) for name, theirs in sides.items()
+        name: pair_documents(theirs.judge(metrics), judged, metrics.label, location) for name, theirs in sides.items()
     }
     chosen = best_model({name: pair.reference for name, pair in paired.items()}, metrics.higher_is_better)
     return measure_guard(
@@ -331,7 +331,7 @@ def _measure(
         metrics.higher_is_better,
         reference=chosen,
         documents=ours.requested_documents,
-        leaf_metrics=metrics.differing,
+        leaf_metrics=metrics.by_leaf_if_different,
         data=ours.data,
         schedule=schedule,
         candidates=len(paired),

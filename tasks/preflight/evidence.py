@@ -117,7 +117,7 @@ def pin_evidence(
             require_effect(guard.task, guard.own, root)
             require_declared_mean(guard.task, guard.mean_over, root)
         for task in tasks:
-            require_examples(task, resolve_prompt_settings(task.asked, evaluate).num_fewshot)
+            require_examples(task, resolve_prompt_settings(task.prompt_settings, evaluate).num_fewshot)
         evidence = evidence._replace(
             tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
         )

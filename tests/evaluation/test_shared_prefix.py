@@ -85,7 +85,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
         assert one == pytest.approx(other, abs=bound)
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
     lm = opened(shared_prefix_type(), network)
     assert lm._shares_exactly
@@ -128,7 +128,7 @@ def writer(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_answers_equal_lm_evals(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer(family)
     asked = prompts(2, 21)
     theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
@@ -159,7 +159,7 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("how", ASKED)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # grouped heads, one per query, a sliding window
-def test_however_it_is_asked_what_is_written_is_the_same(
+def test_generated_answers_equal_lm_evals_for_all_settings(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
@@ -175,7 +175,7 @@ def test_however_it_is_asked_what_is_written_is_the_same(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: int) -> None:
+def test_the_cache_of_packed_prompts_equals_that_of_each_prompt(seed: int) -> None:
     rng = random.Random(seed)
     start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
     rows = [start + [rng.randrange(2, 9) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 6))]
@@ -214,11 +214,11 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 64}, 64),
     ],
 )
-def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
+def test_the_length_limit_for_sharing_follows_the_configuration(config: dict[str, Any], longest: int | None) -> None:
     assert max_shared_length(config) == (longest or 1 << 31)
 
 
-def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
     monkeypatch.setattr(hf, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
