@@ -22,18 +22,18 @@ _CHECK = "check_correctness"  # function that lm-eval tasks without code_eval us
 _on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
 
 
-def pass_at(k: int, answers: int, passed: int) -> float:
+def pass_at(k: int, answers: int, passing: int) -> float:
     """Return the unbiased estimate of pass@k.
 
     Args:
         k: Number of answers drawn, from 1 to ``answers``.
         answers: Number of answers to the document.
-        passed: Number of answers that pass.
+        passing: Number of answers that pass.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
     (0.25, 0.5)
     """
-    return 1 - comb(answers - passed, k) / comb(answers, k)
+    return 1 - comb(answers - passing, k) / comb(answers, k)
 
 
 class CodeEval:

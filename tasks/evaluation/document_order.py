@@ -85,7 +85,7 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
 
 
 def cover_documents(
-    documents: int, parts: Sequence[DocumentRange], scored: Sequence[DocumentRange]
+    documents: int, parts: Sequence[DocumentRange], scored_ranges: Sequence[DocumentRange]
 ) -> tuple[Piece, ...]:
     """Cover the first ``documents`` documents with pieces that overlap nowhere.
 
@@ -95,7 +95,7 @@ def cover_documents(
     Args:
         documents: Number of documents, from 1 to the number in ``parts``.
         parts: Ranges from ``document_ranges``.
-        scored: Ranges that were scored before; they may overlap.
+        scored_ranges: Ranges that were scored before; they may overlap.
 
     >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
     >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]
@@ -104,7 +104,7 @@ def cover_documents(
     pieces: list[Piece] = []
     missing = [(0, documents)]
     # A range that is still to be scored is cut to the missing documents, so all of it counts.
-    for part in sorted(scored, key=lambda each: (-len(each), each.first)):
+    for part in sorted(scored_ranges, key=lambda each: (-len(each), each.first)):
         missing = _add_pieces(part, missing, pieces, is_scored=True)
     for part in parts:
         missing = _add_pieces(part, missing, pieces, is_scored=False)

@@ -90,7 +90,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
 
 
 def score_loaded_documents(
-    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
+    loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> tuple[DocumentScore, ...]:
     """Score selected documents of a loaded task with lm-eval's ``LM`` object. See ``score_documents``.
 
@@ -101,7 +101,7 @@ def score_loaded_documents(
     from lm_eval.evaluator import evaluate
 
     settings = resolve_prompt_settings(task.prompt_settings, scoring)
-    leaves = set_up_tasks(loaded, documents, lm, settings, scoring.seed)
+    leaves = set_up_tasks(loaded_task, documents, lm, settings, scoring.seed)
     with user_errors(task):
         results = evaluate(
             lm=lm,

@@ -171,7 +171,7 @@ def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
 def check_all_scored(
     location: str,
     documents: Iterable[tuple[str, int]],
-    scored: Iterable[DocumentScore],
+    rows: Iterable[DocumentScore],
     metrics: Mapping[str, str] | None = None,
 ) -> None:
     """Check that every evaluated document has a score, so that none is dropped silently.
@@ -179,13 +179,13 @@ def check_all_scored(
     Args:
         location: Location for messages.
         documents: Documents that were evaluated.
-        scored: Their scores.
+        rows: Their scores.
         metrics: Required metric by leaf. None: any metric.
 
     Raises:
         InvalidInput: Naming the first leaf with missing documents, their number, and the first of them.
     """
-    available = {(row.task, row.doc_id) for row in scored}
+    available = {(row.task, row.doc_id) for row in rows}
     expected = tuple(dict.fromkeys(documents))
     missing = [document for document in expected if document not in available]
     if not missing:

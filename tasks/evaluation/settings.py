@@ -175,7 +175,7 @@ class PromptSettings(BaseModel):
         return {name: value for name in PromptSettings.model_fields if (value := getattr(self, name)) is not None}
 
     @property
-    def own(self) -> PromptSettings | None:
+    def own_prompt_settings(self) -> PromptSettings | None:
         """The prompt settings without those of a subclass; None if none is set."""
         values = {name: getattr(self, name) for name in PromptSettings.model_fields}
         return PromptSettings(**values) if any(value is not None for value in values.values()) else None
@@ -208,9 +208,9 @@ class ResolvedPromptSettings:
     gen_kwargs: Mapping[str, GenerationValue]
 
 
-def resolve_prompt_settings(own: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """Combine ``scoring`` with the settings of a guard, if any (``own``), which take precedence."""
-    settings = own or PromptSettings()
+def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
+    """Combine ``scoring`` with the settings of a guard, if any (``task_settings``), which take precedence."""
+    settings = task_settings or PromptSettings()
     is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(
         num_fewshot=scoring.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,

@@ -263,25 +263,25 @@ def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> Loa
         return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
-def documents_in_set(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
     """Return the documents in the task's document set as (leaf, position), None if the task uses all documents."""
     if task.only is None:
         return None
-    if task.only not in loaded.sets:
+    if task.only not in loaded_task.sets:
         cluster_field = task.only.division.together
         documents = (
             ((name, position), _cluster_name(leaf, name, document, cluster_field))
-            for name, leaf in loaded.leaves.items()
+            for name, leaf in loaded_task.leaves.items()
             for position, document in enumerate(leaf.eval_docs)
         )
-        loaded.sets[task.only] = task.only.among(documents, f"task {task.name}")
-    return loaded.sets[task.only]
+        loaded_task.sets[task.only] = task.only.among(documents, f"task {task.name}")
+    return loaded_task.sets[task.only]
 
 
-def evaluated_documents(loaded: LoadedTask, task: EvalTask, seed: int) -> Iterator[tuple[str, int]]:
+def evaluated_documents(loaded_task: LoadedTask, task: EvalTask, seed: int) -> Iterator[tuple[str, int]]:
     """Yield the documents in the task's document set as (leaf, position), in the scoring order of ``seed``."""
-    members = documents_in_set(loaded, task)
-    return (key for key in order_documents(loaded.sizes, seed) if members is None or key in members)
+    members = documents_in_set(loaded_task, task)
+    return (key for key in order_documents(loaded_task.sizes, seed) if members is None or key in members)
 
 
 def clusters_in_order(

@@ -26,14 +26,14 @@ FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are t
 
 
 def set_up_tasks(
-    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, prompting: ResolvedPromptSettings, seed: int
+    loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, prompting: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
     """Prepare the task objects of lm-eval for the evaluation of selected documents.
 
     This sets the few-shot examples, the generation settings and the state of the random generators.
 
     Args:
-        loaded: Loaded task. Its objects are changed in place.
+        loaded_task: Loaded task. Its objects are changed in place.
         documents: Ascending positions of the documents, by name of the lm-eval task. lm-eval must then evaluate each
             document once, in this order.
         lm: ``LM`` object of lm-eval. Only its tokenizer and its context length are read.
@@ -56,25 +56,25 @@ def set_up_tasks(
             found=f"the tokenizer {lm.tokenizer.name_or_path} has no chat template",
             remedy="chat_template: false",
         )
-    leaves = {name: loaded.leaves[name] for name in documents}
+    leaves = {name: loaded_task.leaves[name] for name in documents}
     random.seed(seed)
     np.random.seed(seed)  # lm-eval's tasks draw from the global state
     torch.manual_seed(seed)
     for name, leaf in leaves.items():
         # As on lm-eval's command line, a task with num_fewshot: 0 never gets examples.
-        own = loaded.fewshot[name]
+        own = loaded_task.fewshot[name]
         count = prompting.num_fewshot if prompting.num_fewshot is not None and own != 0 else own
         leaf.set_config(key="num_fewshot", value=count or 0)
-        if loaded.generation[name] is not None:
-            room_for_prompt(loaded, name, prompting, getattr(lm, "max_length", None))
-            leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded, name, prompting))
-        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + seed)
+        if loaded_task.generation[name] is not None:
+            room_for_prompt(loaded_task, name, prompting, getattr(lm, "max_length", None))
+            leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded_task, name, prompting))
+        _fix_examples(loaded_task, name, documents[name], FEWSHOT_SEED + seed)
     return leaves
 
 
-def _generation_settings(loaded: LoadedTask, name: str, prompting: ResolvedPromptSettings) -> dict[str, Any]:
+def _generation_settings(loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings) -> dict[str, Any]:
     """Return the generation settings of a leaf task. Settings of the profile take precedence."""
-    own = deepcopy(loaded.generation[name] or {})
+    own = deepcopy(loaded_task.generation[name] or {})
     if any(
         key in prompting.gen_kwargs for key in BUDGET_NAMES
     ):  # replace the task's own budget, under any of its names
@@ -86,7 +86,7 @@ def _generation_settings(loaded: LoadedTask, name: str, prompting: ResolvedPromp
 
 
 def room_for_prompt(
-    loaded: LoadedTask, name: str, prompting: ResolvedPromptSettings, context: int | None
+    loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings, context: int | None
 ) -> int | None:
     """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
@@ -100,7 +100,7 @@ def room_for_prompt(
     Raises:
         InvalidInput: If a budget is not a number of tokens, or leaves no token for the prompt.
     """
-    settings = _generation_settings(loaded, name, prompting)
+    settings = _generation_settings(loaded_task, name, prompting)
     key = next((key for key in BUDGET_NAMES if settings.get(key) is not None), "max_gen_toks")
     tokens = {key: settings.get(key, _DEFAULT_BUDGET)}
     if settings.get("max_length") is not None:  # transformers' limit on prompt and answer together
@@ -134,7 +134,7 @@ def require_known_generation(
     prompting: ResolvedPromptSettings,
     backend: str,
     task: str,
-    own: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
+    task_settings: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
 ) -> None:
     """Check the generation settings of a profile and a task.
 
@@ -142,7 +142,7 @@ def require_known_generation(
     nor the task may contain arguments of lm-eval's model classes.
 
     Args:
-        own: Generation settings of each leaf; None for a leaf that generates nothing.
+        task_settings: Generation settings of each leaf; None for a leaf that generates nothing.
 
     Raises:
         InvalidInput: Naming the first setting that is not accepted.
@@ -154,7 +154,9 @@ def require_known_generation(
     model_arguments = signature(HFLM.__init__).parameters.keys() - accepted
     keys_by_location = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in prompting.gen_kwargs}
     keys_by_location |= {
-        f"task {leaf}: generation_kwargs.{key}": key for leaf, settings in own.items() for key in settings or ()
+        f"task {leaf}: generation_kwargs.{key}": key
+        for leaf, settings in task_settings.items()
+        for key in settings or ()
     }
     if location := next((location for location, key in keys_by_location.items() if key in model_arguments), None):
         key = keys_by_location[location]
@@ -176,7 +178,7 @@ def require_known_generation(
         )
 
 
-def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
+def _fix_examples(loaded_task: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
     """Give every document the few-shot examples that it has in a full evaluation, independent of its part.
 
     lm-eval's sampler draws the examples of all documents from one random stream, so the prompt of a document would
@@ -184,13 +186,13 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
     """
     from lm_eval.api.samplers import ContextSampler
 
-    leaf = loaded.leaves[name]
+    leaf = loaded_task.leaves[name]
     leaf.set_fewshot_seed(seed=seed)
     sampler: Any = getattr(leaf, "sampler", None)
     n = leaf.get_config("num_fewshot")
     if not n or type(sampler) is not ContextSampler:  # other kinds do not draw, or are the task's own
         return
-    if (name, n, seed) not in loaded.examples:
+    if (name, n, seed) not in loaded_task.examples:
         vars(sampler).pop("sample", None)  # the override below, from other settings
         own = leaf.fewshot_cfg.split == leaf.config.test_split  # a document must not be its own example
         try:
@@ -201,7 +203,7 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
                 found=f"{n} examples, but the task has fewer",
                 remedy="reduce evaluate.num_fewshot",
             ) from error
-        loaded.examples[name, n, seed] = drawn
-    drawn = loaded.examples[name, n, seed]
+        loaded_task.examples[name, n, seed] = drawn
+    drawn = loaded_task.examples[name, n, seed]
     queue = iter([drawn[position] for position in documents])
     sampler.sample = lambda *_, **__: next(queue)  # lm-eval calls it once per document, in ascending order

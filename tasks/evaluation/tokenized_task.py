@@ -74,12 +74,12 @@ class TokenizedTask:
     _loaded: LoadedTask
 
     def outcomes(
-        self, loaded: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
+        self, loaded_model: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
     ) -> list[float]:
         """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
         Args:
-            loaded: Model that lm-eval generates the answers with.
+            loaded_model: Model that lm-eval generates the answers with.
             metric: lm-eval's label. Empty: the task's default metric.
             part: Positions in ``order``.
             alive: Called whenever answers arrive.
@@ -91,7 +91,7 @@ class TokenizedTask:
         for leaf, document in sorted(self.order[index] for index in part):
             positions.setdefault(leaf, []).append(document)
         with quiet(), _no_bars(alive):
-            lm = wrap_model(loaded, self.scoring)
+            lm = wrap_model(loaded_model, self.scoring)
             scores = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
         location = f"task {self.task.name}"
         metrics = choose_metrics(scores, metric or None, location)
@@ -100,13 +100,13 @@ class TokenizedTask:
         return [judged[self.order[index]] for index in part]
 
 
-def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
+def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
     """Load a task and convert it to the tokens of a model.
 
     Args:
         task: Task, or a document set of it.
         scoring: Few-shot examples, chat template and longest request.
-        loaded: Model whose tokenizer and context length apply.
+        loaded_model: Model whose tokenizer and context length apply.
         tokens: Whether to convert the documents to tokens.
 
     Raises:
@@ -118,7 +118,7 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
         order = list(evaluated_documents(loaded_task, task, scoring.seed))
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
-            lm = wrap_model(loaded, scoring)
+            lm = wrap_model(loaded_model, scoring)
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)

@@ -121,7 +121,7 @@ def test_a_name_like_no_other_is_refused_without_a_list_of_thousands(tmp_path: P
         ("group: g\ntask: [g]\n", "a group that contains itself"),
         ("dataset_path: json\n", "no name under 'task'"),
         ("task: [\n", "not YAML"),
-        ("task: t\nmetric_list:\n  - {metric: acc, metric: acc_norm}\n", "line 3.*\n*.*'metric' is written twice"),
+        ("task: t\nmetric_list:\n  - {metric: acc, metric: acc_norm}\n", "line 3.*\n*.*the key 'metric' appears twice"),
         ("task: t\n---\ntask: u\n", "2 documents"),
         ("just words\n", "str"),
     ],

@@ -328,11 +328,11 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         yield wrap_model(loaded, scoring)
 
 
-def wrap_model(loaded: LoadedModel, scoring: BackendScoring) -> Any:
+def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model that is in memory."""
     return shared_prefix_type()(
-        pretrained=loaded.network,
-        tokenizer=copy.deepcopy(loaded.tokenizer),  # lm-eval may add a padding token, and other callers share it
+        pretrained=loaded_model.network,
+        tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
         backend="causal",
         # lm-eval's default, the model's own dtype, rounds a bf16 model's likelihoods by up to half a nat.
         softmax_dtype="float32",
