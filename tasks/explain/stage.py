@@ -40,7 +40,7 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
-        tally = self.interference.whole
+        tally = self.interference.network_tally
         ratio = relative_movement(tally)
         parts = [
             f"sign conflict {100 * tally.conflict:.0f} %" if tally.conflict is not None else "",
@@ -213,7 +213,7 @@ def explain_merge(
                 refs=tuple(parent.ref for parent in parents),
                 origin=(origin.name, origin.ref),
                 has_base=origin.is_base,
-                tally=interference.whole,
+                tally=interference.network_tally,
                 verdict=verdict,
                 named_base=None if origin.is_base else _find_named_base(pinned),
             )
