@@ -28,8 +28,7 @@ from mergegate.tasks.evaluation.metrics import default_metric
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 
 
 @pytest.fixture(autouse=True)
