@@ -129,7 +129,8 @@ def score(told: str) -> None:
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.evaluation import Scoring, pin_task
     from mergegate.tasks.evaluation.document_order import DocumentRange
-    from mergegate.tasks.evaluation.harness import count_documents, score_documents
+    from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+    from mergegate.tasks.evaluation.task_loading import inspect_data
 
     task, model, mirror, folder, out, dtype = json.loads(told)
     if task == "wikitext":
@@ -146,9 +147,9 @@ def score(told: str) -> None:
     evaluator.evaluate = noted
     pinned = pin_task(task, Path(folder), HashMemo(Path(folder) / "hashes.db"), Path(mirror))
     scoring = Scoring(num_fewshot=TASKS[task], batch_size=BATCH, dtype=dtype)
-    whole = DocumentRange(first=0, last=count_documents(pinned))
+    whole = DocumentRange(first=0, last=inspect_data(pinned).documents)
     asked = Model(name="model", digest=model, directory=Path(model))
-    score_documents(asked, pinned, scoring, whole, "cpu", lambda done, total: None)
+    score_documents(ScoringJob(asked, pinned, scoring, whole, "cpu"), lambda done, total: None)
     kept = ("doc_id", "filter", "metrics", "filtered_resps")
     rows = [{**{key: row[key] for key in kept}, **{key: row[key] for key in row["metrics"]}} for row in logged]
     Path(out).write_text(json.dumps(rows, default=float))
@@ -158,7 +159,7 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
     """Return our result for an lm-eval perplexity task: the perplexity stage of a profile on the same texts."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    from mergegate.merge_core.files import JournalPlace, sha256_file
+    from mergegate.merge_core.files import JournalLocation, sha256_file
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.perplexity import HeldOutText, WindowSettings
     from mergegate.tasks.perplexity.measurement import measure
@@ -171,7 +172,7 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
         HeldOutText(path=texts, sha256=sha256_file(texts)),
         WindowSettings(max_length=2048, dtype=dtype, batch_size=BATCH),
         "cpu",
-        JournalPlace(folder / "journal", str(os.getpid())),
+        JournalLocation(folder / "journal", str(os.getpid())),
         lambda done, total: None,
     )
     return [

@@ -231,13 +231,14 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """Score the task as a profile with ``evaluate.data`` does."""
     from mergegate.tasks.evaluation.document_order import DocumentRange
-    from mergegate.tasks.evaluation.harness import count_documents, score_documents
+    from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+    from mergegate.tasks.evaluation.task_loading import inspect_data
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)
-    whole = DocumentRange(first=0, last=count_documents(pinned))
+    whole = DocumentRange(first=0, last=inspect_data(pinned).documents)
     scoring = Scoring(num_fewshot=EXAMPLES)
-    scored = score_documents(asked, pinned, scoring, whole, "cpu", lambda done, total: None).outcomes
+    scored = score_documents(ScoringJob(asked, pinned, scoring, whole, "cpu"), lambda done, total: None)
     return {(row.metric, row.doc_id): row.outcome for row in scored if not row.metric.startswith("prob,")}
 
 

@@ -32,7 +32,7 @@ from mergegate.tasks.evaluation import (
     CountLimit,
     EvalTask,
     TaskPreview,
-    TokenizerPlace,
+    TokenizerSource,
     choose_known_metrics,
     count_task,
     data_revisions,
@@ -189,7 +189,7 @@ def preflight_profile(
         check_target(profile.publish, profile.root)
     with problems.noted():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
-            profile.publish.earlier(profile.root, profile.evaluate.anchor)
+            profile.publish.earlier_release(profile.root, profile.evaluate.anchor)
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates() if candidates is None else candidates
@@ -228,7 +228,7 @@ def preflight_profile(
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)
-        readers: Sequence[TokenizerPlace] = ()
+        readers: Sequence[TokenizerSource] = ()
         with problems.noted():
             readers = _readers(measured, profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
@@ -253,7 +253,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     return cleared
 
 
-def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
+def _with_data(evidence: Evidence, readers: Sequence[TokenizerSource], problems: Problems) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
     This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
@@ -329,10 +329,10 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
                 )
 
 
-def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerPlace]:
+def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerSource]:
     """Return the locations of the parents' tokenizers, without those whose own code would have to run."""
     return [
-        TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
+        TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
         for parent, header in zip(parents, header_digests(parents), strict=True)
         if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
     ]

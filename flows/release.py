@@ -40,7 +40,6 @@ from mergegate.flows.attempt import (
 )
 from mergegate.flows.outcome import (
     RunOutcome,
-    already_released_outcome,
     conclude_flow,
     name_run,
     profile_name,
@@ -148,7 +147,14 @@ def make_release(
             limit=len(preflight.cleared) + bool(profile.tuning) + profile.proposed,
         )
     if isinstance(attempt, AlreadyReleased):
-        return already_released_outcome(profile.name, attempt)
+        page = attempt.release.directory / "report.html"
+        return RunOutcome(
+            status="nothing new",
+            message=f"nothing new: {attempt.release.version} is released",
+            version=attempt.release.version,
+            location=attempt.release.location,
+            report=page if page.is_file() else None,
+        )
 
     names = public_names(profile, attempt, earlier)
     content = report_content(profile, attempt, earlier, names)
@@ -272,19 +278,21 @@ def publish_attempt(
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
         return reported_outcome(content, report, result)
 
-    if target.asks is None:
+    if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
     # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
-    decision = require_decision(target.asks, content, unpublished.report, find_pending)
+    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
     if decision is None:
         return publish_now()
+    if decision.waits:
+        return unpublished.model_copy(update={"status": "passed", "message": decision.text()})
     if not decision.publish:
-        return unpublished.model_copy(update={"status": decision.status, "message": decision.sentence()})
-    outcome = publish_now(approved=decision.digest)
-    return outcome.model_copy(update={"message": f"{outcome.message}\n{decision.sentence()}"})
+        refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
+        return unpublished.model_copy(update={"status": "refused", **refusal})
+    return publish_now(approved=decision.digest).model_copy(update={"reasons": (decision.text(),)})

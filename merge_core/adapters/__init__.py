@@ -16,7 +16,7 @@ from mergegate.merge_core.adapters.application import adapter_findings, apply_ad
 from mergegate.merge_core.adapters.combination import Combined, combine_adapters, require_products
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
-from mergegate.merge_core.adapters.names import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
 from mergegate.merge_core.adapters.output import NewAdapter, write_adapter
 from mergegate.merge_core.adapters.size import CombinedSize, combined_size
 
@@ -27,7 +27,7 @@ __all__ = [
     "Adapter",
     "Combined",
     "CombinedSize",
-    "ExpertPlace",
+    "ExpertSlice",
     "Extracted",
     "ExtractionSettings",
     "ModuleError",

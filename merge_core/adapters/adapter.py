@@ -41,8 +41,8 @@ _KINDS = (
     ("magnitude", r"\.lora_magnitude_vector(?:\.weight)?"),
 )
 _KIND = re.compile("(?:" + "|".join(f"(?P<{kind}>{end})" for kind, end in _KINDS) + ")$")
-_NUMBERS = ("F32", "F16", "BF16", "F64")
-_LEFT_OUT = "every tensor of an adapter must have a place, or the result is not what it was trained to be"
+_FORMATS = ("F32", "F16", "BF16", "F64")
+_NO_TARGET = "mergegate applies every tensor of an adapter or none. Save the adapter again with PEFT"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Adapter:
         directory: Directory of the adapter.
         config: Parsed configuration.
         modules: Modules that are changed by factors, by name in memory.
-        whole: Full tensors that replace tensors of the model, by name in memory.
+        full_tensors: Full tensors that replace tensors of the model, by name in memory.
         companions: Tokenizer and chat templates of the adapter. The model with the adapter applied uses them.
         others: Names of files and folders of ``directory`` that a merge does not copy, although users may miss them.
     """
@@ -69,7 +69,7 @@ class Adapter:
     directory: Path
     config: AdapterConfig
     modules: Mapping[str, AdaptedModule]
-    whole: Mapping[str, StoredTensor] = field(default_factory=dict)
+    full_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
     others: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ class Adapter:
     def stored(self) -> tuple[StoredTensor, ...]:
         """All tensors of the adapter."""
         module_tensors = (tensor for module in self.modules.values() for tensor in module.tensors.values())
-        return (*module_tensors, *self.whole.values())
+        return (*module_tensors, *self.full_tensors.values())
 
     @property
     def nbytes(self) -> int:
@@ -119,14 +119,14 @@ def open_adapter(
             unknown kind.
     """
     if not directory.is_dir():
-        raise InvalidInput(str(directory), found="no such directory", expected="an adapter")
+        raise InvalidInput(str(directory), found="the directory does not exist", expected="a directory with an adapter")
     check_entries(directory, (CONFIG_FILE, WEIGHTS_FILE, PICKLED_FILE))
     if not is_adapter(directory):
         raise InvalidInput(
             str(directory),
             found=f"no {CONFIG_FILE}",
             expected="an adapter as PEFT saves it",
-            remedy="after the + of a reference stands an adapter, before it a whole model",
+            remedy="write the reference as MODEL+ADAPTER: the adapter follows the +",
         )
     config, headers = read_adapter_config(directory), remote_headers or {}
     path = directory / WEIGHTS_FILE
@@ -137,9 +137,9 @@ def open_adapter(
     elif (directory / PICKLED_FILE).exists():
         tensors = read_pickled(directory / PICKLED_FILE, within=directory)
     else:
-        raise InvalidInput(str(directory), found="no weights", expected=WEIGHTS_FILE)
+        raise InvalidInput(str(directory), found="it contains no weights", expected=WEIGHTS_FILE)
     if not tensors:
-        raise InvalidInput(str(path), found="no tensors", expected="an adapter with weights")
+        raise InvalidInput(str(path), found="it contains no tensors", expected="an adapter with weights")
     companions = list_companions(directory).only(is_own_text)
     adapter = _group_by_module(directory, config, tensors)
     return replace(adapter, companions=companions, others=list_others(directory, names))
@@ -147,32 +147,42 @@ def open_adapter(
 
 def _group_by_module(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:
     modules: dict[str, dict[str, StoredTensor]] = {}
-    whole: dict[str, StoredTensor] = {}
+    full_tensors: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        where = f"{tensor.file}: {tensor.name}"
         if not tensor.name.startswith(PREFIX):
             raise InvalidInput(
-                where, found=f"not called {PREFIX}…", expected="names as PEFT writes them", remedy=_LEFT_OUT
+                tensor.full_name,
+                found="a tensor name in another format",
+                expected=f"names that start with {PREFIX}, as PEFT writes them",
+                remedy=_NO_TARGET,
             )
-        if tensor.dtype.code not in _NUMBERS:
-            raise InvalidInput(where, found=tensor.dtype.code, expected=", ".join(_NUMBERS))
+        if tensor.dtype.code not in _FORMATS:
+            raise InvalidInput(tensor.full_name, found=tensor.dtype.code, expected=", ".join(_FORMATS))
         if not tensor.numel:
             raise InvalidInput(
-                where,
-                found="no elements",
+                tensor.full_name,
+                found="a tensor without elements",
                 expected="weights",
-                remedy="it was saved before its parts were gathered (DeepSpeed, FSDP); save it again",
+                remedy="gather the weights before you save the adapter (DeepSpeed, FSDP)",
             )
         name = tensor.name.removeprefix(PREFIX)
         match = _KIND.search(name)
         if match is None:
             if ".lora_" in name:
-                raise InvalidInput(where, found="a tensor that is not known here", expected="LoRA", remedy=_LEFT_OUT)
-            whole[name] = tensor
+                raise InvalidInput(
+                    tensor.full_name, found="an unknown kind of tensor", expected="tensors of LoRA", remedy=_NO_TARGET
+                )
+            full_tensors[name] = tensor
             continue
         kind = str(match.lastgroup)
         by_kind = modules.setdefault(name[: match.start()], {})
         if kind in by_kind:
-            raise InvalidInput(where, found=f"the same as {by_kind[kind].name}", expected="each once")
+            raise InvalidInput(
+                tensor.full_name,
+                found=f"it has the same role as {by_kind[kind].name}",
+                expected="one tensor for each role",
+            )
         by_kind[kind] = tensor
-    return Adapter(directory, config, {name: AdaptedModule(name, by_kind) for name, by_kind in modules.items()}, whole)
+    return Adapter(
+        directory, config, {name: AdaptedModule(name, by_kind) for name, by_kind in modules.items()}, full_tensors
+    )

@@ -47,9 +47,14 @@ def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count:
     return as_torch(into, tensor.dtype)
 
 
+def read_tensor(tensor: AnyTensor, read: ReadStored) -> torch.Tensor:
+    """Return a full tensor in its own format and shape."""
+    return read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
+
+
 def read_factor(tensor: StoredTensor, read: ReadStored, high: torch.dtype) -> torch.Tensor:
     """Return a full factor as a matrix in the format ``high``."""
-    return read_whole(tensor, lambda first, into: read(tensor, first, into)).view(tensor.shape).to(high)
+    return read_tensor(tensor, read).to(high)
 
 
 def as_torch(stored: Any, dtype: DType) -> torch.Tensor:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from mergegate.merge_core.adapters.adapter import PREFIX, Adapter
 from mergegate.merge_core.adapters.application import apply_adapter
-from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
+from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
 from mergegate.merge_core.adapters.factorization import LowRankChange, factor_change, factor_sum
 from mergegate.merge_core.adapters.names import memory_name
@@ -36,8 +37,8 @@ from mergegate.merge_core.checkpoint import (
     ReadElements,
     ReadStored,
     StoredTensor,
+    open_checkpoint,
 )
-from mergegate.merge_core.checkpoint import open_checkpoint as open_merged
 from mergegate.merge_core.engine import merge_weights
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.plan import MergePlan, TensorJob, plan_merge
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 _F32 = BY_CODE["F32"]
-_EXPECTED = "products of two factors in every adapter, or the same tensors brought along whole"
+_EXPECTED = "in every adapter, either products of two factors or full tensors with the same names"
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Combined:
 class _Zeros(DerivedTensor):
     """A tensor of zeros, which replaces a base tensor when changes are merged."""
 
-    place: AnyTensor
+    replaced: AnyTensor
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        return self.place.parts
+        return self.replaced.parts
 
     def identity(self) -> Any:
         return ["zeros"]
@@ -112,27 +113,40 @@ def combine_adapters(
     parts = {ref: changes_of(ref, base, adapter) for ref, adapter in adapters.items()}
     changes = {ref: products for ref, (products, _) in parts.items()}
     names = [name for name in base.tensors if any(name in products for products in changes.values())]
-    full_tensors = {ref: full for ref, (_, full) in parts.items()}
-    merged_full = _merge_full_tensors(recipe, base, full_tensors, scratch, seed)
-    modules = _modules(names, changes)
-    tables = _tables(recipe, base, names, changes)
-    plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), tables)
-    dtype = format_of_factors(recipe)
+    full_plan = plan_full_tensors(recipe, base, {ref: full_tensors for ref, (_, full_tensors) in parts.items()})
+    merged_full: dict[str, torch.Tensor] = {}
+    if full_plan is not None:
+        with _merged_in(scratch, full_plan, seed) as (merged, read):
+            merged_full = {name: read_tensor(tensor, read) for name, tensor in merged.items()}
+    plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), _tables(recipe, base, names, changes))
+    dtype, rank = format_of_factors(recipe), recipe.output.rank
+    modules = {
+        name: _module(next(products[name] for products in changes.values() if name in products)) for name in names
+    }
     if recipe.output.is_sum:
         jobs = {job.output.name: job for job in plan.jobs}
         with opened_files() as read:
-            results = {name: _sum_changes(jobs[name], changes, recipe.output.rank, dtype, read) for name in names}
+            results = {name: _sum_changes(jobs[name], changes, rank, dtype, read) for name in names}
     else:
-        assert recipe.output.rank is not None  # The recipe would have been refused.
-        shutil.rmtree(scratch, ignore_errors=True)
-        merge_weights(plan, scratch, seed=seed, device="cpu", on_progress=on_progress)
-        merged = open_merged(scratch)
-        with opened_files() as read:
-            results = {
-                name: _truncate(merged.tensors[name], modules[name], recipe.output.rank, dtype, read) for name in names
-            }
-        shutil.rmtree(scratch, ignore_errors=True)
-    return _result(recipe, base, adapters, names, modules, results, merged_full)
+        assert rank is not None  # The recipe would have been refused.
+        results = {}
+        with _merged_in(scratch, plan, seed, on_progress) as (merged, read):
+            for name in names:
+                change = read_tensor(merged[name], read)
+                results[name] = factor_change(change.T if modules[name].transposed else change, rank, dtype=dtype)
+    return _result(recipe, base, adapters, {name: (modules[name], results[name]) for name in names}, merged_full)
+
+
+@contextmanager
+def _merged_in(
+    scratch: Path, plan: MergePlan, seed: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[tuple[Mapping[str, AnyTensor], ReadStored]]:
+    """Execute a plan in a temporary directory. Yield the merged tensors and their reader, then remove the directory."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    merge_weights(plan, scratch, seed=seed, device="cpu", on_progress=on_progress)
+    with opened_files() as read:
+        yield open_checkpoint(scratch).tensors, read
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -142,6 +156,14 @@ class _Module:
     name: str
     is_embedding: bool
     transposed: bool
+
+
+def _module(tensor: AdaptedWeight) -> _Module:
+    name = tensor.a.name.removeprefix(PREFIX)
+    is_embedding = name.endswith(".lora_embedding_A")
+    return _Module(
+        name.removesuffix(".lora_embedding_A").removesuffix(".lora_A.weight"), is_embedding, tensor.transposed
+    )
 
 
 def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:
@@ -177,39 +199,19 @@ def changes_of(
         if own is not None and len(own.shape) == 1 and isinstance(tensor, AdapterOwnTensor | AdaptedBias):
             full_tensors[name] = tensor
             continue
-        if not isinstance(tensor, AdaptedWeight) or not (
-            tensor.source is own or not is_local or _is_copy(tensor.source, own)
-        ):
-            raise InvalidInput(f"{ref}: {name}", found="it is replaced, not added to", expected=_EXPECTED)
+        is_product = isinstance(tensor, AdaptedWeight) and (tensor.source is own or not is_local)
+        if isinstance(tensor, AdaptedWeight) and isinstance(tensor.source, AdapterOwnTensor) and own and is_local:
+            # A full weight of the adapter, such as an embedding that also has factors, may equal the base's weight.
+            with opened_files() as read:
+                is_product = bool((read_tensor(tensor.source, read) == read_tensor(own, read)).all())
+        if not isinstance(tensor, AdaptedWeight) or not is_product:
+            raise InvalidInput(f"{ref}: {name}", found="the adapter replaces this tensor", expected=_EXPECTED)
         if tensor.magnitude is not None:
-            raise InvalidInput(f"{ref}: {name}", found="DoRA", expected=_EXPECTED)
+            raise InvalidInput(f"{ref}: {name}", found="the adapter uses DoRA", expected=_EXPECTED)
         if tensor.experts != 1 or len(tensor.shape) != 2:
-            raise InvalidInput(f"{ref}: {name}", found="factors of experts", expected=_EXPECTED)
+            raise InvalidInput(f"{ref}: {name}", found="the adapter has factors for experts", expected=_EXPECTED)
         products[name] = tensor
     return products, full_tensors
-
-
-def _merge_full_tensors(
-    recipe: Recipe,
-    base: Checkpoint,
-    full_tensors: Mapping[str, Mapping[str, AnyTensor]],
-    scratch: Path,
-    seed: int,
-) -> dict[str, torch.Tensor]:
-    """Return the merge of the adapters' full tensors, by name on disk."""
-    plan = plan_full_tensors(recipe, base, full_tensors)
-    if plan is None:
-        return {}
-    shutil.rmtree(scratch, ignore_errors=True)
-    merge_weights(plan, scratch, seed=seed, device="cpu")
-    merged = open_merged(scratch)
-    with opened_files() as read:
-        results = {
-            name: read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
-            for name, tensor in merged.tensors.items()
-        }
-    shutil.rmtree(scratch, ignore_errors=True)
-    return results
 
 
 def plan_full_tensors(
@@ -229,25 +231,6 @@ def plan_full_tensors(
     for ref, tensors in full_tensors.items():
         tables[ref] = replace(base, tensors={name: tensors.get(name, base.tensors[name]) for name in names})
     return plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
-
-
-def _is_copy(source: AnyTensor, own: AnyTensor | None) -> bool:
-    """Return whether a full weight of an adapter (an embedding that also has factors) equals the base's weight."""
-    if own is None or not isinstance(source, AdapterOwnTensor):
-        return False
-    with opened_files() as read:
-        values, base_values = (read_whole(tensor, elements_of(tensor, read)) for tensor in (source, own))
-    return bool((values == base_values).all())
-
-
-def _modules(names: list[str], changes: Mapping[str, Mapping[str, AdaptedWeight]]) -> dict[str, _Module]:
-    modules = {}
-    for name in names:
-        tensor = next(products[name] for products in changes.values() if name in products)
-        is_embedding = tensor.a.name.endswith(".lora_embedding_A")
-        module = tensor.a.name.removeprefix(PREFIX).removesuffix(".lora_embedding_A").removesuffix(".lora_A.weight")
-        modules[name] = _Module(module, is_embedding, tensor.transposed)
-    return modules
 
 
 def _tables(
@@ -273,6 +256,8 @@ def _sum_changes(
     read: ReadStored,
 ) -> LowRankChange:
     """Return ``Σ coefficient · scale · B @ A``, with the method's coefficients for this tensor."""
+    import torch
+
     inputs = list(zip(job.inputs, job.per_input, strict=True))[1 if job.has_base else 0 :]
     weights = [float(values["weight"]) for _, values in inputs]
     total = sum(weights) if job.shared["normalize"] else 1.0
@@ -280,7 +265,7 @@ def _sum_changes(
         raise InvalidInput(
             f"{job.output.name}: weight",
             found=f"weights that add up to {sum(weights):g}, without normalize",
-            expected="an average: otherwise the base is scaled as well, which no adapter can",
+            expected="weights that add up to 1. Other sums scale the base as well, which an adapter cannot do",
             remedy="use task_arithmetic, or normalize: true",
         )
     scale = float(job.shared.get("lambda", 1.0)) / (total if abs(total) >= 1e-8 else 1.0)
@@ -288,70 +273,52 @@ def _sum_changes(
     for (item, _), weight in zip(inputs, weights, strict=True):
         tensor = changes[item.model].get(job.output.name)
         if tensor is not None:
-            a, b = (_matrix(factor, read) for factor in (tensor.a, tensor.b))
+            a, b = (
+                values if values.dtype == torch.float64 else values.float()
+                for values in (read_tensor(factor, read) for factor in (tensor.a, tensor.b))
+            )
             factors.append((weight * scale * tensor.scale, a, b))
     return factor_sum(factors, rank, dtype=dtype)
-
-
-def _matrix(tensor: StoredTensor, read: ReadStored) -> torch.Tensor:
-    values = read_whole(tensor, lambda first, into: read(tensor, first, into)).view(tensor.shape)
-    return values if tensor.dtype.code == "F64" else values.float()
-
-
-def _truncate(tensor: AnyTensor, module: _Module, rank: int, dtype: torch.dtype, read: ReadStored) -> LowRankChange:
-    change = read_whole(tensor, lambda first, into: read(tensor.parts[0], first, into)).view(tensor.shape)
-    return factor_change(change.T if module.transposed else change, rank, dtype=dtype)
-
-
-def _biases(base: Checkpoint, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the biases among full tensors, by module in memory."""
-    by_name = {memory_name(name, base): tensor for name, tensor in full_tensors.items()}
-    return {name.removesuffix(".bias"): tensor for name, tensor in by_name.items() if name.endswith(".bias")}
-
-
-def _tensors_without_factors(
-    base: Checkpoint, full_tensors: Mapping[str, torch.Tensor], factors: Mapping[str, object]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the full tensors of modules without factors, by module and last name part."""
-    by_module: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in full_tensors.items():
-        module, _, leaf = memory_name(name, base).rpartition(".")
-        if module not in factors:
-            by_module.setdefault(module, {})[leaf] = tensor
-    return by_module
 
 
 def _result(
     recipe: Recipe,
     base: Checkpoint,
     adapters: Mapping[str, Adapter],
-    names: list[str],
-    modules: Mapping[str, _Module],
-    results: Mapping[str, LowRankChange],
+    results: Mapping[str, tuple[_Module, LowRankChange]],
     full_tensors: Mapping[str, torch.Tensor],
 ) -> Combined:
     configs = [adapter.config for adapter in adapters.values()]
     bases = dict.fromkeys(config.base for config in configs if config.base)
     tasks = dict.fromkeys(config.task for config in configs if config.task)
-    pairs = {name: (results[name].a, results[name].b) for name in names}
-    factors = {modules[name].name: pairs[name] for name in names if not modules[name].is_embedding}
-    embeddings = {modules[name].name: pairs[name] for name in names if modules[name].is_embedding}
-    first = recipe.modules[0].slices[0].sources[0].model
     # Use the base name that the adapters declare, if they agree. A local path is useless on another machine.
-    base_name = next(iter(bases)) if len(bases) == 1 else first.path
+    base_name = next(iter(bases)) if len(bases) == 1 else recipe.modules[0].slices[0].sources[0].model.path
     if base_name.startswith(("/", "~", "file:")):
         base_name = base_name.rstrip("/").rpartition("/")[2]
+    factors, embeddings = (
+        {module.name: (change.a, change.b) for module, change in results.values() if module.is_embedding is kind}
+        for kind in (False, True)
+    )
+    biases: dict[str, torch.Tensor] = {}
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in full_tensors.items():
+        module_name, _, leaf = memory_name(name, base).rpartition(".")
+        if module_name not in factors:
+            by_module.setdefault(module_name, {})[leaf] = tensor
+        elif leaf == "bias":
+            biases[module_name] = tensor
     adapter = NewAdapter(
         base=base_name,
         factors=factors,
         embeddings=embeddings,
-        biases={module: bias for module, bias in _biases(base, full_tensors).items() if module in factors},
-        whole=_tensors_without_factors(base, full_tensors, factors),
-        transposed=any(modules[name].transposed for name in names if not modules[name].is_embedding),
+        biases=biases,
+        full_tensors=by_module,
+        transposed=any(module.transposed for module, _ in results.values() if not module.is_embedding),
         task=next(iter(tasks)) if len(tasks) == 1 else "CAUSAL_LM",
     )
-    errors = tuple(ModuleError(modules[name].name, len(results[name].a), results[name].error) for name in names)
-    left_out, squared = (sum(getattr(change, key) for change in results.values()) for key in ("left_out", "squared"))
+    errors = tuple(ModuleError(module.name, len(change.a), change.error) for module, change in results.values())
+    left_out = sum(change.left_out for _, change in results.values())
+    squared = sum(change.squared for _, change in results.values())
     return Combined(adapter, errors, math.sqrt(max(left_out, 0.0) / squared) if squared else 0.0)
 
 

@@ -38,7 +38,7 @@ _REFUSED = {
     "arrow_config": "Arrow chooses among adapters at each token",
     "kasa_config": "KaSA changes the weights of the base",
     "monteclora_config": "MonteCLoRA samples its weights",
-    "velora_config": "VeLoRA has not been checked",
+    "velora_config": "VeLoRA is not tested with mergegate",
     "megatron_config": "adapters of Megatron layers have another layout",
 }
 # Keys about training, bookkeeping, or facts that the tensors show themselves.
@@ -50,14 +50,14 @@ _WITHOUT_EFFECT = frozenset(
         "qalora_group_size", "runtime_config", "peft_version", "ensure_weight_tying",
     )
 )  # fmt: skip
-_READ = frozenset(
+_KNOWN_KEYS = frozenset(
     (
         "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
         "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "trainable_token_indices",
         "target_parameters", "base_model_name_or_path", "revision", "task_type",
     )
 )  # fmt: skip
-_MERGE_IN_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
+_MERGE_IN_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AdapterConfig:
     """Parsed configuration of an adapter.
 
     Args:
-        where: File of the configuration, for messages.
+        location: File of the configuration, for messages.
         rank: ``r``.
         alpha: ``lora_alpha``.
         rank_pattern: Rank by pattern, for modules that match the pattern.
@@ -81,7 +81,7 @@ class AdapterConfig:
         fan_in_fan_out: Value as written. The model determines whether a weight is stored transposed.
     """
 
-    where: str
+    location: str
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -112,10 +112,6 @@ class AdapterConfig:
             return matches[0] if len(matches) == 1 else None
         return self.tokens
 
-    def adapts_parameter(self, name: str) -> bool:
-        """Return whether ``target_parameters`` matches the parameter with this name in memory."""
-        return any(name == target or name.endswith(f".{target}") for target in self.parameters)
-
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read the configuration of the adapter in ``directory``.
@@ -124,145 +120,145 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         InvalidInput: The file is missing or not JSON, a value is invalid, or a feature cannot be applied to stored
             weights. The message names the key.
     """
-    return parse_adapter_config(read_json(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
-
-
-def parse_adapter_config(content: Mapping[str, Any], where: str) -> AdapterConfig:
-    """Parse the content of ``adapter_config.json``.
-
-    Raises:
-        InvalidInput: See :func:`read_adapter_config`.
-    """
-    _require_lora(content, where)
+    location = str(directory / CONFIG_FILE)
+    content = read_json(directory / CONFIG_FILE)
+    _require_lora(content, location)
     bias = content.get("bias", "none")
     if bias not in ("none", "all", "lora_only"):
-        raise InvalidInput(f"{where}: bias", found=f"{bias!r:.60}", expected="none, all or lora_only")
+        raise InvalidInput(f"{location}: bias", found=f"{bias!r:.60}", expected="none, all or lora_only")
     return AdapterConfig(
-        where=where,
-        rank=_whole(content.get("r", 8), f"{where}: r"),
-        alpha=_number(content.get("lora_alpha", 8), f"{where}: lora_alpha"),
+        location=location,
+        rank=_rank(content.get("r", 8), f"{location}: r"),
+        alpha=_number(content.get("lora_alpha", 8), f"{location}: lora_alpha"),
         rank_pattern={
-            key: _whole(value, f"{where}: rank_pattern.{key}")
-            for key, value in _patterns(content, "rank_pattern", where)
+            key: _rank(value, f"{location}: rank_pattern.{key}")
+            for key, value in _patterns(content, "rank_pattern", location)
         },
         alpha_pattern={
-            key: _number(value, f"{where}: alpha_pattern.{key}")
-            for key, value in _patterns(content, "alpha_pattern", where)
+            key: _number(value, f"{location}: alpha_pattern.{key}")
+            for key, value in _patterns(content, "alpha_pattern", location)
         },
-        rslora=_switch(content, "use_rslora", where),
-        dora=_switch(content, "use_dora", where),
+        rslora=_switch(content, "use_rslora", location),
+        dora=_switch(content, "use_dora", location),
         bias=bias,
-        lora_bias=_switch(content, "lora_bias", where),
-        tokens=_tokens(content.get("trainable_token_indices"), f"{where}: trainable_token_indices"),
-        parameters=_texts(content.get("target_parameters"), f"{where}: target_parameters"),
-        base=_text(content.get("base_model_name_or_path"), f"{where}: base_model_name_or_path"),
-        task=_text(content.get("task_type"), f"{where}: task_type"),
-        fan_in_fan_out=_switch(content, "fan_in_fan_out", where),
+        lora_bias=_switch(content, "lora_bias", location),
+        tokens=_tokens(content.get("trainable_token_indices"), f"{location}: trainable_token_indices"),
+        parameters=_texts(content.get("target_parameters"), f"{location}: target_parameters"),
+        base=_text(content.get("base_model_name_or_path"), f"{location}: base_model_name_or_path"),
+        task=_text(content.get("task_type"), f"{location}: task_type"),
+        fan_in_fan_out=_switch(content, "fan_in_fan_out", location),
     )
 
 
-def _require_lora(content: Mapping[str, Any], where: str) -> None:
+def _require_lora(content: Mapping[str, Any], location: str) -> None:
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise InvalidInput(f"{where}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT)
+        raise InvalidInput(f"{location}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT)
     for key, reason in _REFUSED.items():
         # Truthiness is not sufficient, because [] and {} are also set.
         if content.get(key) is not None and content[key] is not False:
             raise InvalidInput(
-                f"{where}: {key}", found=f"it is set: {reason}", expected="plain LoRA factors", remedy=_MERGE_IN_PEFT
+                f"{location}: {key}",
+                found=f"it is set, and {reason}",
+                expected="plain LoRA factors",
+                remedy=_MERGE_IN_PEFT,
             )
     start = content.get("init_lora_weights", True)
     if isinstance(start, str):
         changed = next((name for name in _CHANGES_BASE if start.lower().startswith(name)), None)
         if changed or start.lower() not in _PLAIN_INITS:
             raise InvalidInput(
-                f"{where}: init_lora_weights",
+                f"{location}: init_lora_weights",
                 found=f"{start:.60}, which changes the base before training" if changed else f"{start!r:.60}",
-                expected="an adapter that is a difference to the stored base",
-                remedy="convert it: save_pretrained(…, path_initial_model_for_weight_conversion=…) in PEFT;"
-                " the configuration then says true",
+                expected="an adapter that stores the difference from the stored base",
+                remedy="convert it in PEFT with save_pretrained(…, path_initial_model_for_weight_conversion=…). The"
+                " key is then true",
             )
     elif not isinstance(start, bool) and start is not None:
-        raise InvalidInput(f"{where}: init_lora_weights", found=f"{start!r:.60}", expected="true, false or a name")
-    for key in content:
-        if key not in _READ and key not in _WITHOUT_EFFECT and key not in _REFUSED and content[key]:
-            raise InvalidInput(
-                f"{where}: {key}",
-                found=f"{content[key]!r:.60}, a key that is not known here",
-                expected="keys of LoRA as PEFT 0.21 writes them",
-                remedy=f"set it to null if it does not change the weights; else {_MERGE_IN_PEFT}",
-            )
-    if _switch(content, "use_dora", where) and content.get("target_parameters"):
         raise InvalidInput(
-            f"{where}: use_dora", found="it is set, with target_parameters", expected="one of them, as in PEFT"
+            f"{location}: init_lora_weights", found=f"{start!r:.60}", expected="true, false or the name of a method"
+        )
+    for key in content:
+        if key not in _KNOWN_KEYS and key not in _WITHOUT_EFFECT and key not in _REFUSED and content[key]:
+            raise InvalidInput(
+                f"{location}: {key}",
+                found=f"{content[key]!r:.60}, and mergegate does not know this key",
+                expected="keys of LoRA as PEFT 0.21 writes them",
+                remedy=f"set it to null if it does not change the weights. Otherwise, {_MERGE_IN_PEFT}",
+            )
+    if _switch(content, "use_dora", location) and content.get("target_parameters"):
+        raise InvalidInput(
+            f"{location}: use_dora",
+            found="it is set together with target_parameters",
+            expected="only one of them, as in PEFT",
         )
 
 
-def _switch(content: Mapping[str, Any], key: str, where: str) -> bool:
+def _switch(content: Mapping[str, Any], key: str, location: str) -> bool:
     value = content.get(key)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise InvalidInput(f"{where}: {key}", found=f"{value!r:.60}", expected="true or false")
+    raise InvalidInput(f"{location}: {key}", found=f"{value!r:.60}", expected="true or false")
 
 
-def _whole(value: object, where: str) -> int:
+def _rank(value: object, location: str) -> int:
     if type(value) is int and 0 < value <= _MOST_RANK:
         return value
-    raise InvalidInput(where, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
 
 
-def _number(value: object, where: str) -> float:
+def _number(value: object, location: str) -> float:
     if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]  # The type is int or float.
         return value  # type: ignore[return-value]
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="a finite number")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected="a finite number")
 
 
-def _text(value: object, where: str) -> str:
+def _text(value: object, location: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="text")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected="text")
 
 
-def _texts(value: object, where: str) -> tuple[str, ...]:
+def _texts(value: object, location: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
         return tuple(value)
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="a list of names")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected="a list of names")
 
 
-def _tokens(value: object, where: str) -> tuple[int, ...] | Mapping[str, tuple[int, ...]] | None:
+def _tokens(value: object, location: str) -> tuple[int, ...] | Mapping[str, tuple[int, ...]] | None:
     if value is None:
         return None
     if isinstance(value, dict):
-        return {str(name): _rows(rows, f"{where}.{name}") for name, rows in value.items()}
-    return _rows(value, where)
+        return {str(name): _rows(rows, f"{location}.{name}") for name, rows in value.items()}
+    return _rows(value, location)
 
 
-def _rows(value: object, where: str) -> tuple[int, ...]:
+def _rows(value: object, location: str) -> tuple[int, ...]:
     if isinstance(value, list) and len(value) <= _MOST_TOKENS and all(type(row) is int and row >= 0 for row in value):
         if len(set(value)) == len(value):
             return tuple(value)
-        raise InvalidInput(where, found="a token twice", expected="each once")
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="a list of token ids")
+        raise InvalidInput(location, found="it lists a token twice", expected="each token once")
+    raise InvalidInput(location, found=f"{value!r:.60}", expected="a list of token ids")
 
 
-def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[str, object]]:
+def _patterns(content: Mapping[str, Any], key: str, location: str) -> list[tuple[str, object]]:
     """Return patterns and values. Patterns are untrusted, so expressions that may run forever are refused."""
     table = content.get(key)
     if table is None:
         return []
     if not isinstance(table, dict):
-        raise InvalidInput(f"{where}: {key}", found=f"{table!r:.60}", expected="pattern → number")
+        raise InvalidInput(f"{location}: {key}", found=f"{table!r:.60}", expected="an object: pattern → number")
     for pattern in table:
-        place = f"{where}: {key}.{pattern:.80}"
+        entry = f"{location}: {key}.{pattern:.80}"
         # Matching a repeated group, or three repetitions in a row, may take practically forever.
         repeats = len(re.findall(r"[*+{]", pattern))
         if len(pattern) > _LONGEST_PATTERN or repeats > 2 or re.search(r"\)[*+{]", pattern):
             raise InvalidInput(
-                place, found="a pattern that may take forever", expected="a module's name, or a simple pattern of it"
+                entry, found="a pattern that may take forever to match", expected="a module name, or a simple pattern"
             )
-        with parsing_errors(place, "no regular expression"):
+        with parsing_errors(entry, "not a valid regular expression"):
             _compiled(pattern)
     return list(table.items())
 

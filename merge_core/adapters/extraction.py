@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.adapters.application import is_conv1d
-from mergegate.merge_core.adapters.arithmetic import elements_of, read_whole
+from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.factorization import factor_change
 from mergegate.merge_core.adapters.names import memory_name
 from mergegate.merge_core.adapters.output import NewAdapter
@@ -27,7 +27,7 @@ from mergegate.merge_core.architecture import (
     parse_layer_place,
     ties_embeddings,
 )
-from mergegate.merge_core.checkpoint import BY_TORCH_NAME, AnyTensor, Checkpoint, read_into
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, Checkpoint, read_into
 from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mergegate.merge_core.checkpoint import StoredTensor
 
 _MOST_RANK = 1 << 12
-_INSTEAD = "release the whole model, or merge it as it is"
+_INSTEAD = "release the full model, or merge it without extracting an adapter"
 
 
 @dataclass(frozen=True)
@@ -110,28 +110,14 @@ def extract_adapter(
         InvalidInput: The models have different tensors or shapes, they are equal, or they differ in a part that an
             adapter cannot represent.
     """
-    _require_same_shapes(tuned, base)
-    extraction = _Extraction(tuned, base, settings)
-    total, done = tuned.nbytes, 0
-    with opened_files() as read:
-        for name, tensor in tuned.tensors.items():
-            if name in base.tensors:
-                extraction.compare(name, _values(tensor, read), _values(base.tensors[name], read))
-            done += tensor.nbytes
-            on_progress(done, total)
-        extraction.complete(lambda name: _values(tuned.tensors[name], read))
-    return extraction.result(base_name)
-
-
-def _require_same_shapes(tuned: Checkpoint, base: Checkpoint) -> None:
     for name in sorted(tuned.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
-            owner = tuned if name in tuned.tensors else base
+            owner, counterpart = (tuned, base) if name in tuned.tensors else (base, tuned)
             raise InvalidInput(
                 f"{owner.directory.name}: {name}",
-                found="the other model has no such tensor",
+                found=f"{counterpart.directory.name} has no such tensor",
                 expected="a fine-tune and its base",
-                remedy="name the model that the fine-tune was made from",
+                remedy="name the model from which the fine-tune was trained",
             )
     for name in tuned.tensors.keys() & base.tensors.keys():
         tuned_shape, base_shape = tuned.tensors[name].shape, base.tensors[name].shape
@@ -141,8 +127,18 @@ def _require_same_shapes(tuned: Checkpoint, base: Checkpoint) -> None:
                 f"{tuned.directory.name}: {name}",
                 found=f"shape {list(tuned_shape)}",
                 expected=f"{list(base_shape)}, as in {base.directory.name}",
-                remedy="the vocabularies differ: an adapter has no rows for new tokens" if vocabulary else _INSTEAD,
+                remedy="use equal vocabularies. An adapter has no rows for new tokens" if vocabulary else _INSTEAD,
             )
+    extraction = _Extraction(tuned, base, settings)
+    total, done = tuned.nbytes, 0
+    with opened_files() as read:
+        for name, tensor in tuned.tensors.items():
+            if name in base.tensors:
+                extraction.compare(name, read_tensor(tensor, read), read_tensor(base.tensors[name], read))
+            done += tensor.nbytes
+            on_progress(done, total)
+        extraction.complete(lambda name: read_tensor(tuned.tensors[name], read))
+    return extraction.result(base_name)
 
 
 @dataclass
@@ -154,7 +150,7 @@ class _Extraction:
     settings: ExtractionSettings
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    whole: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    full_tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     biases: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)  # Stored name and bias by module.
     stored: dict[str, str] = field(default_factory=dict)  # Name of the weight on disk by module.
     transposed: set[bool] = field(default_factory=set)
@@ -170,19 +166,21 @@ class _Extraction:
             self.unchanged += 1
             return
         if not ours.is_floating_point() or not theirs.is_floating_point():
-            raise self._refusal(name, "numbers that are no weights")
+            raise self._refusal(name, "a changed tensor of integers")
         change = ours.double() - theirs.double()
         if not change.any():  # The numbers are equal, but their formats differ.
             self.unchanged += 1
             return
         if not bool(torch.isfinite(change).all()):
-            raise self._refusal(name, "NaN or infinity")
+            raise self._refusal(name, "a change that contains NaN or infinity")
         in_memory = memory_name(name, self.tuned)
         module, _, leaf = in_memory.rpartition(".")
-        if ".experts." in f".{module}." or _is_router(module):
+        last = module.rpartition(".")[2]
+        is_router = last in ("router", "shared_expert_gate") or (last == "gate" and ".mlp." in f".{module}.")
+        if ".experts." in f".{module}." or is_router:
             raise self._refusal(name, "a change of experts or their router")
         if leaf not in ("weight", "bias") or not module:
-            raise self._refusal(name, "a parameter that is neither weight nor bias of a layer")
+            raise self._refusal(name, "a change of a parameter that is neither weight nor bias of a layer")
         if leaf == "bias":
             self.biases[module] = (name, ours)
             self.squared += float(change.square().sum())
@@ -191,9 +189,11 @@ class _Extraction:
         if ours.ndim == 2 and not self._is_saved(module):
             self._factor(name, module, change.float())
         else:
-            self._require_untied(name)
+            is_tied = ties_embeddings(self.tuned.config) is not False and not any(map(is_head, self.tuned.tensors))
+            if is_tied and (is_embedding(name) or is_head(name)):
+                raise self._refusal(name, "a full copy of an embedding that is tied to the head")
             self.squared += float(change.square().sum())
-            self.whole[module] = {"weight": ours}
+            self.full_tensors[module] = {"weight": ours}
 
     def _factor(self, name: str, module: str, change: torch.Tensor) -> None:
         import torch
@@ -216,28 +216,28 @@ class _Extraction:
             if module in self.factors:
                 continue
             del self.biases[module]
-            tensors = self.whole.setdefault(module, {})
+            tensors = self.full_tensors.setdefault(module, {})
             tensors["bias"] = bias
             weight = name.removesuffix("bias") + "weight"
             if "weight" not in tensors and weight in self.tuned.tensors:
                 tensors["weight"] = ours(weight)
-        for module, tensors in self.whole.items():
+        for module, tensors in self.full_tensors.items():
             bias_name = self.stored.get(module, "").removesuffix("weight") + "bias"
             if "bias" not in tensors and bias_name in self.tuned.tensors:
                 tensors["bias"] = ours(bias_name)  # A saved module needs all its tensors.
 
     def result(self, base_name: str) -> Extracted:
-        if not (self.factors or self.embeddings or self.whole):
+        if not (self.factors or self.embeddings or self.full_tensors):
             raise InvalidInput(
                 self.tuned.directory.name,
-                found=f"the same weights as {self.base.directory.name}",
-                expected="a fine-tune of it",
+                found=f"it has the same weights as {self.base.directory.name}",
+                expected="a fine-tune with changed weights",
             )
         if not (self.factors or self.embeddings):
             raise InvalidInput(
                 self.tuned.directory.name,
-                found=f"changes in {', '.join(sorted(self.whole)[:3])} alone",
-                expected="a change of a linear layer: LoRA has at least one",
+                found=f"only {', '.join(sorted(self.full_tensors)[:3])} changed",
+                expected="a change of at least one linear layer",
                 remedy=_INSTEAD,
             )
         adapter = NewAdapter(
@@ -245,7 +245,7 @@ class _Extraction:
             self.factors,
             self.embeddings,
             {module: bias for module, (_, bias) in self.biases.items()},
-            self.whole,
+            self.full_tensors,
             transposed=True in self.transposed,
         )
         error = math.sqrt(self.left_out / self.squared) if self.squared else 0.0
@@ -254,12 +254,6 @@ class _Extraction:
     def _is_saved(self, module: str) -> bool:
         return any(module == end or module.endswith(f".{end}") for end in self.settings.save)
 
-    def _require_untied(self, name: str) -> None:
-        if (is_embedding(name) or is_head(name)) and ties_embeddings(self.tuned.config) is not False:
-            heads = [tensor for tensor in self.tuned.tensors if is_head(tensor)]
-            if not heads:
-                raise self._refusal(name, "an embedding that is tied to the head, to be saved whole")
-
     def _refusal(self, name: str, found: str) -> InvalidInput:
         return InvalidInput(
             f"{self.tuned.directory.name}: {name}",
@@ -267,15 +261,6 @@ class _Extraction:
             expected="changes of linear layers, embeddings, norms and biases",
             remedy=_INSTEAD,
         )
-
-
-def _is_router(module: str) -> bool:
-    last = module.rpartition(".")[2]
-    return last in ("router", "shared_expert_gate") or (last == "gate" and ".mlp." in f".{module}.")
-
-
-def _values(tensor: AnyTensor, read: Callable[[StoredTensor, int, Any], None]) -> torch.Tensor:
-    return read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
 
 
 @contextmanager
@@ -288,12 +273,11 @@ def opened_files() -> Iterator[Callable[[StoredTensor, int, Any], None]]:
             try:
                 files[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise InvalidInput(str(tensor.file), found=f"cannot be read: {error.strerror}") from None
+                raise InvalidInput(str(tensor.file), found=f"the file cannot be read: {error.strerror}") from None
         read_into(files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
-    known: Mapping[Path, int] = files
     try:
         yield read
     finally:
-        for descriptor in known.values():
+        for descriptor in files.values():
             os.close(descriptor)

@@ -53,7 +53,11 @@ def factor_change(change: torch.Tensor, rank: int, *, epsilon: float = 0.0, dtyp
         u, s, vh = torch.linalg.svd(change, full_matrices=False)
     else:
         u, s, vh = _strongest_directions(change, max_rank)
-    return _truncate(change, u, s, vh, max_rank, epsilon, dtype)
+    rank = min(max_rank, max(1, int((s > epsilon).sum())))
+    root = s[:rank].sqrt()
+    a, b = (root[:, None] * vh[:rank]).to(dtype), (u[:, :rank] * root).to(dtype)
+    rest = change - b.to(change.dtype) @ a.to(change.dtype)
+    return LowRankChange(a, b, float(rest.double().square().sum()), float(change.double().square().sum()))
 
 
 def factor_sum(
@@ -87,22 +91,6 @@ def factor_sum(
     shared = float(((b_.T @ near_) * (a_ @ far_.T)).sum())
     own = float(((near_.T @ near_) * (far_ @ far_.T)).sum())
     return LowRankChange(far, near, squared - 2 * shared + own, squared)
-
-
-def _truncate(
-    change: torch.Tensor,
-    u: torch.Tensor,
-    s: torch.Tensor,
-    vh: torch.Tensor,
-    max_rank: int,
-    epsilon: float,
-    dtype: torch.dtype,
-) -> LowRankChange:
-    rank = min(max_rank, max(1, int((s > epsilon).sum())))
-    root = s[:rank].sqrt()
-    a, b = (root[:, None] * vh[:rank]).to(dtype), (u[:, :rank] * root).to(dtype)
-    rest = change - b.to(change.dtype) @ a.to(change.dtype)
-    return LowRankChange(a, b, float(rest.double().square().sum()), float(change.double().square().sum()))
 
 
 def _strongest_directions(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.architecture.experts import expert_names
@@ -29,17 +28,17 @@ _FUSED_DISK_NAMES = {"gate_up_proj": "input_linear.weight", "down_proj": "output
 
 
 @dataclass(frozen=True)
-class ExpertPlace:
+class ExpertSlice:
     """Part of a fused experts parameter that a stored tensor contains.
 
     Args:
         tensor: The stored tensor.
-        experts: Index of the expert in the tensor, or None if it contains all experts.
+        expert: Index of the expert in the tensor, or None if it contains all experts.
         first_row: Position of the first row of the tensor in the expert's matrix of the parameter.
     """
 
     tensor: AnyTensor
-    experts: int | None = None
+    expert: int | None = None
     first_row: int = 0
 
 
@@ -72,25 +71,21 @@ def memory_name(name: str, checkpoint: Checkpoint) -> str:
         if "text_config" in parts:
             raise InvalidInput(
                 f"{checkpoint.directory.name}: config.json: model_type",
-                found=f"{kind!r:.60}, a model of several parts",
+                found=f"{kind!r:.60}, a model with several parts",
                 expected="a text model, or one of " + ", ".join(sorted(_PREFIXES)),
             )
-        return _mixture_memory_name(name, checkpoint.config)
+        # In some mixtures, the names of layer tensors differ between memory and disk.
+        place = parse_layer_place(name)
+        for memory, disk in expert_names(checkpoint.config).renamed if place else ():
+            if place is not None and place.part.startswith(disk):
+                return f"{place.stack}.{place.index}.{memory}{place.part.removeprefix(disk)}"
+        for parameter, disk in _FUSED_DISK_NAMES.items():
+            if name.endswith(f".block_sparse_moe.{disk}"):
+                return f"{name.removesuffix(disk)}experts.{parameter}"
+        return name
     if name.startswith(("model.language_model.", "model.visual.", "model.vision_tower.", "lm_head.")):
         return name
     return next((new + name.removeprefix(old) for old, new in table.items() if name.startswith(old)), name)
-
-
-def _mixture_memory_name(name: str, config: Mapping[str, Any]) -> str:
-    """Return the name in memory of a layer's tensor, which differs from the name on disk in some mixtures."""
-    place = parse_layer_place(name)
-    for memory, disk in expert_names(config).renamed if place else ():
-        if place is not None and place.part.startswith(disk):
-            return f"{place.stack}.{place.index}.{memory}{place.part.removeprefix(disk)}"
-    for parameter, disk in _FUSED_DISK_NAMES.items():
-        if name.endswith(f".block_sparse_moe.{disk}"):
-            return f"{name.removesuffix(disk)}experts.{parameter}"
-    return name
 
 
 class StoredNames:
@@ -113,13 +108,15 @@ class StoredNames:
         """Return the tensor with the name ``name`` in memory, or None if there is none or more than one."""
         if name in self._tensors:
             return self._tensors[name]
-        for candidate in (name, self._on_disk(name)):
+        layer = parse_layer_place(name)
+        on_disk = f"{layer.stack}.{layer.index}.{self._expert_names.on_disk(layer.part)}" if layer else name
+        for candidate in (name, on_disk):
             matches = self._reduced.get(self._reduce(candidate), [])
             if len(matches) == 1:
                 return self._tensors[matches[0]]
         return None
 
-    def find_parameter(self, module: str, parameter: str) -> tuple[ExpertPlace, ...]:
+    def find_parameter(self, module: str, parameter: str) -> tuple[ExpertSlice, ...]:
         """Return the stored tensors of a directly adapted parameter: one tensor, or those of the single experts.
 
         Args:
@@ -130,7 +127,7 @@ class StoredNames:
         if tensor is None and parameter in _FUSED_DISK_NAMES and module.endswith(".experts"):
             tensor = self.find(f"{module.removesuffix('.experts')}.{_FUSED_DISK_NAMES[parameter]}")
         if tensor is not None:
-            return (ExpertPlace(tensor),)
+            return (ExpertSlice(tensor),)
         experts = self._experts.get(self._reduce(module), {})
         slices = [part for part in self._parts(experts, (parameter,), 0) if not part.tensor.name.endswith(".weight")]
         if slices:  # Slices of a fused tensor of all experts.
@@ -147,17 +144,13 @@ class StoredNames:
 
     def _parts(
         self, experts: Mapping[int, Mapping[str, str]], names: Iterable[str], first_row: int
-    ) -> list[ExpertPlace]:
+    ) -> list[ExpertSlice]:
         return [
-            ExpertPlace(self._tensors[parts[name]], number, first_row)
+            ExpertSlice(self._tensors[parts[name]], number, first_row)
             for number, parts in sorted(experts.items())
             for name in names
             if name in parts
         ]
-
-    def _on_disk(self, name: str) -> str:
-        place = parse_layer_place(name)
-        return name if place is None else f"{place.stack}.{place.index}.{self._expert_names.on_disk(place.part)}"
 
     def _reduce(self, name: str) -> str:
         parts = name.split(".")

@@ -30,7 +30,7 @@ class NewAdapter:
         factors: Factors ``A [rank, in]`` and ``B [out, rank]`` by module.
         embeddings: Factors ``A [rank, rows]`` and ``B [width, rank]`` of embeddings by module.
         biases: Full bias by module, for modules with factors.
-        whole: Full tensors by module and last name part, for modules without factors.
+        full_tensors: Full tensors by module and last name part, for modules without factors.
         transposed: Whether the adapted weights are stored as ``[in, out]``.
         task: ``task_type``.
     """
@@ -39,7 +39,7 @@ class NewAdapter:
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    whole: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    full_tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     transposed: bool = False
     task: str = "CAUSAL_LM"
 
@@ -51,8 +51,8 @@ class NewAdapter:
         for module, (a, b) in self.embeddings.items():
             tensors |= {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
         tensors |= {f"{module}.base_layer.bias": bias for module, bias in self.biases.items()}
-        for module, full_tensors in self.whole.items():
-            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in full_tensors.items()}
+        for module, by_leaf in self.full_tensors.items():
+            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in by_leaf.items()}
         return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
 
     def configuration(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class NewAdapter:
             "rank_pattern": smaller,
             "alpha_pattern": smaller,
             "target_modules": list(ranks),
-            "modules_to_save": sorted(self.whole) or None,
+            "modules_to_save": sorted(self.full_tensors) or None,
             "bias": "lora_only" if self.biases else "none",
             "fan_in_fan_out": self.transposed,
             "init_lora_weights": True,

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 class AdapterOwnTensor(DerivedTensor):
     """A full tensor of the adapter that replaces a tensor of the model and is converted to its format."""
 
-    place: AnyTensor
+    replaced: AnyTensor
     own: StoredTensor
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        return (*self.place.parts, self.own)
+        return (*self.replaced.parts, self.own)
 
     def identity(self) -> Any:
         return ["brought"]
@@ -92,8 +92,7 @@ class AdaptedWeight(DerivedTensor):
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
         left, right = self._factors(read, numeric)
         product = Product(left, right, self.scale, self.transposed, self.first_row).with_exact_scale()
-        units = len(left)
-        grid = Grid(units, self.shape[-2], self.shape[-1])
+        grid = Grid(len(left), self.shape[-2], self.shape[-1])
         if self.magnitude is None:
             # For methods with several passes over a tensor, computing it again is faster than caching it.
             return add_product(self.source, elements, product, grid, round_change=self.round_change)

@@ -52,6 +52,11 @@ class StoredTensor(SizedTensor):
     offset: int
 
     @property
+    def full_name(self) -> str:
+        """File and name, for messages."""
+        return f"{self.file}: {self.name}"
+
+    @property
     def parts(self) -> tuple[StoredTensor, ...]:
         """The tensor itself, for symmetry with :class:`.DerivedTensor`."""
         return (self,)

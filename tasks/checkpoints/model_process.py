@@ -73,7 +73,8 @@ _PROGRESS_EVERY_S = 0.1
 _START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
 _IMPORTS = (
-    "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
+    "import datasets, lm_eval.tasks, torch, transformers; "
+    "import mergegate.tasks.evaluation.harness, mergegate.tasks.perplexity.measurement; "
     "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
 )
 # Maximum time without progress if the call has no time limit. The largest models load within this time.

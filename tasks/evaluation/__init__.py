@@ -23,7 +23,6 @@ from mergegate.tasks.evaluation.document_scores import (
     write_document_scores,
 )
 from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
-from mergegate.tasks.evaluation.group_mean import MeanOver, require_declared_mean
 from mergegate.tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -39,7 +38,7 @@ from mergegate.tasks.evaluation.metrics import (
     choose_metrics,
     default_metric,
 )
-from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import clusters_in_child
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
@@ -66,11 +65,18 @@ from mergegate.tasks.evaluation.stage import (
     pin_data,
     score_table,
 )
-from mergegate.tasks.evaluation.support import pin_sound_tasks, require_effect, require_examples, require_supported
+from mergegate.tasks.evaluation.support import (
+    MeanOver,
+    pin_sound_tasks,
+    require_declared_mean,
+    require_effect,
+    require_examples,
+    require_supported,
+)
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
-from mergegate.tasks.evaluation.task_texts import document_texts
+from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.evaluation.throughput import (
     DocumentCost,
     document_seconds,
@@ -112,7 +118,7 @@ __all__ = [
     "TaskScores",
     "TokenizedDocument",
     "TokenizedTask",
-    "TokenizerPlace",
+    "TokenizerSource",
     "allow_code",
     "by_task",
     "choose_known_metrics",

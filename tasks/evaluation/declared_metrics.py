@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -28,12 +27,6 @@ _NUMBERS = {
     "generate_until": ("exact_match",),
 }
 _PAIRS = {"multiple_choice": ("f1", "mcc", "brier_score", "likelihood")}
-
-
-class _DocumentValue(Enum):
-    NUMBER = 1
-    PAIR = 2
-    NOTHING = 3
 
 
 @dataclass(frozen=True)
@@ -59,44 +52,34 @@ def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetr
         isinstance(entry, Mapping) and entry.get("metric") for entry in entries
     ):
         return None
-    return tuple(_declared(entry, config, kind) for entry in entries)
-
-
-def _declared(entry: Mapping[str, Any], config: Mapping[str, Any], kind: str) -> DeclaredMetric:
-    metric, aggregation = entry["metric"], entry.get("aggregation")
-    # A metric of the library `evaluate`, or a function, is never lm-eval's own, even if the names are equal.
-    is_foreign = entry.get("hf_evaluate") is True or isinstance(metric, Function) or "/" in str(metric)
-    own_mean, own_direction = (None, False) if is_foreign else _registered(str(metric))
-    # A function is judged by its name, as lm-eval does when it loads the task; numpy's mean counts.
-    mean = bool(own_mean) if aggregation is None else str(aggregation).rpartition(".")[2] == "mean"
-    directed = own_direction or entry.get("higher_is_better") is not None
-    value = _DocumentValue.NUMBER if config.get("process_results") else _document_value(str(metric), kind, is_foreign)
-    # The perplexity of an answer is a number per document, but lm-eval's score is not the mean of these numbers.
-    is_own_sum = own_mean is False and not config.get("process_results")
-    return DeclaredMetric(
-        name=str(metric).rpartition(".")[2] or str(metric),
-        is_mean=mean and directed and value is _DocumentValue.NUMBER and not is_own_sum,
-        averages_pairs=mean and value is _DocumentValue.PAIR,
-    )
-
-
-def _document_value(metric: str, kind: str, is_foreign: bool) -> _DocumentValue:
-    """Return what lm-eval computes per document for ``metric`` in a task without ``process_results``."""
-    if kind not in _NUMBERS:
-        return _DocumentValue.NUMBER  # lm-eval reports an unknown output type itself
-    if kind == "generate_until":  # a metric that lm-eval lacks comes from the library `evaluate`
-        is_pair = not is_foreign and _is_known(metric) and metric not in _NUMBERS[kind]
-        return _DocumentValue.PAIR if is_pair else _DocumentValue.NUMBER
-    if metric in _NUMBERS[kind]:
-        return _DocumentValue.NUMBER
-    return _DocumentValue.PAIR if metric in _PAIRS.get(kind, ()) else _DocumentValue.NOTHING
-
-
-def _is_known(metric: str) -> bool:
-    import_lean("portalocker", "lm_eval.api.metrics")  # fills the registries
-    from lm_eval.api.registry import METRIC_REGISTRY
-
-    return metric in METRIC_REGISTRY
+    metrics = []
+    for entry in entries:
+        metric, aggregation = entry["metric"], entry.get("aggregation")
+        # A metric of the library `evaluate`, or a function, is never lm-eval's own, even if the names are equal.
+        is_foreign = entry.get("hf_evaluate") is True or isinstance(metric, Function) or "/" in str(metric)
+        own_mean, own_direction = (None, False) if is_foreign else _registered(str(metric))
+        # A function is judged by its name, as lm-eval does when it loads the task; numpy's mean counts.
+        mean = bool(own_mean) if aggregation is None else str(aggregation).rpartition(".")[2] == "mean"
+        has_direction = own_direction or entry.get("higher_is_better") is not None
+        has_own_function = bool(config.get("process_results"))
+        if has_own_function or kind not in _NUMBERS:  # lm-eval reports an unknown output type itself
+            is_number, is_pair = True, False
+        elif kind == "generate_until":  # a metric that lm-eval lacks comes from the library `evaluate`
+            is_pair = not is_foreign and _is_in_registry(str(metric)) and metric not in _NUMBERS[kind]
+            is_number = not is_pair
+        else:
+            is_number = metric in _NUMBERS[kind]
+            is_pair = not is_number and metric in _PAIRS.get(kind, ())
+        # The perplexity of an answer is a number per document, but lm-eval's score is not the mean of these numbers.
+        is_own_sum = own_mean is False and not has_own_function
+        metrics.append(
+            DeclaredMetric(
+                name=str(metric).rpartition(".")[2] or str(metric),
+                is_mean=mean and has_direction and is_number and not is_own_sum,
+                averages_pairs=mean and is_pair,
+            )
+        )
+    return tuple(metrics)
 
 
 def is_registered_mean(metric: str) -> bool | None:
@@ -109,7 +92,14 @@ def _registered(metric: str) -> tuple[bool | None, bool]:
     """Return whether lm-eval averages its metric over documents (None: unknown), and whether it has a direction."""
     from lm_eval.api.registry import get_metric_aggregation, is_higher_better
 
-    if not _is_known(metric):  # lm-eval would log a warning
+    if not _is_in_registry(metric):  # lm-eval would log a warning
         return None, False
     aggregation = get_metric_aggregation(metric)
     return getattr(aggregation, "__name__", "") == "mean", is_higher_better(metric) is not None
+
+
+def _is_in_registry(metric: str) -> bool:
+    import_lean("portalocker", "lm_eval.api.metrics")  # fills the registries
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    return metric in METRIC_REGISTRY

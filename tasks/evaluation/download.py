@@ -9,7 +9,7 @@ complete, because an incomplete dataset would be a different benchmark.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import write_state
 from mergegate.merge_core.parsing import parse_json, read_plain
-from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, hub_access
+from mergegate.tasks.checkpoints.hub import describe_hub_error, hub_access
 from mergegate.tasks.evaluation.mirror import find_dataset, find_datasets
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 
 REVISIONS = "datasets.json"  # file in the directory with the commit of each dataset, by name
-_ARRIVING = ".arriving"  # subdirectory for incomplete datasets
-_COMMIT = 40  # number of characters in a commit
-_WANTED = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.gz", "*.zst", "*.arrow", "README.md"]
+_INCOMPLETE = ".arriving"  # subdirectory for incomplete datasets
+_COMMIT_LENGTH = 40
+_DATA_FILES = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.gz", "*.zst", "*.arrow", "README.md"]
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,30 @@ def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Call
         InvalidInput: If the network is forbidden, a dataset is not on the Hub or not accessible, two tasks need
             different revisions of a dataset, or data at a web address is missing from ``root``.
     """
-    pinned = _revisions(root)
+    pinned: dict[str, str] = {}
+    if (root / REVISIONS).exists():
+        content = parse_json(read_plain(root / REVISIONS, 1 << 20), str(root / REVISIONS))
+        if isinstance(content, dict):
+            pinned = {str(name): str(revision) for name, revision in content.items()}
     by_name: dict[str, list[TaskDataset]] = {}
     for dataset in datasets:
         by_name.setdefault(dataset.path, []).append(dataset)
     at_addresses = by_name.pop("", [])
     for name, requests in by_name.items():
-        revision = _one_revision(name, requests)
-        if name in pinned or not all(_is_there(root, dataset) for dataset in requests):
-            on_dataset(_fetch(name, revision, root, pinned))
+        tasks_by_revision = {dataset.revision: dataset.task for dataset in requests if dataset.revision}
+        if len(tasks_by_revision) > 1:
+            raise InvalidInput(
+                f"dataset {name}",
+                found=" and ".join(f"{revision} for task {task}" for revision, task in tasks_by_revision.items()),
+                expected="one revision of a dataset in a directory",
+                remedy="use one revision in both tasks, or add a file of its own for one of them to the directory",
+            )
+        try:
+            is_complete = root.is_dir() and all(find_dataset(root, dataset).files for dataset in requests)
+        except InvalidInput:
+            is_complete = False
+        if name in pinned or not is_complete:
+            on_dataset(_fetch(name, next(iter(tasks_by_revision), ""), root, pinned))
         else:
             on_dataset(FetchedDataset(name, "", root / name))
     find_datasets(root, [*(dataset for requests in by_name.values() for dataset in requests), *at_addresses])
@@ -70,72 +85,38 @@ def _fetch(name: str, requested: str, root: Path, pinned: dict[str, str]) -> Fet
     api: Any = access.api()
     try:
         revision = pinned.get(name) or str(api.dataset_info(name, revision=requested or None, timeout=20).sha)
-        if len(requested) == _COMMIT and requested != revision:
+        if len(requested) == _COMMIT_LENGTH and requested != revision:
             raise InvalidInput(
                 f"{root / REVISIONS}: {name}",
                 found=revision,
-                expected=f"{requested}, which a task names",
-                remedy="remove that line and its directory; then it is fetched anew",
+                expected=f"{requested}, the revision of a task",
+                remedy="remove that line and the directory of the dataset, and run the command again",
             )
         is_new = not directory.is_dir() or not any(directory.iterdir())
         if not is_new and name not in pinned:
             raise InvalidInput(
                 str(directory),
-                found="a directory without the data that its tasks want",
-                expected="all of it, or no such directory",
-                remedy="move it away; then it is fetched",
+                found="a directory without the data that its tasks need",
+                expected="the complete dataset, or no such directory",
+                remedy="move it away, and run the command again",
             )
-        download_path = _arriving(root, name, revision) if is_new else directory
+        download_path = directory
+        if is_new:  # an earlier download of this revision continues
+            download_path = root / _INCOMPLETE / f"{name.replace('/', '--')}@{revision[:40].replace('/', '-')}"
+            download_path.mkdir(parents=True, exist_ok=True)
         api.snapshot_download(
-            name, repo_type="dataset", revision=revision, local_dir=download_path, allow_patterns=_WANTED
+            name, repo_type="dataset", revision=revision, local_dir=download_path, allow_patterns=_DATA_FILES
         )
     except (HTTPError, HFValidationError, ConnectionError, FileNotFoundError) as error:
-        raise _unavailable(name, error, access) from error
+        raise InvalidInput(
+            f"dataset {name}",
+            found=describe_hub_error(error, access),
+            expected="a dataset on the Hub that this account may read",
+            remedy="set HF_TOKEN of an account with access; or remove its task",
+        ) from error
     pinned[name] = revision
     write_state(root / REVISIONS, (json.dumps(pinned, indent=1, sort_keys=True) + "\n").encode())
     if is_new:
         directory.parent.mkdir(parents=True, exist_ok=True)
         download_path.rename(directory)
     return FetchedDataset(name, revision, directory)
-
-
-def _arriving(root: Path, name: str, revision: str) -> Path:
-    """Create the directory for an incomplete dataset; an earlier download of this revision continues in it."""
-    path = root / _ARRIVING / f"{name.replace('/', '--')}@{revision[:40].replace('/', '-')}"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _unavailable(name: str, error: Exception, access: HubAccess) -> InvalidInput:
-    return InvalidInput(
-        f"dataset {name}",
-        found=describe_hub_error(error, access),
-        expected="a dataset of the Hub that may be read from here",
-        remedy="HF_TOKEN of an account that may read it; or leave its task out",
-    )
-
-
-def _one_revision(name: str, datasets: Iterable[TaskDataset]) -> str:
-    tasks_by_revision = {dataset.revision: dataset.task for dataset in datasets if dataset.revision}
-    if len(tasks_by_revision) > 1:
-        raise InvalidInput(
-            f"dataset {name}",
-            found=" and ".join(f"{revision} for task {task}" for revision, task in tasks_by_revision.items()),
-            expected="one revision of a dataset in a directory",
-            remedy="name one in both tasks, or give one of them a file of its own in the directory",
-        )
-    return next(iter(tasks_by_revision), "")
-
-
-def _is_there(root: Path, dataset: TaskDataset) -> bool:
-    try:
-        return root.is_dir() and bool(find_dataset(root, dataset).files)
-    except InvalidInput:
-        return False
-
-
-def _revisions(root: Path) -> dict[str, str]:
-    if not (root / REVISIONS).exists():
-        return {}
-    content = parse_json(read_plain(root / REVISIONS, 1 << 20), str(root / REVISIONS))
-    return {str(name): str(revision) for name, revision in content.items()} if isinstance(content, dict) else {}

@@ -33,9 +33,22 @@ class _TaskSource:
     name: str
     own: Mapping[str, Any] = field(default_factory=dict)  # for a task in a list: settings that override the file
 
+    def resolve(
+        self, config: Mapping[str, Any], data_root: Path, files: list[Path], settings: Mapping[str, Any] | None = None
+    ) -> Definition:
+        """Return one task of a file, overridden by its entry in a list and by ``settings``.
+
+        Args:
+            data_root: Directory that data paths of the file and of ``settings`` are relative to.
+        """
+        overrides = {**self.own, **(settings or {})}
+        merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
+        root = self.path.parent if _has_data(self.own) and not _has_data(settings or {}) else data_root
+        return resolve_definition(self.path, self.name, merged, root, files, overrides=overrides)
+
 
 # Keys that lm-eval applies to the group itself. All other keys of a group override those of its tasks.
-_OF_A_GROUP = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag", "task_list")
+_GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag", "task_list")
 
 
 def group_members(
@@ -58,10 +71,9 @@ def group_members(
                 str(path),
                 found="a group with a task_list",
                 expected="tasks under 'task', or a task_list without 'group'",
-                remedy="a group draws in a list by the names of its tasks: task: [NAME, NAME]",
+                remedy="list the tasks of the other file by their names: task: [NAME, NAME]",
             )
-        sources = _sources_in_list(path, config)
-        definitions = [_task_at(source, config, _data_root(source, data_root), {}, list(files)) for source in sources]
+        definitions = [source.resolve(config, data_root, list(files)) for source in _sources_in_list(path, config)]
     else:
         name, task = config["group"], config.get("task")
         is_task = isinstance(task, str) and {"doc_to_text", "output_type", "test_split"} & config.keys()
@@ -81,83 +93,73 @@ def group_members(
         if (first.path, first.config) != (member.path, member.config):
             raise InvalidInput(
                 f"{path}: task",
-                found=f"{member.name!r} twice, with other settings",
+                found=f"{member.name!r} twice, with different settings",
                 expected="each task once",
-                remedy="a task of its own for the other settings: {task: NAME, include: FILE, …}",
+                remedy="define another task for the other settings: {task: NAME, include: FILE, …}",
             )
     if not members:
         raise InvalidInput(
-            f"{path}: task", found="no task", expected="the names of tasks beside it, or whole tasks, each once"
+            f"{path}: task", found="no task", expected="names of tasks in the same directory, or complete tasks"
         )
     return tuple(members.values())
 
 
 def task_overrides(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a group applies to its tasks; ``overrides`` from enclosing groups take precedence."""
-    return {key: value for key, value in group.items() if key not in _OF_A_GROUP} | dict(overrides)
+    return {key: value for key, value in group.items() if key not in _GROUP_KEYS} | dict(overrides)
 
 
 def _members(group: _Group, overrides: Mapping[str, Any], enclosing: tuple[str, ...]) -> Iterator[Definition]:
     """Yield the tasks below a group, in the order of the group; ``overrides`` from enclosing groups take precedence."""
-    definitions = _definitions_in(group.path.parent)
-    laid_over = task_overrides(group.config, overrides)
+    directory = group.path.parent
+    definitions = _definitions_in(directory)
+    group_settings = task_overrides(group.config, overrides)
     for item in as_list(group.config.get("task") or []):
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         kind = "group" if "group" in own else "task"
         if not isinstance(own.get(kind), str):
-            raise InvalidInput(f"{group.path}: task", found=f"{item!r}", expected="a name, or a task or group with one")
+            raise InvalidInput(
+                f"{group.path}: task", found=f"{item!r}", expected="a name, or a task or group with a name"
+            )
         name = str(own.pop(kind))
         if kind == "group" and name not in definitions:
             inline = _Group(group.path, f"{group.name}::{name}", own, group.data_root)
-            yield from _members(inline, laid_over, (*enclosing, inline.name))
+            yield from _members(inline, group_settings, (*enclosing, inline.name))
             continue
-        settings = {**laid_over, **own}
+        settings = {**group_settings, **own}
         if name in enclosing:
-            raise InvalidInput(f"{group.path}: task", found=f"{name!r}, a group within itself", expected="no circle")
-        if name in definitions:
-            for source in definitions[name]:
-                yield from _named(source, group, settings, enclosing)
-        elif own:  # a complete task
-            files: list[Path] = modules_of(settings, group.path.parent)
-            inline_name = f"{group.name}::{name}"
-            yield resolve_definition(
-                group.path, inline_name, settings, group.data_root, files, overrides=settings, is_inline=True
-            )
-        else:
             raise InvalidInput(
                 f"{group.path}: task",
-                found=f"{name!r}, which no YAML file beside it defines",
-                expected="the names of tasks beside it, or whole tasks",
-                remedy=suggest(name, definitions) or "a task that lm-eval ships is a guard of its own",
+                found=f"{name!r}, a group that contains itself",
+                expected="groups without a cycle",
             )
-
-
-def _named(
-    source: _TaskSource, group: _Group, settings: Mapping[str, Any], enclosing: tuple[str, ...]
-) -> Iterator[Definition]:
-    """Yield the tasks that a file next to a group defines, overridden by ``settings``."""
-    files: list[Path] = []
-    config, data_root = read_task_file(source.path, files, ())
-    if "group" in config:
-        inner = _Group(source.path, source.name, config, data_root)
-        for member in _members(inner, settings, (*enclosing, source.name)):
-            yield replace(member, files=(*files, *member.files))
-        return
-    root = group.data_root if _has_data(settings) else _data_root(source, data_root)
-    yield _task_at(source, config, root, settings, [*files, *modules_of(settings, group.path.parent)])
-
-
-def _task_at(
-    source: _TaskSource, config: Mapping[str, Any], root: Path, settings: Mapping[str, Any], files: list[Path]
-) -> Definition:
-    """Return one task of a file, overridden by its entry in a list and by ``settings``."""
-    overrides = {**source.own, **settings}
-    merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
-    return resolve_definition(source.path, source.name, merged, root, files, overrides=overrides)
-
-
-def _data_root(source: _TaskSource, file_root: Path) -> Path:
-    return source.path.parent if _has_data(source.own) else file_root
+        if name not in definitions:
+            if not own:
+                raise InvalidInput(
+                    f"{group.path}: task",
+                    found=f"{name!r}, which no YAML file in its directory defines",
+                    expected="names of tasks in the same directory, or complete tasks",
+                    remedy=suggest(name, definitions) or "add a guard of its own for a task that lm-eval ships",
+                )
+            yield resolve_definition(  # a complete task
+                group.path,
+                f"{group.name}::{name}",
+                settings,
+                group.data_root,
+                modules_of(settings, directory),
+                overrides=settings,
+                is_inline=True,
+            )
+        for source in definitions.get(name, ()):
+            files: list[Path] = []
+            config, data_root = read_task_file(source.path, files, ())
+            if "group" in config:
+                inner = _Group(source.path, source.name, config, data_root)
+                for member in _members(inner, settings, (*enclosing, source.name)):
+                    yield replace(member, files=(*files, *member.files))
+                continue
+            root = group.data_root if _has_data(settings) else data_root
+            yield source.resolve(config, root, [*files, *modules_of(settings, directory)], settings)
 
 
 def _has_data(config: Mapping[str, Any]) -> bool:
@@ -172,7 +174,7 @@ def _sources_in_list(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSou
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         name = own.pop("task", None)
         if not isinstance(name, str):
-            raise InvalidInput(f"{path}: task_list", found=f"{item!r:.80}", expected="a name, or a task with one")
+            raise InvalidInput(f"{path}: task_list", found=f"{item!r:.80}", expected="a name, or a task with a name")
         yield _TaskSource(path, name, own)
 
 
@@ -182,7 +184,11 @@ def _definitions_in(directory: Path) -> dict[str, list[_TaskSource]]:
     for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.yml")]):
         try:
             config, _ = read_task_file(path, [], ())
-            sources = list(_sources(path, config))
+            if "task_list" in config and "group" not in config:
+                sources = list(_sources_in_list(path, config))
+            else:
+                name = str(config["group"]) if "group" in config else config.get("task")
+                sources = [_TaskSource(path, name)] if isinstance(name, str) else []
         except InvalidInput:
             continue  # a task in it that is needed is reported as missing
         for source in sources:
@@ -191,12 +197,3 @@ def _definitions_in(directory: Path) -> dict[str, list[_TaskSource]]:
             for tag in dict.fromkeys(map(str, tags if "group" not in config else [])):
                 definitions.setdefault(tag, []).append(source)
     return definitions
-
-
-def _sources(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSource]:
-    if "group" in config:
-        yield _TaskSource(path, str(config["group"]))
-    elif "task_list" in config:
-        yield from _sources_in_list(path, config)
-    elif isinstance(config.get("task"), str):
-        yield _TaskSource(path, config["task"])

@@ -15,6 +15,7 @@ differences keep their size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -99,26 +100,46 @@ def choose_known_metrics(
 
     See ``choose_metrics``.
     """
+    location = f"evaluate.tasks: {task}: metric"
+    requested: dict[str, str] = {}
     if isinstance(setting, Mapping):
-        requested = _requested_by_leaf(labels_by_leaf, setting, task)
-    elif setting is None:
-        requested = {}
-    else:
-        metric = setting
-        requested = {
-            leaf: label for leaf, metrics in labels_by_leaf.items() if (label := _in_full(setting, metrics)) in metrics
-        }
+        for leaf, metrics in labels_by_leaf.items():
+            patterns = [leaf] if leaf in setting else [each for each in setting if fnmatchcase(leaf, each)]
+            if not patterns:
+                continue
+            label = _full_label(setting[patterns[0]], metrics)
+            if label not in metrics:
+                raise InvalidInput(
+                    location,
+                    found=f"{label!r} for {leaf}, which does not have it",
+                    expected=" or ".join(metrics),
+                    remedy=_missing_metric_advice(label, metrics),
+                )
+            requested[leaf] = label
+        for pattern in setting:
+            if not any(pattern == leaf or fnmatchcase(leaf, pattern) for leaf in labels_by_leaf):
+                names = ", ".join(list(labels_by_leaf)[:5]) + (", …" if len(labels_by_leaf) > 5 else "")
+                raise InvalidInput(
+                    location,
+                    found=f"{pattern!r}, which matches none of its tasks",
+                    expected=f"one of {names}, or a pattern",
+                    remedy=suggest(pattern, labels_by_leaf),
+                )
+    elif setting is not None:
+        for leaf, metrics in labels_by_leaf.items():
+            if (label := _full_label(setting, metrics)) in metrics:
+                requested[leaf] = label
         if labels_by_leaf and not requested:
             labels = dict.fromkeys(name for metrics in labels_by_leaf.values() for name in metrics)
             is_ambiguous = any(name.partition(",")[0] == setting for name in labels)
             raise InvalidInput(
-                f"evaluate.tasks: {task}: metric",
-                found=f"{setting!r}, " + ("which can mean several" if is_ambiguous else "which the task does not have"),
+                location,
+                found=f"{setting!r}, " + ("which is ambiguous" if is_ambiguous else "which the task does not have"),
                 expected=" or ".join(labels),
-                remedy=_only_of_choices(metric) or suggest(setting, labels),
+                remedy=_missing_metric_advice(setting, labels),
             )
-    named = {leaf: requested.get(leaf) or default_metric(tuple(metrics)) for leaf, metrics in labels_by_leaf.items()}
-    return JudgedMetrics({leaf: (name, labels_by_leaf[leaf][name]) for leaf, name in named.items()})
+    chosen = {leaf: requested.get(leaf) or default_metric(tuple(metrics)) for leaf, metrics in labels_by_leaf.items()}
+    return JudgedMetrics({leaf: (name, labels_by_leaf[leaf][name]) for leaf, name in chosen.items()})
 
 
 def metrics_by_leaf(rows: Iterable[DocumentScore]) -> dict[str, dict[str, bool]]:
@@ -176,8 +197,8 @@ def check_all_scored(
     raise InvalidInput(
         location,
         found=f"{lost} of {len(of_leaf)} documents of {leaf} without a score {under}, first document {first}",
-        expected="a score for every document that was asked",
-        remedy="leave them out by the task's process_docs, or judge the leaf by a metric that all of them have "
+        expected="a score for every evaluated document",
+        remedy="exclude them in the task's process_docs, or judge the leaf by a metric that all of them have "
         f"(metric: {{{leaf}: ...}})",
     )
 
@@ -188,55 +209,24 @@ def checked_score(location: str, metric: str, document: object, value: float) ->
     Raises:
         InvalidInput: For NaN and infinities, naming the metric and the document.
     """
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise InvalidInput(
             location,
             found=f"{metric} of document {document} is {value}",
             expected="a number",
-            remedy="a model that computes NaN is broken (look at perplexity and the merge's health); if other models "
-            "get it too, it is the metric that divides by nothing: correct the task",
+            remedy="a model that computes NaN is broken (check its perplexity and weights); if other models get the "
+            "same, the metric divides by zero: correct the task",
         )
     return value
 
 
-def _in_full(metric: str, labels: Iterable[str]) -> str:
+def _full_label(metric: str, labels: Iterable[str]) -> str:
     """Expand ``acc_norm`` to the only label that begins with it; return it unchanged if there is none or several."""
     matches = [label for label in labels if label.partition(",")[0] == metric]
     return matches[0] if len(matches) == 1 else metric
 
 
-def _only_of_choices(metric: str) -> str:
-    """Return the remedy for a missing probability metric; empty for any other metric."""
-    if metric.partition(",")[0] != PROBABILITY:
-        return ""
-    return "only choice tasks (output_type: multiple_choice) whose answers lm-eval scores itself have it; name another"
-
-
-def _requested_by_leaf(
-    labels_by_leaf: Mapping[str, Mapping[str, bool]], setting: Mapping[str, str], task: str
-) -> dict[str, str]:
-    location = f"evaluate.tasks: {task}: metric"
-    requested: dict[str, str] = {}
-    for leaf, metrics in labels_by_leaf.items():
-        patterns = [leaf] if leaf in setting else [each for each in setting if fnmatchcase(leaf, each)]
-        if not patterns:
-            continue
-        metric = _in_full(setting[patterns[0]], metrics)
-        if metric not in metrics:
-            raise InvalidInput(
-                location,
-                found=f"{metric!r} for {leaf}, which does not have it",
-                expected=" or ".join(metrics),
-                remedy=_only_of_choices(metric) or suggest(metric, metrics),
-            )
-        requested[leaf] = metric
-    for pattern in setting:
-        if not any(pattern == leaf or fnmatchcase(leaf, pattern) for leaf in labels_by_leaf):
-            raise InvalidInput(
-                location,
-                found=f"{pattern!r}, which is none of its tasks",
-                expected=f"one of {', '.join(list(labels_by_leaf)[:5])}{', …' if len(labels_by_leaf) > 5 else ''}, "
-                "or a pattern",
-                remedy=suggest(pattern, labels_by_leaf),
-            )
-    return requested
+def _missing_metric_advice(metric: str, labels: Iterable[str]) -> str:
+    if metric.partition(",")[0] == PROBABILITY:
+        return "only choice tasks (output_type: multiple_choice) with lm-eval's own scoring have it; use another"
+    return suggest(metric, labels)

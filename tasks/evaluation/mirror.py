@@ -14,7 +14,7 @@ The files are hashed into the key of every measurement. ``mirror_loader`` reads 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +43,9 @@ class FoundDataset:
             return tuple(self.by_split.values())
         return _data_in(self.directory, self.request)
 
-    @property
-    def named_files(self) -> dict[str, list[str]]:
-        """Files that the task itself names, by split."""
-        assert self.directory is not None
-        named: dict[str, list[str]] = {}
-        for split, file in self.request.files:
-            named.setdefault(split, []).extend(map(str, _matching(self.directory, file)))
-        return named
+    def matching(self, pattern: str) -> list[Path]:
+        """Return the files in ``directory`` that match a path or pattern that the task names."""
+        return sorted(file for file in (self.directory or Path()).glob(pattern) if file.is_file())
 
 
 def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
@@ -62,20 +57,30 @@ def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
     for directory in _directories(root, request.path):
         if directory.is_dir() and _data_in(directory, request):
             return FoundDataset(request, directory, {})
-    by_split = _named_files(root, request)
+    by_split: dict[str, Path] = {}
+    for name in dict.fromkeys("".join(_words(name)) for name in _base_names(request)):
+        for file in sorted(root.iterdir()):
+            if file.suffix not in FORMATS or not file.is_file():
+                continue
+            words = _words(file.stem)
+            index = next((index for index, word in enumerate(words) if index and word in _SPLITS), None)
+            if "".join(words[:index]) == name:
+                by_split.setdefault(request.evaluated if index is None else _SPLITS[words[index]], file)
+        if by_split:
+            break
     if len(by_split) == 1 and request.evaluated not in by_split:
         by_split = {request.evaluated: next(iter(by_split.values()))}
     if request.evaluated not in by_split:
         within = request.files[0][1] if request.files else ""
         tried = [f"{directory.relative_to(root)}/{within}" for directory in _directories(root, request.path)]
-        tried += [f"{name}_{request.evaluated}.jsonl" for name in dict.fromkeys(_names(request))]
+        tried += [f"{name}_{request.evaluated}.jsonl" for name in dict.fromkeys(_base_names(request))]
         raise InvalidInput(
             f"evaluate.data: {root}: task {request.task}",
-            found=f"no data of {request}",
+            found=f"no data for {request}",
             expected=f"{'one of ' if len(tried) > 1 else ''}{', '.join(tried)} (or .parquet)",
-            remedy="`mergegate fetch-data PROFILE` fills it where there is a network"
+            remedy="run `mergegate fetch-data PROFILE` on a machine with a network"
             if request.path
-            else "put its documents there: data at an address are not fetched",
+            else "put its documents there: mergegate does not download data from web addresses",
         )
     return FoundDataset(request, None, by_split)
 
@@ -90,18 +95,13 @@ def find_datasets(root: Path, requests: Sequence[TaskDataset]) -> tuple[FoundDat
         raise InvalidInput(
             "evaluate.data",
             found=f"no directory {root}",
-            expected=f"a directory with datasets: of task {requests[0].task} {requests[0]}",
-            remedy="`mergegate fetch-data PROFILE` makes and fills it where there is a network",
+            expected=f"a directory with datasets, such as {requests[0]} for task {requests[0].task}",
+            remedy="run `mergegate fetch-data PROFILE` on a machine with a network to create and fill it",
         )
     return tuple(find_dataset(root, dataset) for dataset in requests)
 
 
-def files_of_all(datasets: Iterable[FoundDataset]) -> tuple[Path, ...]:
-    """Return all files that may determine the documents of some datasets, without duplicates."""
-    return tuple(dict.fromkeys(file for dataset in datasets for file in dataset.files))
-
-
-def check_examples(dataset: FoundDataset, count: int) -> None:
+def require_example_split(dataset: FoundDataset, count: int) -> None:
     """Check that the split for few-shot examples exists, if any are needed.
 
     Args:
@@ -115,9 +115,9 @@ def check_examples(dataset: FoundDataset, count: int) -> None:
     if count and request.examples and dataset.directory is None and request.examples not in dataset.by_split:
         raise InvalidInput(
             f"evaluate.data: task {request.task}",
-            found=f"no file of split {request.examples!r}, which its {count} examples are drawn from",
-            expected=" or ".join(f"{name}_{request.examples}.jsonl" for name in dict.fromkeys(_names(request))),
-            remedy="put one beside the others; or evaluate.num_fewshot: 0",
+            found=f"no file with split {request.examples!r}, from which its {count} few-shot examples are drawn",
+            expected=" or ".join(f"{name}_{request.examples}.jsonl" for name in dict.fromkeys(_base_names(request))),
+            remedy="add one of these files, or set evaluate.num_fewshot: 0",
         )
 
 
@@ -130,20 +130,16 @@ def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
 
 
 def _data_in(directory: Path, request: TaskDataset) -> tuple[Path, ...]:
-    """Return the files that a task would be loaded from; empty if a file that it names is missing."""
-    if not request.files:
-        return _files_of(directory, request.config)
-    named = [_matching(directory, file) for _, file in request.files]
-    return tuple(file for files in named for file in files) if all(named) else ()
+    """Return the files that a task would be loaded from; empty if a file that it names is missing.
 
-
-def _matching(directory: Path, pattern: str) -> list[Path]:
-    return sorted(file for file in directory.glob(pattern) if file.is_file())
-
-
-def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
-    """Return the data files of a configuration, only those in its own directory if it has one, and the dataset card."""
-    inner = directory / config if config else directory
+    These are the files that it names, or all data files of its configuration (only those in the configuration's own
+    directory if it has one) and the dataset card.
+    """
+    if request.files:
+        dataset = FoundDataset(request, directory, {})
+        matches = [dataset.matching(pattern) for _, pattern in request.files]
+        return tuple(file for files in matches for file in files) if all(matches) else ()
+    inner = directory / request.config if request.config else directory
     data_directory = inner if inner.is_dir() else directory
     data = [
         file
@@ -156,7 +152,7 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
     return (*data, *([card] if data and card.is_file() else []))
 
 
-def _names(request: TaskDataset) -> Iterator[str]:
+def _base_names(request: TaskDataset) -> Iterator[str]:
     """Yield the base names that a file of this dataset may have, most specific first."""
     yield request.task
     if not request.path:
@@ -173,30 +169,7 @@ def _names(request: TaskDataset) -> Iterator[str]:
     yield base
 
 
-def _named_files(root: Path, request: TaskDataset) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for name in dict.fromkeys("".join(_words(name)) for name in _names(request)):
-        for base_name, split, file in _listing(root):
-            if base_name == name:
-                files.setdefault(split or request.evaluated, file)
-        if files:
-            break
-    return files
-
-
-def _listing(root: Path) -> list[tuple[str, str, Path]]:
-    """Return the base name, the split (or an empty text) and the path of every data file directly in ``root``."""
-    listing = []
-    for file in sorted(root.iterdir()):
-        if file.suffix not in FORMATS or not file.is_file():
-            continue
-        words = _words(file.stem)
-        at = next((index for index, word in enumerate(words) if index and word in _SPLITS), None)
-        listing.append(("".join(words[:at]), _SPLITS[words[at]] if at is not None else "", file))
-    return listing
-
-
-def split_named(stem: str) -> str | None:
+def split_of(stem: str) -> str | None:
     """Return the split that a file name indicates, None if it indicates none."""
     return next((_SPLITS[word] for word in _words(stem) if word in _SPLITS), None)
 

@@ -6,14 +6,19 @@ tasks expect other fields (``_FIELDS``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import read_card
-from mergegate.tasks.evaluation.mirror import FORMATS, FoundDataset, split_named
+from mergegate.tasks.evaluation.mirror import FORMATS, FoundDataset, split_of
+
+# Arguments of ``load_dataset`` that mean nothing for local data, or that mergegate sets itself.
+_HUB_ARGUMENTS = frozenset(
+    {"revision", "token", "trust_remote_code", "cache_dir", "download_mode", "streaming", "split", "data_files"}
+)
 
 
 @contextmanager
@@ -29,14 +34,11 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
     mirrored: dict[tuple[str, str | None], FoundDataset] = {}
     for each in found_datasets:
         first = mirrored.setdefault(each.request.key, each)
-        if (first.directory, first.by_split, first.request.files) != (
-            each.directory,
-            each.by_split,
-            each.request.files,
-        ):
+        sources = [(dataset.directory, dataset.by_split, dataset.request.files) for dataset in (first, each)]
+        if sources[0] != sources[1]:
             raise InvalidInput(
                 "evaluate.data",
-                found=f"tasks {first.request.task} and {each.request.task} with data of their own of one dataset",
+                found=f"different data of one dataset for the tasks {first.request.task} and {each.request.task}",
                 expected="the same data for both in this group",
                 remedy="name the tasks of the group one by one",
             )
@@ -49,11 +51,12 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
         if dataset is None:
             raise InvalidInput(
                 "evaluate.data",
-                found=f"a task that loads {path} ({name}) by code of its own",
-                expected="datasets that its configuration names",
-                remedy="leave the task out, or leave out evaluate.data",
+                found=f"a task whose code loads {path} ({name})",
+                expected="datasets that the configuration of the task names",
+                remedy="remove the task, or remove evaluate.data",
             )
-        splits = _load(dataset, load, scratch, {key: arguments[key] for key in arguments if key not in _OF_THE_HUB})
+        options = {key: value for key, value in arguments.items() if key not in _HUB_ARGUMENTS}
+        splits = _load(dataset, load, scratch, options)
         split = arguments.get("split")
         return splits[split] if split else splits
 
@@ -62,12 +65,6 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
         yield
     finally:
         datasets.load_dataset = load
-
-
-# Arguments of ``load_dataset`` that mean nothing for local data, or that mergegate sets itself.
-_OF_THE_HUB = frozenset(
-    {"revision", "token", "trust_remote_code", "cache_dir", "download_mode", "streaming", "split", "data_files"}
-)
 
 
 def _is_local(path: str, data_files: Any) -> bool:
@@ -87,61 +84,50 @@ def _load(dataset: FoundDataset, load: Callable[..., Any], scratch: Path, option
     if dataset.directory is not None:
         if request.files:
             arguments = (request.reader,) if request.reader else (str(dataset.directory), request.config)
-            return load(*arguments, data_files=dataset.named_files, **options, **cache)
-        if "configs" not in read_card(dataset.directory).metadata and not options and (named := _by_split(dataset)):
-            kind, files = named
-            return load(kind, data_files=files, **cache)
+            data_files: dict[str, list[str]] = {}
+            for split, pattern in request.files:
+                data_files.setdefault(split, []).extend(map(str, dataset.matching(pattern)))
+            return load(*arguments, data_files=data_files, **options, **cache)
+        if "configs" not in read_card(dataset.directory).metadata and not options:
+            # datasets itself would assign ``dev.jsonl`` to the split 'validation', which a task that uses 'dev' does
+            # not find.
+            files = [file for file in dataset.files if file.name != "README.md"]
+            formats = {FORMATS.get(file.suffix) for file in files}
+            file_splits = [split_of(file.stem) for file in files]
+            if len(formats) == 1 and (file_format := formats.pop()) and None not in file_splits:
+                data_files = {}
+                for file_split, file in zip(file_splits, files, strict=True):
+                    data_files.setdefault(str(file_split), []).append(str(file))
+                return load(file_format, data_files=data_files, **cache)
         return load(str(dataset.directory), request.config, **options, **cache)
-    splits = {
+    loaded = {
         split: load(FORMATS[file.suffix], data_files=str(file), split="train", **cache)
         for split, file in dataset.by_split.items()
     }
     if (fields := _FIELDS.get(request.path)) is not None:
-        splits = {
-            split: datasets.Dataset.from_list([fields(row) for row in rows]) if _is_plain(rows.column_names) else rows
-            for split, rows in splits.items()
-        }
-    evaluated = splits[request.evaluated]
+        for split, rows in loaded.items():
+            columns = set(rows.column_names)
+            if {"question", "choices", "answer"} <= columns and "answerKey" not in columns:
+                loaded[split] = datasets.Dataset.from_list([fields(row) for row in rows])
+    evaluated = loaded[request.evaluated]
     for missing in ("train", "validation", "test", request.examples):
-        if missing and missing not in splits:
-            splits[missing] = evaluated.select([])  # present but empty
-    return datasets.DatasetDict(splits)
+        if missing and missing not in loaded:
+            loaded[missing] = evaluated.select([])  # present but empty
+    return datasets.DatasetDict(loaded)
 
 
-def _by_split(dataset: FoundDataset) -> tuple[str, dict[str, list[str]]] | None:
-    """Return the format and the files by split of a directory without a card that declares them.
-
-    The result is None if the file names do not indicate splits. datasets itself would assign ``dev.jsonl`` to the split
-    'validation', which a task that uses 'dev' does not find.
-    """
-    files = [file for file in dataset.files if file.name != "README.md"]
-    kinds = {FORMATS.get(file.suffix) for file in files}
-    by_split: dict[str, list[str]] = {}
-    for file in files:
-        split = split_named(file.stem)
-        if split is None:
-            return None
-        by_split.setdefault(split, []).append(str(file))
-    kind = kinds.pop() if len(kinds) == 1 else None
-    return (kind, by_split) if kind else None
-
-
-def _is_plain(columns: Sequence[str]) -> bool:
-    return {"question", "choices", "answer"} <= set(columns) and "answerKey" not in columns
-
-
-def _arc(row: Mapping[str, Any]) -> dict[str, Any]:
+def _arc_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
     choices = {"text": list(row["choices"]), "label": labels}
     return {"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]}
 
 
-def _piqa(row: Mapping[str, Any]) -> dict[str, Any]:
+def _piqa_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     first, second = row["choices"]
     return {"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]}
 
 
 _FIELDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "allenai/ai2_arc": _arc,
-    "baber/piqa": _piqa,
+    "allenai/ai2_arc": _arc_fields,
+    "baber/piqa": _piqa_fields,
 }

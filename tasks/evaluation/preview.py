@@ -4,14 +4,12 @@ The preview lets a user inspect a prompt. It also reveals a tokenizer that canno
 function that fails. Prompts, few-shot examples and templates come from lm-eval, set up as for an evaluation
 (``task_setup``). Only the tokenizer of the model is needed::
 
-    result = preview(task, scoring, TokenizerPlace(name="chat", directory=..., digest=...), limit).value
+    result = preview(task, scoring, TokenizerSource(name="chat", directory=..., digest=...), limit).value
     print(result.prompt, result.answer, result.tokens)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -20,18 +18,20 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.tasks.checkpoints import TellProgress
-from mergegate.tasks.evaluation.document_order import order_documents
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.task_loading import evaluated_documents, load_task
+from mergegate.tasks.evaluation.task_setup import require_known_generation, room_for_prompt, set_up_tasks
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
 _LONGEST = 20_000  # characters of a prompt that are stored
 
 
-class TokenizerPlace(BaseModel):
+class TokenizerSource(BaseModel):
     """Location of the tokenizer and the chat template of a model, and their digest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class TaskPreview(StageValue):
 
 
 @value_stage("preview", version=2, subject="task")
-def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, limit: CountLimit) -> TaskPreview:
+def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit: CountLimit) -> TaskPreview:
     """Render the first document of ``task``, whose data is pinned, as the model of ``tokenizer`` would read it.
 
     Raises:
@@ -66,45 +66,72 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, limit: 
     return call_with_task_data(task, _render, (task, scoring, tokenizer), "its first document", limit.seconds)
 
 
-def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_progress: TellProgress) -> TaskPreview:
+def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_progress: TellProgress) -> TaskPreview:
     """Render the document; runs in the process that holds models."""
     from lm_eval.models.huggingface import HFLM
-
-    from mergegate.tasks.evaluation.harness import documents_in_set, load_task, quiet, user_errors
-    from mergegate.tasks.evaluation.task_setup import require_known_generation, room_for_prompt, set_up_tasks
-    from mergegate.tasks.evaluation.task_texts import text_of
+    from transformers import AutoTokenizer
 
     with quiet():
-        loaded_tokenizer = _tokenizer_of(tokenizer)
+        try:
+            loaded_tokenizer: Any = AutoTokenizer.from_pretrained(str(tokenizer.directory), trust_remote_code=False)
+        except Exception as error:  # transformers promises no set of types
+            raise InvalidInput(
+                f"{tokenizer.name}: its tokenizer",
+                found=f"cannot be loaded: {' '.join(str(error).split())[:300]}",
+                expected="a tokenizer that transformers can load, next to the weights",
+                remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
+            ) from error
         loaded = load_task(task)
-        counted = documents_in_set(loaded, task)
-        order = (key for key in order_documents(loaded.sizes, scoring.seed) if counted is None or key in counted)
-        if (first := next(order, None)) is None:
+        if (first := next(evaluated_documents(loaded, task, scoring.seed), None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
-        context = _context_of(tokenizer, loaded_tokenizer, scoring)
+        context = _context_length(tokenizer, loaded_tokenizer, scoring)
         # The same attributes as the ``LM`` of the backend.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
-        how = resolve_prompt_settings(task.asked, scoring)
-        require_known_generation(how, scoring.backend, task.name, loaded.generation)
+        prompting = resolve_prompt_settings(task.asked, scoring)
+        require_known_generation(prompting, scoring.backend, task.name, loaded.generation)
         room = {
-            each: room_for_prompt(loaded, each, how, context)
-            for each, settings in loaded.generation.items()
+            leaf_name: room_for_prompt(loaded, leaf_name, prompting, context)
+            for leaf_name, settings in loaded.generation.items()
             if settings is not None
         }
-        leaf = set_up_tasks(loaded, {name: [position]}, reader, how, scoring.seed)[name]
-        template = partial(HFLM.apply_chat_template, reader)
+        leaf = set_up_tasks(loaded, {name: [position]}, reader, prompting, scoring.seed)[name]
+
+        def apply_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            try:
+                return str(HFLM.apply_chat_template(reader, history, add_generation_prompt=add_generation_prompt))
+            except MergegateError:
+                raise
+            except Exception as error:  # blame the model, not the task
+                raise InvalidInput(
+                    f"{tokenizer.name}: chat template",
+                    found=f"fails on a document of {task.name}: {' '.join(str(error).split())[:300]}",
+                    expected="a template that accepts the messages of a task",
+                    remedy="set chat_template in the recipe, correct the model's template, or evaluate with "
+                    "chat_template: false",
+                ) from error
+
         with user_errors(task):
             leaf.build_all_requests(
                 samples=[position],
-                system_instruction=how.system_instruction,
-                apply_chat_template=how.is_chat,
-                fewshot_as_multiturn=how.is_multiturn,
-                chat_template=_checked_template(template, tokenizer.name, task.name) if how.is_chat else None,
+                system_instruction=prompting.system_instruction,
+                apply_chat_template=prompting.is_chat,
+                fewshot_as_multiturn=prompting.is_multiturn,
+                chat_template=apply_template if prompting.is_chat else None,
             )
-            prompt, *rest = leaf.instances[0].args
-            _require_instruction(how.system_instruction, str(prompt), tokenizer.name, task.name)
-            answer = rest[0] if rest and isinstance(rest[0], str) else text_of(leaf, leaf.eval_docs[position]).target
+            prompt, *continuations = leaf.instances[0].args
+            instruction = " ".join((prompting.system_instruction or "").split())
+            if instruction not in " ".join(str(prompt).split()):  # lm-eval drops it if a template rejects it
+                raise InvalidInput(
+                    f"evaluate.tasks: {task.name}: system_instruction",
+                    found=f"the chat template of {tokenizer.name} drops it",
+                    expected="a template that accepts a system message",
+                    remedy="set chat_template in the recipe, or add the instruction to the doc_to_text of your own "
+                    "YAML file",
+                )
+            answer = continuations[0] if continuations and isinstance(continuations[0], str) else None
+            if answer is None:
+                answer = text_of(leaf, leaf.eval_docs[position]).target
         return TaskPreview(
             leaf=name,
             prompt=str(prompt)[:_LONGEST],
@@ -114,32 +141,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_prog
         )
 
 
-def _require_instruction(instruction: str | None, prompt: str, model: str, task: str) -> None:
-    """Check that the prompt contains the system instruction: lm-eval drops it if a template rejects system messages."""
-    if instruction and " ".join(instruction.split()) not in " ".join(prompt.split()):
-        raise InvalidInput(
-            f"evaluate.tasks: {task}: system_instruction",
-            found=f"a chat template of {model} that leaves it out",
-            expected="a template that takes a system message",
-            remedy="say chat_template in the recipe, or put it into the doc_to_text of a YAML file of your own",
-        )
-
-
-def _tokenizer_of(source: TokenizerPlace) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
-    except Exception as error:  # transformers promises no set of types
-        raise InvalidInput(
-            f"{source.name}: its tokenizer",
-            found=f"cannot be loaded: {' '.join(str(error).split())[:300]}",
-            expected="a tokenizer that transformers can load, beside the weights",
-            remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
-        ) from error
-
-
-def _context_of(source: TokenizerPlace, tokenizer: Any, scoring: Scoring) -> int | None:
+def _context_length(source: TokenizerSource, tokenizer: Any, scoring: Scoring) -> int | None:
     """Return the context length that the backend will use, None if only the backend can tell."""
     from lm_eval.models.utils import resolve_max_length
     from transformers import AutoConfig
@@ -153,22 +155,3 @@ def _context_of(source: TokenizerPlace, tokenizer: Any, scoring: Scoring) -> int
     if scoring.backend not in ("hf", "served"):  # vLLM computes a longer context for scaled positions
         return None
     return int(resolve_max_length(config, tokenizer))
-
-
-def _checked_template(template: Callable[..., str], model: str, task: str) -> Callable[..., str]:
-    """Wrap ``template`` so that its exceptions blame the model, not the task."""
-
-    def fill_in(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        try:
-            return template(history, add_generation_prompt=add_generation_prompt)
-        except MergegateError:
-            raise
-        except Exception as error:
-            raise InvalidInput(
-                f"{model}: chat template",
-                found=f"fails on a document of {task}: {' '.join(str(error).split())[:300]}",
-                expected="a template that takes the messages of a task",
-                remedy="say chat_template in the recipe, correct the model's, or evaluate with chat_template: false",
-            ) from error
-
-    return fill_in

@@ -25,8 +25,9 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
 from mergegate.tasks.checkpoints import Model, files_fingerprint
+from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY
 from mergegate.tasks.evaluation.document_order import (
@@ -42,6 +43,7 @@ from mergegate.tasks.evaluation.document_scores import (
     read_document_scores,
     write_document_scores,
 )
+from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.metrics import (
     JudgedMetrics,
     MetricSetting,
@@ -91,12 +93,13 @@ class AnswerEnds(BaseModel):
         """Return ``58 of 60 answers reached max_gen_toks (24)``, or an empty text if no answer was cut off."""
         if not self.cut_off:
             return ""
-        budget = (
-            f" ({' to '.join(map(str, dict.fromkeys((self.budgets[0], self.budgets[-1]))))})" if self.budgets else ""
-        )
-        limit = "max_gen_toks" + budget if "length" in self.counts else ""
-        context = "the end of the context" if "context" in self.counts else ""
-        return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(filter(None, (limit, context)))}"
+        limits = []
+        if "length" in self.counts:
+            budgets = " to ".join(map(str, dict.fromkeys(self.budgets[:1] + self.budgets[-1:])))
+            limits.append(f"max_gen_toks ({budgets})" if budgets else "max_gen_toks")
+        if "context" in self.counts:
+            limits.append("the end of the context")
+        return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(limits)}"
 
 
 class Scores(StageValue):
@@ -167,56 +170,40 @@ def evaluate(
             scoring process died.
         Refused: If scoring takes longer than ``scoring.time_limit``.
     """
-    from mergegate.tasks.evaluation.process import score_in_child
-
     keep_only_journal(out)
     endpoint = scoring.server.at(model.name) if scoring.server else None
     began = time.monotonic()
-    scored = score_in_child(
-        model,
-        task,
-        scoring,
-        part,
-        runtime.device,
-        lambda done, total: advance(done, total, f"requests of {task.name}"),
-        # The server is not part of the key, but a run must not resume answers that another server gave.
-        JournalPlace(
-            out / JOURNAL,
-            f"{evaluate.key(model, task, scoring, part, runtime)} {endpoint!r} {files_fingerprint([model])}",
-        ),
-    )
-    write_document_scores(out / SCORES_FILE, scored.outcomes)
+    # The server is not part of the key, but a run must not resume answers that another server gave.
+    key = f"{evaluate.key(model, task, scoring, part, runtime)} {endpoint!r} {files_fingerprint([model])}"
+    job = ScoringJob(model, task, scoring, part, runtime.device, JournalLocation(out / JOURNAL, key))
+    rows = process.score_in_child(job, lambda done, total: advance(done, total, f"requests of {task.name}"))
+    write_document_scores(out / SCORES_FILE, rows)
     return Scores(
         model=model.name,
-        tasks=score_table(task.name, scored.outcomes),
+        tasks=score_table(task.name, rows),
         lm_eval_version=versions("lm_eval")["lm_eval"],
         part=part,
         seed=scoring.seed,
         seconds=time.monotonic() - began,
         data={task.name: task.data} if task.data else {},
-        ends=answer_ends(task.name, scored.outcomes),
+        ends=answer_ends(task.name, rows),
     )
 
 
 @stage("excerpt", version=2)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
-    """Extract the scores of some documents from an artifact, as if only those documents had been evaluated.
-
-    Args:
-        out: Output directory.
-        scores: Artifact to read from.
-        part: Range to extract, within the range of the artifact.
+    """Extract the scores of ``part``, a range within that of the artifact, as if only it had been evaluated.
 
     Raises:
         InvalidInput: If documents are missing from the artifact, because then positions in the order are unknown.
     """
     value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
-    documents = sorted(documents_of(rows), key=lambda at: document_sort_key(at[0], at[1], value.seed))
+    documents = sorted(documents_of(rows), key=lambda document: document_sort_key(document[0], document[1], value.seed))
     if value.part is None or len(documents) != len(value.part):
         raise InvalidInput(
             f"{value.tasks[0].task}: scores of {value.model}",
-            found=f"{len(documents):,} documents scored",
-            expected=f"all of {value.part}",
+            found=f"{len(documents):,} scored documents",
+            expected=f"a score for each of {value.part}",
             remedy="delete 'evaluate' from the store and run again",
         )
     selected = set(documents[part.first - value.part.first : part.last - value.part.first])
@@ -254,7 +241,10 @@ def evaluate_documents(
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
         with join_progress(evaluate.name, model.name, [len(piece.scored) for piece in pieces]) as report:
-            artifacts = [_counted(evaluate(model, task, scoring, piece.scored, runtime), piece) for piece in pieces]
+            artifacts = []
+            for piece in pieces:
+                artifact = evaluate(model, task, scoring, piece.scored, runtime)
+                artifacts.append(artifact if piece.counted == piece.scored else excerpt(artifact, piece.counted))
             report.summary = join_parts(artifacts).summary()
     return artifacts
 
@@ -293,18 +283,11 @@ def _pieces(
     return cover_documents(limit, document_ranges(total, scoring.first_look), ranges)
 
 
-def _counted(artifact: Artifact[Scores], piece: Piece) -> Artifact[Scores]:
-    return artifact if piece.counted == piece.scored else excerpt(artifact, piece.counted)
-
-
 def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
     """Add the versions of the libraries that the backend computes with to ``runtime``."""
-    library_versions = find_backend(scoring.backend).library_versions()
-    return (
-        runtime.model_copy(update={"libraries": {**runtime.libraries, **library_versions}})
-        if library_versions
-        else runtime
-    )
+    if not (library_versions := find_backend(scoring.backend).library_versions()):
+        return runtime
+    return runtime.model_copy(update={"libraries": {**runtime.libraries, **library_versions}})
 
 
 @value_stage("sources", version=1, subject="task")
@@ -315,9 +298,7 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
         InvalidInput: If the data cannot be loaded.
         Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import inspect_in_child
-
-    sources = inspect_in_child(task, limit.seconds).data.sources
+    sources = process.inspect_in_child(task, limit.seconds).data.sources
     return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in sources))
 
 
@@ -333,9 +314,7 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
         InvalidInput: If the data cannot be loaded.
         Refused: If loading takes longer than ``limit``.
     """
-    from mergegate.tasks.evaluation.process import inspect_in_child
-
-    loaded = inspect_in_child(task, limit.seconds)
+    loaded = process.inspect_in_child(task, limit.seconds)
     metrics = {leaf: dict(labels) for leaf, labels in loaded.metrics.items()}
     return TaskSize(documents=loaded.documents, data=loaded.data, metrics=metrics)
 
@@ -353,7 +332,7 @@ def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
         return ()
     revisions = [revision_now(source) for source in find_sources.build(task, limit).value.sources]
     resolved = [revision for revision in revisions if revision is not None]
-    return tuple(resolved) if revisions and len(resolved) == len(revisions) else (f"looked at by {uuid4().hex}",)
+    return tuple(resolved) if revisions and len(resolved) == len(revisions) else (f"unknown {uuid4().hex}",)
 
 
 def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
@@ -393,12 +372,12 @@ class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
     Args:
-        where: Name used in messages, such as ``'gsm8k: scores of merge'``.
+        location: Name used in messages, such as ``'gsm8k: scores of merge'``.
         task: Name of the task.
         parts: Artifacts, in any order. Their tables are read on the first access to ``rows``.
     """
 
-    where: str
+    location: str
     task: str
     parts: tuple[Artifact[Scores], ...]
 
@@ -423,7 +402,7 @@ class TaskScores:
             )
         )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
-            raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
+            raise InvalidInput(self.location, found="parts with the same documents", expected="each document once")
         return together
 
     @property
@@ -448,7 +427,7 @@ class TaskScores:
         return score_table(self.task, self.rows)
 
     @property
-    def documents_asked(self) -> int:
+    def requested_documents(self) -> int:
         """Number of documents that should have been scored; for results that lm-eval wrote, the number it scored."""
         ranges = [part.value.part for part in self.parts]
         return sum(len(part) for part in ranges if part) if all(ranges) else self.documents
@@ -463,14 +442,14 @@ class TaskScores:
         Raises:
             InvalidInput: If a document has no score.
         """
-        if self.documents != self.documents_asked:
+        if self.documents != self.requested_documents:
             raise InvalidInput(
-                self.where,
-                found=f"{self.documents:,} documents scored",
-                expected=f"{self.documents_asked:,}, as were asked",
+                self.location,
+                found=f"{self.documents:,} scored documents",
+                expected=f"{self.requested_documents:,}, the number of evaluated documents",
                 remedy="delete 'evaluate' from the store and run again",
             )
-        return metrics.judged(self.rows, self.where)
+        return metrics.judged(self.rows, self.location)
 
 
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
@@ -487,9 +466,16 @@ def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScor
         grouped.setdefault(part.value.tasks[0].task, []).append(part)
     joined = {}
     for task, group in grouped.items():
-        joined[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
-        _check_one_version(joined[task].where, group)
-        _check_one_benchmark(joined[task])
+        location = f"{task}: scores of {model}"
+        _check_one_version(location, group)
+        if len({data.digest for part in group if (data := part.value.data.get(task))}) > 1:
+            raise InvalidInput(
+                location,
+                found="parts measured on different data",
+                expected="the same documents, examples and templates in all parts",
+                remedy="the dataset of the task was replaced: evaluate again",
+            )
+        joined[task] = TaskScores(location, task, tuple(group))
     return joined
 
 
@@ -547,17 +533,8 @@ def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ..
 def _check_one_version(location: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
-        raise InvalidInput(location, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
-
-
-def _check_one_benchmark(joined: TaskScores) -> None:
-    digests = {data.digest for part in joined.parts if (data := part.value.data.get(joined.task))}
-    if len(digests) > 1:
         raise InvalidInput(
-            joined.where,
-            found="parts measured on different data",
-            expected="the same documents, examples and templates",
-            remedy="the task's dataset was exchanged: evaluate again",
+            location, found=f"parts from lm-eval {' and '.join(versions_found)}", expected="one version of lm-eval"
         )
 
 

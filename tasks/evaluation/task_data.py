@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from mergegate.tasks.store import digest
 
 _COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
 # Keys of a configuration that are paths on this machine, or only labels.
-_NOT_ASKED = ("dataset_kwargs", "metadata", "tag", "task_alias")
+_UNPINNED_KEYS = ("dataset_kwargs", "metadata", "tag", "task_alias")
 
 
 class DataSource(BaseModel):
@@ -64,7 +64,7 @@ def digest_of_leaves(leaves: Mapping[str, Any]) -> str:
     hasher = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
-        config = {key: value for key, value in _plain(leaf.config).items() if key not in _NOT_ASKED}
+        config = {key: value for key, value in _plain(leaf.config).items() if key not in _UNPINNED_KEYS}
         if Path(str(config.get("dataset_path"))).is_absolute():
             del config["dataset_path"]
         sampler = getattr(leaf, "sampler", None)
@@ -92,17 +92,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, partial):
         return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
     if callable(value):
-        return _source(value)
+        try:
+            return inspect.getsource(value)
+        except (TypeError, OSError):
+            return getattr(value, "__qualname__", type(value).__qualname__)
     if hasattr(value, "tobytes"):  # images, audio, arrays
         return hashlib.sha256(value.tobytes()).hexdigest()
     return str(value)
-
-
-def _source(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (TypeError, OSError):
-        return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 @contextmanager
@@ -119,7 +115,7 @@ def record_sources() -> Iterator[list[DataSource]]:
         source = DataSource(
             path=str(path),
             name=None if name is None else str(name),
-            data_files=tuple(_listed(data_files)),
+            data_files=tuple(_file_names(data_files)),
             revision=str(kwargs.get("revision") or _commit_of(dataset)),
         )
         if source not in sources:
@@ -138,39 +134,28 @@ def revision_now(source: DataSource) -> str | None:
 
     The result is None if only loading can tell.
     """
-    if Path(source.path).is_dir():
-        files = sorted(file for file in Path(source.path).rglob("*") if file.is_file())
-        return _of_files(files, Path(source.path))
-    if any("://" in file for file in source.data_files):
-        return None
-    if source.data_files and all(Path(file).is_file() for file in source.data_files):
-        return _of_files([Path(file) for file in source.data_files], Path())
-    return _commit_now(source.path) or _in_cache(source.path)
-
-
-def _of_files(files: Iterable[Path], root: Path) -> str:
-    return "files " + digest([[file.relative_to(root).as_posix(), sha256_file(file)] for file in files])
-
-
-def _commit_now(repo: str) -> str | None:
-    """Return the current commit on the Hub, None if the Hub is unavailable and loading would use the cache."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from mergegate.tasks.checkpoints.hub import hub_access, is_offline
 
-    if is_offline():
+    files: dict[str, Path] | None = None
+    if (directory := Path(source.path)).is_dir():
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = {path.relative_to(directory).as_posix(): path for path in paths}
+    elif any("://" in file for file in source.data_files):
         return None
-    try:
-        return f"commit {hub_access(writing=False).api().dataset_info(repo, timeout=20).sha}"
-    except (HfHubHTTPError, OSError, ValueError):
-        return None
-
-
-def _in_cache(repo: str) -> str | None:
-    """Return a digest of the cached copies of a dataset; loading uses the newest of them."""
+    elif source.data_files and all(Path(file).is_file() for file in source.data_files):
+        files = {file: Path(file) for file in source.data_files}
+    if files is not None:
+        return "files " + digest([[name, sha256_file(path)] for name, path in files.items()])
+    if not is_offline():
+        try:
+            return f"commit {hub_access(writing=False).api().dataset_info(source.path, timeout=20).sha}"
+        except (HfHubHTTPError, OSError, ValueError):
+            pass  # The Hub is unavailable, so loading uses the newest of the cached copies.
     import datasets
 
-    owner, _, name = repo.rpartition("/")
+    owner, _, name = source.path.rpartition("/")
     folder = "___".join([*([owner] if owner else []), datasets.naming.camelcase_to_snakecase(name)])
     directory = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / folder
     entries = [
@@ -191,10 +176,12 @@ def _commit_of(loaded: Any) -> str:
     return ""
 
 
-def _listed(value: Any) -> list[str]:
+def _file_names(value: Any) -> list[str]:
     """Return the names of data files, given as a name, a list, or either by split."""
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return [name for inner in value.values() for name in _listed(inner)]
-    return [name for inner in value for name in _listed(inner)] if isinstance(value, (list, tuple)) else [str(value)]
+        return [name for inner in value.values() for name in _file_names(inner)]
+    return (
+        [name for inner in value for name in _file_names(inner)] if isinstance(value, (list, tuple)) else [str(value)]
+    )

@@ -8,7 +8,7 @@ for them (``evaluate.data``), ``tasks.evaluation.mirror`` finds them there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class TaskDataset:
         return self.reader or self.path, self.config
 
     def __str__(self) -> str:
-        return f"{self.path or 'files at an address'}{f' ({self.config})' if self.config else ''}"
+        return f"{self.path or 'files at a web address'}{f' ({self.config})' if self.config else ''}"
 
 
 def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
@@ -61,9 +61,19 @@ def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None
     name = config.get("dataset_name")
     kwargs = config.get("dataset_kwargs")
     kwargs = kwargs if isinstance(kwargs, Mapping) else {}
-    path, reader, revision, files = dataset_path, "", str(kwargs.get("revision") or ""), tuple(_by_split(kwargs))
+    # Files without a split belong to 'train', as in datasets.
+    data_files = kwargs.get("data_files")
+    by_split = data_files if isinstance(data_files, Mapping) else {"train": data_files}
+    files = tuple(
+        (str(split), str(file))
+        for split, split_files in by_split.items()
+        for file in (split_files if isinstance(split_files, (list, tuple)) else [split_files])
+        if file
+    )
+    path, reader, revision = dataset_path, "", str(kwargs.get("revision") or "")
     if any("://" in file or file.startswith("/") for _, file in files):
-        path, reader, revision, files = _of_addresses(dataset_path, files)
+        reader = dataset_path
+        path, revision, files = _repository_of(files)
     return TaskDataset(
         task=task,
         path=path,
@@ -77,24 +87,14 @@ def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None
     )
 
 
-def _of_addresses(reader: str, files: tuple[tuple[str, str], ...]) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return repository, reader, revision and files in the repository; no repository if it is not on the Hub."""
-    matches = [(split, _ON_THE_HUB.fullmatch(file)) for split, file in files]
+def _repository_of(addresses: tuple[tuple[str, str], ...]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Return repository, revision and files in the repository, all empty if it is not a single one on the Hub."""
+    matches = [(split, _ON_THE_HUB.fullmatch(file)) for split, file in addresses]
     repositories = {
         (match["repo"] or match["web"], match["commit"] or match["branch"] or "") for _, match in matches if match
     }
     if len(repositories) != 1 or not all(match for _, match in matches):
-        return "", reader, "", ()
-    ((repo, revision),) = repositories
+        return "", "", ()
+    ((repository, revision),) = repositories
     paths = tuple((split, match["file"] or match["path"]) for split, match in matches if match)
-    return repo, reader, "" if revision == "main" else revision, paths
-
-
-def _by_split(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (split, name) of every data file; files without a split belong to 'train', as in datasets."""
-    data_files = kwargs.get("data_files")
-    by_split = data_files if isinstance(data_files, Mapping) else {"train": data_files}
-    for split, files in by_split.items():
-        for file in files if isinstance(files, (list, tuple)) else [files]:
-            if file:
-                yield str(split), str(file)
+    return repository, "" if revision == "main" else revision, paths

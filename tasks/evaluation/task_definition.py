@@ -19,7 +19,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
-from mergegate.tasks.evaluation.mirror import files_of_all, find_datasets
+from mergegate.tasks.evaluation.mirror import find_datasets
 from mergegate.tasks.evaluation.settings import PromptSettings
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
@@ -119,9 +119,9 @@ def _require_shipped(task: str) -> None:
         matches = get_close_matches(task, shipped, n=1)
         raise InvalidInput(
             f"task {task}",
-            found=f"no task of lm-eval {version('lm_eval')}",
-            expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
-            remedy=f"did you mean {matches[0]!r}?" if matches else "`lm-eval ls tasks` lists them",
+            found=f"not a task of lm-eval {version('lm_eval')}",
+            expected="a task, group or tag that lm-eval ships, or your own YAML file",
+            remedy=f"did you mean {matches[0]!r}?" if matches else "list all tasks with `lm-eval ls tasks`",
         )
 
 
@@ -168,7 +168,7 @@ def read_definition(path: Path) -> Definition:
     name = config.get("task")
     if "group" not in config and "task_list" not in config:
         if not isinstance(name, str):
-            raise InvalidInput(str(path), found="no name under 'task'", expected="one task with 'task: <name>'")
+            raise InvalidInput(str(path), found="no name under 'task'", expected="a task with 'task: <name>'")
         return resolve_definition(path, name, config, data_root, files)
     members = group_members(path, config, data_root, files)
     all_files = dict.fromkeys([*files, *(file for member in members for file in member.files)])
@@ -185,4 +185,5 @@ def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path 
 
 
 def _data_hashes(mirror: Path, datasets: tuple[TaskDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
-    return [sha256(file) for file in files_of_all(find_datasets(mirror, datasets))]
+    files = dict.fromkeys(file for dataset in find_datasets(mirror, datasets) for file in dataset.files)
+    return [sha256(file) for file in files]

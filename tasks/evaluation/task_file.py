@@ -6,7 +6,9 @@ resolves them relative to its working directory.
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +17,11 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import StrictLoader, parsing_errors, plain_file, read_yaml_mapping
-from mergegate.tasks.evaluation.task_code import local_imports
+from mergegate.merge_core.parsing import StrictLoader, parsing_errors, plain_file, read_plain, read_yaml_mapping
 
 _MAX_INCLUDES = 32
 _MAX_FILES = 1000
+_MAX_CODE_BYTES = 1 << 20
 
 
 class Function(str):
@@ -77,16 +79,49 @@ def resolve_definition(
     data_files = kwargs.get("data_files")
     if data_files is not None:
         data_files = _resolve(data_files, data_root, str(path), files)
-    elif dataset_path and (directory := _directory(data_root, dataset_path, str(path))) is not None:
-        dataset_path = str(directory)
-        files += sorted(file for file in directory.rglob("*") if file.is_file() and not file.name.startswith("."))
+    elif dataset_path:
+        with parsing_errors(f"{path}: dataset_path", "not the name of a directory or a dataset"):
+            directory = data_root / dataset_path if (data_root / dataset_path).is_dir() else None
+        if directory is not None:
+            dataset_path = str(directory)
+            files += sorted(file for file in directory.rglob("*") if file.is_file() and not file.name.startswith("."))
     settings = {"functions_from": path.parent, **group_settings}
     return Definition(path, name, config, tuple(files), dataset_path, data_files, **settings)
 
 
-def _directory(root: Path, name: str, location: str) -> Path | None:
-    with parsing_errors(f"{location}: dataset_path", "no name of a directory or a dataset"):
-        return root / name if (root / name).is_dir() else None
+def local_imports(path: Path, directory: Path) -> tuple[Path, ...]:
+    """Return the files in ``directory``, or next to ``path``, that a module imports; packages with all their modules.
+
+    They affect a task as much as its functions do, so they are pinned with it. Imports whose names are known only at
+    run time (``importlib``) are not found; such a file must be named in the YAML file.
+
+    Raises:
+        InvalidInput: If ``path`` is not a plain file, or not Python.
+    """
+    content = read_plain(path, _MAX_CODE_BYTES, expected="a Python file that a task names")
+    names: dict[tuple[str, ...], None] = {}  # of modules, split at the dots; ``from x import y`` is both x and x.y
+    with parsing_errors(str(path), "not Python"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about other people's code
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Import):
+                names |= dict.fromkeys(tuple(alias.name.split(".")) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = (*("..",) * max(0, node.level - 1), *(node.module.split(".") if node.module else ()))
+                if node.module:
+                    names[module] = None
+                names |= dict.fromkeys((*module, alias.name) for alias in node.names)
+        files: dict[Path, None] = {}  # of modules, and the ``__init__.py`` files of the packages around them
+        for name in names:
+            for start in dict.fromkeys((path.parent, directory)):
+                module_path = start
+                for part in name[:-1]:
+                    module_path = module_path / part
+                    if part != "..":
+                        files |= {module_path / "__init__.py": None, module_path.with_suffix(".py"): None}
+                if name[-1] != "*":
+                    module_path = module_path / name[-1]
+                    files |= {module_path.with_suffix(".py"): None, module_path / "__init__.py": None}
+        return tuple(file for file in files if file.is_file())
 
 
 def modules_of(config: object, directory: Path) -> list[Path]:
@@ -136,40 +171,36 @@ def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -
     """Return the merged configuration and the directory that its data paths are relative to; appends to ``files``."""
     location = str(path)
     if path in including:
-        raise InvalidInput(location, found="includes itself", expected="includes without a circle")
+        raise InvalidInput(location, found="a file that includes itself", expected="includes without a cycle")
     functions: list[Function] = []
     remedy = f"it is included by {including[-1]}" if including else "paths are relative to the profile"
-    own = read_yaml_mapping(path, "an lm-eval task definition (YAML)", remedy=remedy, loader=_loader(functions))
+
+    class Loader(StrictLoader):
+        """Load plain data; a function is recorded by name and not imported."""
+
+        text_keys = False
+
+    def record_function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        functions.append(Function(loader.construct_scalar(node)))
+        return functions[-1]
+
+    Loader.add_constructor("!function", record_function)
+    own = read_yaml_mapping(path, "an lm-eval task definition (YAML)", remedy=remedy, loader=Loader)
     files.append(path)
     files += modules_of(functions, path.parent)  # a missing module belongs to an installed package
     config: dict[str, Any] = {}
     data_root = path.parent
     for include in as_list(own.pop("include", [])):
         if len(including) >= _MAX_INCLUDES or len(files) > _MAX_FILES:
-            raise InvalidInput(location, found="includes without an end", expected=f"at most {_MAX_INCLUDES} deep")
-        included, included_root = read_task_file((path.parent / str(include)).absolute(), files, (*including, path))
-        included.pop("task_list", None)
-        config.update(included)
-        data_root = included_root
+            raise InvalidInput(location, found="too many nested includes", expected=f"at most {_MAX_INCLUDES} levels")
+        base, data_root = read_task_file((path.parent / str(include)).absolute(), files, (*including, path))
+        base.pop("task_list", None)
+        config.update(base)
     if "task_list" in own:
         config.pop("task", None)  # inherited from an include; the tasks are those in the list
     config.update(own)
     has_data = "dataset_path" in own or "dataset_kwargs" in own
     return config, path.parent if has_data else data_root
-
-
-def _loader(functions: list[Function]) -> type[StrictLoader]:
-    class Loader(StrictLoader):
-        """Load plain data; a function is recorded by name and not imported."""
-
-        text_keys = False
-
-    def record(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-        functions.append(Function(loader.construct_scalar(node)))
-        return functions[-1]
-
-    Loader.add_constructor("!function", record)
-    return Loader
 
 
 def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> Any:
@@ -181,7 +212,7 @@ def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> A
     text = str(data_files)
     if "://" in text:
         return text  # datasets downloads it; only the address can be pinned here
-    with parsing_errors(f"{location}: dataset_kwargs.data_files", "no name of a file"):
+    with parsing_errors(f"{location}: dataset_kwargs.data_files", "not a file name"):
         has_pattern = not Path(text).is_absolute() and re.search(r"[*?\[]", text)
         paths = sorted(base.glob(text)) if has_pattern else [base / text]
         missing = [file for file in paths if not file.exists()]
@@ -192,7 +223,7 @@ def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> A
         raise InvalidInput(
             f"{location}: dataset_kwargs.data_files",
             found=f"no file {missing[0] if missing else base / text}",
-            expected="data files, relative to the YAML file",
+            expected="existing data files, relative to the YAML file",
         )
     files += paths
     return [str(file) for file in paths] if len(paths) > 1 else str(paths[0])

@@ -12,14 +12,12 @@ from copy import deepcopy
 from difflib import get_close_matches
 from inspect import signature
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring
-
-if TYPE_CHECKING:
-    from mergegate.tasks.evaluation.harness import LoadedTask
+from mergegate.tasks.evaluation.task_loading import LoadedTask
 
 # lm-eval's names for the largest number of tokens of an answer; if several are set, it uses the first.
 BUDGET_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -21,19 +21,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel
 from mergegate.tasks.evaluation.backends.hf import BACKEND, wrap_model
 from mergegate.tasks.evaluation.choice_probability import choices_of
-from mergegate.tasks.evaluation.document_order import order_documents
-from mergegate.tasks.evaluation.harness import (
-    LoadedTask,
-    documents_in_set,
-    load_task,
-    progress_to,
-    quiet,
-    score_loaded_documents,
-    user_errors,
-)
+from mergegate.tasks.evaluation.harness import progress_to, score_loaded_documents
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet, user_errors
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.task_loading import LoadedTask, evaluated_documents, load_task
 from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
 
@@ -99,11 +92,11 @@ class TokenizedTask:
             positions.setdefault(leaf, []).append(document)
         with quiet(), _no_bars(alive):
             lm = wrap_model(loaded, self.scoring)
-            scored = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
+            scores = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
         location = f"task {self.task.name}"
-        metrics = choose_metrics(scored.outcomes, metric or None, location)
+        metrics = choose_metrics(scores, metric or None, location)
         sign = 1.0 if metrics.higher_is_better else -1.0
-        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(scored.outcomes, location)}
+        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(scores, location)}
         return [judged[self.order[index]] for index in part]
 
 
@@ -122,8 +115,7 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
     """
     with quiet(), _no_bars():
         loaded_task = load_task(task)
-        counted = documents_in_set(loaded_task, task)
-        order = [key for key in order_documents(loaded_task.sizes, scoring.seed) if counted is None or key in counted]
+        order = list(evaluated_documents(loaded_task, task, scoring.seed))
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
             lm = wrap_model(loaded, scoring)

@@ -333,11 +333,11 @@ def _measure(
     # The parent with the best mean; ties go to the first.
     sign = 1.0 if metrics.higher_is_better else -1.0
     best = max(paired, key=lambda name: sign * sum(paired[name].reference) / len(paired[name].reference))
-    if (scored := len(paired[best].documents)) != merge.documents_asked:
+    if (scored := len(paired[best].documents)) != merge.requested_documents:
         raise InvalidInput(
             f"task {guard.task}",
             found=f"{scored:,} documents with a score for {metrics.label}",
-            expected=f"scores for all {merge.documents_asked:,} evaluated documents",
+            expected=f"scores for all {merge.requested_documents:,} evaluated documents",
             remedy="choose a metric that every document has",
         )
     bias = selection_bias([pair.reference for pair in paired.values()])

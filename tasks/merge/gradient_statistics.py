@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mergegate.merge_core.adapters import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import importance_file_name, open_checkpoint, write_importance
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
@@ -72,7 +72,7 @@ class _Part:
 
     parameter: Any
     names: tuple[str, ...]
-    pieces: tuple[ExpertPlace, ...] = ()
+    pieces: tuple[ExpertSlice, ...] = ()
 
     @property
     def owner(self) -> dict[str, str]:
@@ -153,7 +153,7 @@ def read_gradients(
     dtype: str,
     device: str,
     out: Path,
-    journal_place: JournalPlace,
+    journal_place: JournalLocation,
     on_progress: TellProgress,
 ) -> ImportanceStatistics:
     """Measure how much each element of ``model`` matters to its predictions on ``text`` and write it to ``out``.
@@ -224,7 +224,7 @@ def read_gradients(
 def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
     """Return the parameters that are stored in the same shape or as separate experts, in network order."""
     parts: dict[int, tuple[Any, list[str]]] = {}
-    experts: dict[int, tuple[ExpertPlace, ...]] = {}
+    experts: dict[int, tuple[ExpertSlice, ...]] = {}
     for path, parameter in loaded.network.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             continue
@@ -244,17 +244,17 @@ def _split(path: str) -> tuple[str, str]:
     return module, last
 
 
-def _pieces(parameter: Any, pieces: tuple[ExpertPlace, ...]) -> tuple[ExpertPlace, ...]:
+def _pieces(parameter: Any, pieces: tuple[ExpertSlice, ...]) -> tuple[ExpertSlice, ...]:
     """Return ``pieces`` if together they are the complete parameter of the experts, otherwise an empty tuple."""
-    if not pieces or any(piece.experts is None or piece.experts >= len(parameter) for piece in pieces):
+    if not pieces or any(piece.expert is None or piece.expert >= len(parameter) for piece in pieces):
         return ()
     fits = all(_slice_of_piece(parameter, piece).shape == piece.tensor.shape for piece in pieces)
     return pieces if fits and sum(piece.tensor.numel for piece in pieces) == parameter.numel() else ()
 
 
-def _slice_of_piece(parameter: Any, piece: ExpertPlace) -> Any:
+def _slice_of_piece(parameter: Any, piece: ExpertSlice) -> Any:
     """Return the slice of a parameter of experts that a stored tensor contains, transposed if only that fits."""
-    expert, shape = parameter[piece.experts], piece.tensor.shape
+    expert, shape = parameter[piece.expert], piece.tensor.shape
     rows = expert[piece.first_row : piece.first_row + shape[0]]
     return expert.T if rows.shape != shape and expert.T.shape == shape else rows
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mergegate.merge_core.adapters import ExpertPlace, StoredNames
+from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture import input_width, is_inputs_first, is_projection, parse_layer_place
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
     write_inputs,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
@@ -248,7 +248,7 @@ def read_inputs(
     dtype: str,
     device: str,
     out: Path,
-    journal_place: JournalPlace,
+    journal_place: JournalLocation,
     on_progress: TellProgress,
 ) -> InputStatistics:
     """Measure the inputs of each matrix of ``model`` while it reads ``text``, and write their moments to ``out``.
@@ -345,13 +345,13 @@ def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[s
     return list(parts.values()), experts
 
 
-def _matrices(parameter: str, pieces: Sequence[ExpertPlace]) -> list[_ExpertMatrix]:
+def _matrices(parameter: str, pieces: Sequence[ExpertSlice]) -> list[_ExpertMatrix]:
     """Return the matrices of all experts in a parameter, or an empty list if the disk has no separate ones."""
     stored: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for piece in pieces:
-        if piece.experts is None or len(piece.tensor.shape) != 2 or not is_projection(piece.tensor.name):
+        if piece.expert is None or len(piece.tensor.shape) != 2 or not is_projection(piece.tensor.name):
             return []
-        stored.setdefault(piece.experts, []).append((piece.tensor.name, piece.tensor.shape))
+        stored.setdefault(piece.expert, []).append((piece.tensor.name, piece.tensor.shape))
     widths = {input_width(*tensor) for tensors in stored.values() for tensor in tensors}
     return [_ExpertMatrix(parameter, number, tuple(own)) for number, own in stored.items()] if len(widths) == 1 else []
 

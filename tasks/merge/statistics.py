@@ -19,7 +19,7 @@ from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
@@ -47,7 +47,7 @@ def input_statistics(
     key = input_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
     return call_model_process(
         read_inputs,
-        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
         location=f"statistics of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
@@ -69,7 +69,7 @@ def importance_statistics(
     key = importance_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
     return call_model_process(
         read_gradients,
-        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
         location=f"importance of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal, open_journal
+from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal, open_journal
 from mergegate.tasks.checkpoints import (
     Model,
     TellProgress,
@@ -65,7 +65,7 @@ def ensemble_likelihoods(
         raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
     keep_only_journal(out)
     key = ensemble_likelihoods.key(models, documents, windows, runtime)
-    journal = JournalPlace(out / JOURNAL, key + files_fingerprint(models))
+    journal = JournalLocation(out / JOURNAL, key + files_fingerprint(models))
     measurement = call_model_process(
         _measure_together,
         (models, documents, windows, runtime.device, journal),
@@ -82,7 +82,7 @@ def _measure_together(
     documents: HeldOutText,
     windows: WindowSettings,
     device: str,
-    location: JournalPlace,
+    location: JournalLocation,
     on_progress: TellProgress,
 ) -> TextMeasurement:
     import torch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, tokenizer_digest
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
@@ -61,7 +61,7 @@ def measure(
     documents: HeldOutText,
     windows: WindowSettings,
     device: str,
-    location: JournalPlace,
+    location: JournalLocation,
     on_progress: TellProgress,
 ) -> TextMeasurement:
     """Compute the log-likelihood of every held-out document under ``model``.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement, WindowSettings, measure
 from mergegate.tasks.perplexity.settings import PerplexitySettings
@@ -67,7 +67,7 @@ def perplexity(
             models died.
     """
     keep_only_journal(out)
-    journal = JournalPlace(
+    journal = JournalLocation(
         out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_fingerprint([model])
     )
     measurement = call_model_process(

@@ -140,8 +140,8 @@ def _base_problem(base: Checkpoint) -> str:
 
 def _tensor_problem(base: Checkpoint, adapter: Adapter) -> str:
     """Return why vLLM would refuse or ignore a tensor. vLLM identifies modules by their full name."""
-    if adapter.whole:
-        return f"vLLM takes no whole tensors ({next(iter(adapter.whole))})"
+    if adapter.full_tensors:
+        return f"vLLM takes no whole tensors ({next(iter(adapter.full_tensors))})"
     for module in adapter.modules.values():
         if parse_layer_place(f"{module.name}.weight") is None:
             return f"factors outside of the layers were not tried in vLLM ({module.name})"

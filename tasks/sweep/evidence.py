@@ -131,7 +131,7 @@ def pin_sweep(
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, where="sweep").items():
+    for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, location="sweep").items():
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {reference}",

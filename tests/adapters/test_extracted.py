@@ -98,7 +98,7 @@ def test_what_did_not_change_is_left_out(tmp_path: Path) -> None:
     fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if "layers.1.mlp.up" in name else one)
     found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
     assert list(found.adapter.factors) == ["model.layers.1.mlp.up_proj"]
-    assert (found.adapter.whole, found.adapter.biases) == ({}, {})
+    assert (found.adapter.full_tensors, found.adapter.biases) == ({}, {})
     # A constant difference has rank one, up to the rounding of each sum.
     assert found.error < 1e-5
     assert found.unchanged == len(read_all(base)) - 1
@@ -121,7 +121,7 @@ def test_a_bias_of_a_layer_that_did_not_change_is_saved_with_its_weight(tmp_path
 
     fine_tune = tuned(base, tmp_path / "tuned", change)
     found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
-    assert set(found.adapter.whole["model.layers.0.self_attn.k_proj"]) == {"weight", "bias"}
+    assert set(found.adapter.full_tensors["model.layers.0.self_attn.k_proj"]) == {"weight", "bias"}
     theirs = unloaded_by_peft(base, tmp_path / "adapter", tmp_path / "theirs", torch.float32)
     assert max(differences(theirs, read_all(fine_tune)).values(), default=0) < 5e-6
 
@@ -130,8 +130,8 @@ def test_a_bias_of_a_layer_that_did_not_change_is_saved_with_its_weight(tmp_path
     ("change", "words"),
     [
         (lambda name, one: one, "the same weights as base"),
-        (lambda name, one: one + 1 if "norm" in name else one, "alone"),
-        (lambda name, one: one.new_ones(97, 32) if "embed" in name else one, "the vocabularies differ"),
+        (lambda name, one: one + 1 if "norm" in name else one, "only model.layers.0"),
+        (lambda name, one: one.new_ones(97, 32) if "embed" in name else one, "use equal vocabularies"),
         (lambda name, one: one.new_ones(5, 5) if "up_proj" in name else one, r"shape \[5, 5\]"),
         (lambda name, one: one * float("nan") if "up_proj" in name else one, "NaN"),
     ],

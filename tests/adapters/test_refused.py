@@ -127,21 +127,21 @@ def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (drop(f"{PREFIX}.lora_A.weight"), "q_proj.lora_B.weight: alone"),
-        (drop(f"{PREFIX}.lora_B.weight"), "q_proj.lora_A.weight: alone"),
-        (put("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", 4, 32), "alone"),
+        (drop(f"{PREFIX}.lora_A.weight"), "q_proj.lora_B.weight: the adapter has it without its factor"),
+        (drop(f"{PREFIX}.lora_B.weight"), "q_proj.lora_A.weight: the adapter has it without its factor"),
+        (put("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", 4, 32), "without its factor"),
         (put("base_model.model.model.layers.0.router.weight", 4, 32), "has no tensor model.layers.0.router.weight"),
-        (put("model.layers.0.self_attn.o_proj.lora_A.weight", 4, 32), "not called base_model.model."),
-        (put(f"{PREFIX}.lora_C.weight", 4, 4), "not known here"),
-        (put(f"{PREFIX}.lora_A.default.weight", 4, 32), "not known here"),
-        (put(f"{PREFIX}.lora_magnitude_vector", 32), "no use_dora"),
-        (put(f"{PREFIX}.lora_B.bias", 32), "no lora_bias"),
-        (put(f"{PREFIX}.lora_A.weight", 4, 24), "for a shape of"),
+        (put("model.layers.0.self_attn.o_proj.lora_A.weight", 4, 32), "names that start with base_model.model."),
+        (put(f"{PREFIX}.lora_C.weight", 4, 4), "an unknown kind of tensor"),
+        (put(f"{PREFIX}.lora_A.default.weight", 4, 32), "an unknown kind of tensor"),
+        (put(f"{PREFIX}.lora_magnitude_vector", 32), "without use_dora"),
+        (put(f"{PREFIX}.lora_B.bias", 32), "without lora_bias"),
+        (put(f"{PREFIX}.lora_A.weight", 4, 24), "it fits a shape of"),
         (put(f"{PREFIX}.lora_A.weight", 8, 32), "rank 8"),
-        (put(f"{PREFIX}.lora_A.weight", 0, 32), "no elements"),
+        (put(f"{PREFIX}.lora_A.weight", 0, 32), "without elements"),
         (put(f"{PREFIX}.lora_A.weight", 4, 8, 4), "convolutions are not supported"),
-        (put(f"{PREFIX}.lora_embedding_A", 4, 32), "beside lora_A"),
-        (put(f"{PREFIX}.base_layer.weight", 8, 32), "for a shape of"),
+        (put(f"{PREFIX}.lora_embedding_A", 4, 32), "in addition to lora_A"),
+        (put(f"{PREFIX}.base_layer.weight", 8, 32), "it fits a shape of"),
         (put("base_model.model.model.embed_tokens.weight", 97, 32), "97 rows"),
         (put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 32), "trainable_token"),
     ],
@@ -197,7 +197,7 @@ def test_integers_are_no_factors(kept: Path, adapter: Path) -> None:
 
 def test_the_shapes_of_another_base_are_refused(kept: Path, tmp_path: Path) -> None:
     make_base(tmp_path / "wide", "llama", torch.float32, hidden_size=64, head_dim=16)
-    with pytest.raises(InvalidInput, match=r"expected: \[64, 64\], as model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(InvalidInput, match=r"expected: \[64, 64\], the shape of model\.layers\.0\.self_attn\.q_proj"):
         apply_adapter(open_checkpoint(tmp_path / "wide"), open_adapter(kept / "adapter"))
 
 

@@ -20,7 +20,7 @@ from tiny_models import LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import journalled
@@ -29,7 +29,7 @@ from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
-from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
@@ -79,9 +79,11 @@ def model_that_writes(directory: Path, *ids: int) -> Model:
 
 
 def ends_of(model: Model, task: EvalTask, **scoring: object) -> set[tuple[tuple[str, ...], tuple[int | None, ...]]]:
-    scored = score_documents(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None)
-    assert len(scored.outcomes) == 40
-    return {(row.ended, row.answer_tokens) for row in scored.outcomes}
+    scored = score_documents(
+        ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu"), lambda done, total: None
+    )
+    assert len(scored) == 40
+    return {(row.ended, row.answer_tokens) for row in scored}
 
 
 @pytest.mark.parametrize(
@@ -105,19 +107,21 @@ def test_an_answer_says_how_it_ended(tmp_path: Path, ids: Sequence[int], setting
 
 def test_choices_have_no_end(tmp_path: Path) -> None:
     task = pin_task("letters.yaml", write_choices(tmp_path / "tasks").parent, HashMemo(tmp_path / "hashes.db"))
-    scored = score_documents(make_model(tmp_path / "m"), task, Scoring(), WHOLE, "cpu", lambda done, total: None)
-    assert {row.ended for row in scored.outcomes} == {()}
-    assert answer_ends("letters", scored.outcomes) == {}
+    scored = score_documents(
+        ScoringJob(make_model(tmp_path / "m"), task, Scoring(), WHOLE, "cpu"), lambda done, total: None
+    )
+    assert {row.ended for row in scored} == {()}
+    assert answer_ends("letters", scored) == {}
 
 
 def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
     """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
     model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
-    scored = score_documents(model, task, Scoring(batch_size=7), WHOLE, "cpu", lambda done, total: None)
+    scored = score_documents(ScoringJob(model, task, Scoring(batch_size=7), WHOLE, "cpu"), lambda done, total: None)
     network = AutoModelForCausalLM.from_pretrained(model.directory)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     prompts = [json.loads(line)["word"] for line in (tmp_path / "t/data/letters.jsonl").read_text().splitlines()]
-    for row in scored.outcomes:
+    for row in scored:
         ids = tokenizer(prompts[row.doc_id], return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = network.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=EOS, pad_token_id=0)[0]
@@ -125,18 +129,18 @@ def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
         ending = next((at for at, token in enumerate(written, 1) if token in (EOS, 3)), None)
         expected = ("length", 9) if ending is None else ("eos" if written[ending - 1] == EOS else "stop", ending)
         assert (row.ended, row.answer_tokens) == ((expected[0],), (expected[1],))
-    assert len({row.ended for row in scored.outcomes}) > 1
+    assert len({row.ended for row in scored}) > 1
 
 
 def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "model", A, B, C)
     task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 6}')
-    place = JournalPlace(tmp_path / "journal", "key")
+    place = JournalLocation(tmp_path / "journal", "key")
     asked = ("cpu", lambda done, total: None, place)
-    first = score_documents(model, task, Scoring(), WHOLE, *asked)
+    first = score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), asked[1])
     unload_models()
-    assert score_documents(model, task, Scoring(), WHOLE, *asked) == first
-    assert first.outcomes[0].ended == ("length",)
+    assert score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), asked[1]) == first
+    assert first[0].ended == ("length",)
 
 
 def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:

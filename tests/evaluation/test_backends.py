@@ -23,7 +23,7 @@ from mergegate.tasks.evaluation.backends import vllm
 from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoredDocuments, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.store.keys import digest
@@ -56,13 +56,15 @@ def task(tmp_path: Path) -> EvalTask:
 
 def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentScore, ...]:
     return of_lm_eval(
-        score_documents(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None)
+        score_documents(
+            ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu"), lambda done, total: None
+        )
     )
 
 
-def of_lm_eval(scored: ScoredDocuments) -> tuple[DocumentScore, ...]:
+def of_lm_eval(scored: tuple[DocumentScore, ...]) -> tuple[DocumentScore, ...]:
     """Return the scores under lm-eval's metrics, which are equal; the likelihoods differ in the last digits."""
-    return tuple(row for row in scored.outcomes if row.metric != "prob,none")
+    return tuple(row for row in scored if row.metric != "prob,none")
 
 
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
@@ -125,7 +127,7 @@ def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, ta
                 "batch_size": 4,
             }
         )
-        score_documents(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
+        score_documents(ScoringJob(model, task, settings, WHOLE, "cpu"), lambda *how_far: told.append(how_far))
     assert {body["model"] for body in server.asked} == {"acme/merge-7"}
     assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
     # Prompts begin with one BOS token, not two, although the tokenizer adds its own.
@@ -172,7 +174,7 @@ def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, mo
 def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))
-        there = process.score_in_child(model, task, settings, WHOLE, "cpu", lambda done, total: None)
+        there = process.score_in_child(ScoringJob(model, task, settings, WHOLE, "cpu"), lambda done, total: None)
     end_model_process()
     assert of_lm_eval(there) == outcomes_by(model, task)
 

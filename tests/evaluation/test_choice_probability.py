@@ -19,7 +19,7 @@ from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.flows.cli.gate import gate_results
+from mergegate.flows.cli.gate import judge_results
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
@@ -27,11 +27,12 @@ from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, choice_from_log, probabilities
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.gate.regression import judge_guard, measure_guard
 from mergegate.tasks.gate.settings import Guard
 
@@ -87,8 +88,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def scored(model: Model, definition: Path) -> tuple[DocumentScore, ...]:
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
-    every = DocumentRange(first=0, last=count_documents(task))
-    return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+    every = DocumentRange(first=0, last=inspect_data(task).documents)
+    return score_documents(ScoringJob(model, task, Scoring(), every, CPU.device), lambda done, total: None)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
     try:
         for first, last in ((0, 7), (7, 30)):
             part = DocumentRange(first=first, last=last)
-            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
+            rows = score_documents(ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, total: None)
             found |= {row.doc_id: row.outcome for row in rows if row.metric == "prob,none"}
     finally:
         unload_models()
@@ -206,7 +207,8 @@ def test_the_gate_judges_lm_evals_own_files_by_it(tmp_path: Path, model: Model, 
     linear = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
     profile = tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
-    found = gate_results([f"{name}={tmp_path / name}" for name in ("reference", "merge")], profile, Console(quiet=True))
+    entries = [f"{name}={tmp_path / name}" for name in ("reference", "merge")]
+    found = judge_results(entries, profile, Console(quiet=True))
     assert found.content is not None
     (judged,) = found.content.verdict.guards
     likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]

@@ -23,11 +23,12 @@ from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.metrics import default_metric
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 
 
@@ -55,12 +56,12 @@ def measure(
     model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
 ) -> tuple[DocumentScore, ...]:
     """Score all documents, or one part, in this process under lm-eval's own metrics."""
-    first, last = part or (0, count_documents(task))
+    first, last = part or (0, inspect_data(task).documents)
     settings = Scoring.model_validate(scoring)
     scored = score_documents(
-        model, task, settings, DocumentRange(first=first, last=last), "cpu", lambda done, total: None
+        ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu"), lambda done, total: None
     )
-    return tuple(row for row in scored.outcomes if row.metric != "prob,none")
+    return tuple(row for row in scored if row.metric != "prob,none")
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:
@@ -259,14 +260,16 @@ def test_changed_data_are_seen_even_under_an_old_time_stamp(tmp_path: Path, mode
 
 def test_data_that_change_after_they_were_pinned_are_noticed(tmp_path: Path, model: Model, task: EvalTask) -> None:
     (tmp_path / "tasks" / "data" / "letters.jsonl").write_text('{"word": "a", "right": 0, "choices": ["a", "b"]}\n')
-    with pytest.raises(InvalidInput, match="changed while the run was going on"):
+    with pytest.raises(InvalidInput, match="a file that changed during the run"):
         measure(model, task)
 
 
 def test_progress_is_told_up_to_the_last_request(model: Model, task: EvalTask) -> None:
     told: list[tuple[int, int]] = []
     whole = DocumentRange(first=0, last=40)
-    score_documents(model, task, Scoring(batch_size=8), whole, "cpu", lambda done, total: told.append((done, total)))
+    score_documents(
+        ScoringJob(model, task, Scoring(batch_size=8), whole, "cpu"), lambda done, total: told.append((done, total))
+    )
     assert told[-1] == (80, 80)  # two choices per document
     assert told == sorted(told)
 

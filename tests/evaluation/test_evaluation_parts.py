@@ -31,7 +31,7 @@ from mergegate.tasks.evaluation.document_order import (
     order_documents,
 )
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
-from mergegate.tasks.evaluation.harness import ScoredDocuments
+from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import (
     Scores,
@@ -202,11 +202,12 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
     """The real stage runs random histories against a fake lm-eval that counts documents."""
     counted: list[int] = []
 
-    def score(model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, *_: object) -> ScoredDocuments:
-        documents = [doc for _, doc in order_documents({"letters": 40}, scoring.seed)[part.first : part.last]]
+    def score(job: ScoringJob, on_progress: object) -> tuple[DocumentScore, ...]:
+        order = order_documents({"letters": 40}, job.scoring.seed)
+        documents = [doc for _, doc in order[job.part.first : job.part.last]]
         counted.extend(documents)
         rows = [DocumentScore("letters", "acc,none", doc, f"{doc}", "p", "t", doc / 40) for doc in sorted(documents)]
-        return ScoredDocuments(outcomes=tuple(rows))
+        return tuple(rows)
 
     task = pin_data(task)
     monkeypatch.setattr(process, "score_in_child", score)
@@ -228,7 +229,7 @@ def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees
             assert scores_of(parts) == {doc: doc / 40 for _, doc in order_documents({"letters": 40}, 1)[:look]}
         assert len(counted) == len(set(counted)) == max(look for _, look in (*history, last))
         joined = TaskScores("letters", "letters", tuple(results[-1]))
-        verdicts.append((joined.rows, joined.table(), joined.documents_asked))
+        verdicts.append((joined.rows, joined.table(), joined.requested_documents))
     assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
 
 
@@ -265,7 +266,7 @@ def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU))
     part = DocumentRange(first=0, last=11)
     lacking = dataclasses.replace(parts[0], value=parts[0].value.model_copy(update={"part": part}))
-    with pytest.raises(InvalidInput, match="10 documents scored"):
+    with pytest.raises(InvalidInput, match="10 scored documents"):
         excerpt.work(Path(), lacking, DocumentRange(first=0, last=5))
 
 

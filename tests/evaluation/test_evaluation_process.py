@@ -22,6 +22,7 @@ from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import harness, process
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.metrics import documents_of
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
@@ -50,9 +51,11 @@ def model(tmp_path: Path) -> Model:
 def silent(done: int, total: int) -> None: ...
 
 
-def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.ScoredDocuments:
+def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> tuple[DocumentScore, ...]:
     settings = Scoring.model_validate(scoring)
-    return process.score_in_child(model, task, settings, DocumentRange(first=first, last=last), "cpu", silent)
+    return process.score_in_child(
+        harness.ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu"), silent
+    )
 
 
 @pytest.mark.slow
@@ -60,8 +63,10 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
     part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
-    there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
-    assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
+    there = process.score_in_child(
+        harness.ScoringJob(model, task, Scoring(), part, "cpu"), lambda *how_far: told.append(how_far)
+    )
+    assert there == harness.score_documents(harness.ScoringJob(model, task, Scoring(), part, "cpu"), silent)
     assert told[-1] == (40, 40)  # two choices per document
     assert process.inspect_in_child(task).documents == 40
 
@@ -110,7 +115,7 @@ def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
     assert found in caught.value.found
     assert remedy in caught.value.remedy
     assert "documents 1 to 10" in caught.value.where
-    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+    assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
 def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
@@ -159,7 +164,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     task = write_trap(tmp_path / "tasks", deed, at=3)
     with pytest.raises(InvalidInput, match=found):
         score(model, task, 0, 10)
-    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
+    assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
 @pytest.mark.long
@@ -231,8 +236,8 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu", stop)
-    assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
+        process.score_in_child(harness.ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu"), stop)
+    assert len(documents_of(score(model, task, 10, 15))) == 5
 
 
 @pytest.mark.long
@@ -247,6 +252,7 @@ def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path
 FLOW = """
 from pathlib import Path
 from mergegate.tasks.evaluation import process as evaluation_process
+from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.metrics import documents_of
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
@@ -255,8 +261,9 @@ from mergegate.tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 quiet = lambda *_: None
-scored = evaluation_process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu", quiet)
-print(len(documents_of(scored.outcomes)))
+job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
+scored = evaluation_process.score_in_child(job, quiet)
+print(len(documents_of(scored)))
 """
 
 

@@ -18,12 +18,13 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEMO = PROJECT / "profiles" / "demo" / "models" / "reverser"
@@ -41,13 +42,15 @@ def ours(definition: Path, directory: Path = DEMO) -> tuple[DocumentScore, ...]:
     model = Model(name="demo", digest=str(directory), directory=directory)
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
     try:
-        total = count_documents(task)
+        total = inspect_data(task).documents
         cut = total // 3
         parts = [DocumentRange(first=0, last=cut), DocumentRange(first=cut, last=total)]
         return tuple(
             outcome
             for part in parts
-            for outcome in score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
+            for outcome in score_documents(
+                ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, total: None
+            )
         )
     finally:
         unload_models()
@@ -202,7 +205,7 @@ def test_a_tag_is_the_tasks_that_carry_it(tmp_path: Path) -> None:
         write_choices(tmp_path, 5, name=name, extra="tag: pair\n")
     (tmp_path / "g.yaml").write_text("group: g\ntask: [pair]\n")
     task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
-    assert count_documents(task) == 10
+    assert inspect_data(task).documents == 10
 
 
 def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None:
@@ -216,7 +219,7 @@ def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None
     (tmp_path / "g.yaml").write_text("group: g\ntask: [letters, rolling]\n")
     task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(InvalidInput, match="task g: rolling: a perplexity task"):
-        count_documents(task)
+        inspect_data(task)
 
 
 def graded(tmp_path: Path, deed: str) -> Path:
@@ -254,4 +257,6 @@ def test_a_document_without_a_score_is_refused_by_leaf_before_anything_is_stored
     model = Model(name="model", digest="d", directory=tmp_path / "model")
     task = pin_task(path.name, tmp_path, HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(InvalidInput, match=complaint):
-        score_documents(model, task, Scoring(), DocumentRange(first=0, last=12), "cpu", lambda done, total: None)
+        score_documents(
+            ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=12), "cpu"), lambda done, total: None
+        )

@@ -24,7 +24,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.lm_eval_results import (
     TaskResults,
     find_results,
@@ -35,6 +35,7 @@ from mergegate.tasks.evaluation.lm_eval_results import (
 from mergegate.tasks.evaluation.metrics import choose_metrics, metrics_by_leaf
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
 
 # Fields that are not read from lm-eval's files.
 UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
@@ -108,8 +109,8 @@ def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ..
     model = Model(name="m", digest=str(directory), directory=directory)
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
     try:
-        every = DocumentRange(first=0, last=count_documents(task))
-        return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+        every = DocumentRange(first=0, last=inspect_data(task).documents)
+        return score_documents(ScoringJob(model, task, Scoring(), every, CPU.device), lambda done, total: None)
     finally:
         unload_models()
 

@@ -26,6 +26,7 @@ from mergegate.tasks.evaluation.support import (
 )
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from mergegate.tasks.evaluation.task_requirements import Requirements
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -49,10 +50,10 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ({"metric_list": None}, None),  # lm-eval's default for choices
         ({"output_type": "loglikelihood_rolling"}, UnsupportedReason.PERPLEXITY),
         ({"unsafe_code": True}, UnsupportedReason.CODE),
-        ({"doc_to_image": ["image"]}, UnsupportedReason.SEES),
-        ({"class": "/x/task.Squad"}, UnsupportedReason.WRITTEN_IN_PYTHON),
+        ({"doc_to_image": ["image"]}, UnsupportedReason.MEDIA),
+        ({"class": "/x/task.Squad"}, UnsupportedReason.PYTHON_CLASS),
         ({"recipe": "card=cards.x"}, UnsupportedReason.OTHER_LIBRARY),
-        ({"custom_dataset": "/x/utils.make"}, UnsupportedReason.MADE_DATA),
+        ({"custom_dataset": "/x/utils.make"}, UnsupportedReason.GENERATED_DATA),
         ({"test_split": None}, UnsupportedReason.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
         ({"metric_list": [{"metric": "mcc"}]}, UnsupportedReason.NO_MEAN),
@@ -92,7 +93,7 @@ def test_a_task_is_supported_or_refused_by_its_configuration(
 
 
 def test_a_function_that_needs_a_package_is_refused_with_its_name() -> None:
-    refusal = refusal_of(CHOICE, missing=("langdetect",))
+    refusal = refusal_of(CHOICE, missing=Requirements(("langdetect",)))
     assert refusal
     assert "langdetect" in refusal.found
 
@@ -130,7 +131,7 @@ def test_packages_without_which_a_function_cannot_be_loaded_are_missed(tmp_path:
     task_with_function(tmp_path, module)
     if not missing:
         return require_supported("t.yaml", tmp_path)
-    with pytest.raises(InvalidInput, match=f"import {missing[0]}, not installed") as refused:
+    with pytest.raises(InvalidInput, match=f"import {missing[0]}, which is not installed") as refused:
         require_supported("t.yaml", tmp_path)
     assert f"pip install {missing[0]}" in refused.value.remedy
     return None
@@ -146,7 +147,7 @@ def test_packages_without_which_a_function_cannot_be_loaded_are_missed(tmp_path:
     ],
 )
 def test_the_extra_of_lm_eval_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
-    refusal = refusal_of(CHOICE, missing=packages)
+    refusal = refusal_of(CHOICE, missing=Requirements(packages))
     assert refusal
     assert refusal.remedy.startswith(command)
 
@@ -167,7 +168,7 @@ def test_nltk_data_of_a_function_are_missed_with_the_command_that_fetches_them(
 
     monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
     task_with_function(tmp_path, f"import nltk\n{module}")
-    with pytest.raises(InvalidInput, match="small_tab, not installed here") as refused:
+    with pytest.raises(InvalidInput, match=r"not installed: .*small_tab") as refused:
         require_supported("t.yaml", tmp_path)
     assert "python -m nltk.downloader small_tab`" in refused.value.remedy
     (tmp_path / "nltk_data" / "tokenizers" / "small_tab").mkdir(parents=True)
@@ -288,7 +289,7 @@ def test_examples_that_are_not_there_are_missed_before_the_night(tmp_path: Path)
     write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
     task = pinned("gsm8k", data)
     require_examples(task, 0)
-    with pytest.raises(InvalidInput, match="5 examples"):
+    with pytest.raises(InvalidInput, match="5 few-shot examples"):
         require_examples(task, None)
 
 

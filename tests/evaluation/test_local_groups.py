@@ -14,11 +14,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.group_mean import require_declared_mean
-from mergegate.tasks.evaluation.harness import open_tasks, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.support import require_supported
+from mergegate.tasks.evaluation.support import require_declared_mean, require_supported
 from mergegate.tasks.evaluation.task_definition import pin_task, read_definition
+from mergegate.tasks.evaluation.task_loading import load_task
 
 LISTED = """task_list:
   - {task: short, dataset_kwargs: {data_files: {test: data/other.jsonl}}}
@@ -40,7 +41,8 @@ def root(tmp_path: Path) -> Path:
 
 def asked(root: Path, file: str) -> dict[str, list[str]]:
     """Return the prompts of each task in a file, as loaded by lm-eval."""
-    with open_tasks(pin_task(file, root, HashMemo(root / "hashes.db"))) as leaves:
+    with quiet():
+        leaves = load_task(pin_task(file, root, HashMemo(root / "hashes.db"))).leaves
         return {name: [leaf.doc_to_text(document) for document in leaf.eval_docs] for name, leaf in leaves.items()}
 
 
@@ -98,8 +100,8 @@ def test_all_that_a_list_draws_in_is_pinned(root: Path, part: str) -> None:
         ("group: g\ntask_list: [a]\n", "a group with a task_list"),
         ("task_list: []\n", "no task"),
         ("task_list: [{num_fewshot: 1}]\n", "num_fewshot"),
-        ("task_list: [a, {task: a, num_fewshot: 1}]\n", "'a' twice, with other settings"),
-        ("group: g\ntask: [letters, {task: letters, num_fewshot: 1}]\n", "'letters' twice, with other settings"),
+        ("task_list: [a, {task: a, num_fewshot: 1}]\n", "'a' twice, with different settings"),
+        ("group: g\ntask: [letters, {task: letters, num_fewshot: 1}]\n", "'letters' twice, with different settings"),
         ("group: [g]\ntask: letters\n", "g"),
     ],
 )
@@ -123,7 +125,7 @@ def mean_of(root: Path, entries: object) -> str:
         ({"metric": "acc", "weight_by_size": True, "aggregation": "mean"}, None),
         (
             [{"metric": "acc"}, {"metric": "acc_norm", "weight_by_size": False}],
-            "each task alike",
+            "weights tasks equally",
         ),
         ([{"metric": "acc", "weight_by_size": "no"}], "weight_by_size: no"),
         ([{"metric": "acc", "aggregation": "median"}], "aggregation: median"),
@@ -143,7 +145,7 @@ def test_a_guard_is_the_mean_that_its_group_says_or_asks_for_its_own(
 
 def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
     require_declared_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
-    with pytest.raises(InvalidInput, match="each task alike"):
+    with pytest.raises(InvalidInput, match="weights tasks equally"):
         require_declared_mean("blimp", None, root)  # as shipped with lm-eval
     for name in ("mmlu", "bbh", "arc_easy", "ai2_arc"):
         require_declared_mean(name, None, root)
@@ -156,7 +158,7 @@ def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
         ({"unsafe_code": True}, "runs code"),
         ({"metric_list": [{"metric": "f1"}]}, "only f1"),
         ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, "a mean of f1"),
-        ({"metric_list": 5}, "a metric_list that is no list"),
+        ({"metric_list": 5}, "a metric_list that is not a list"),
     ],
 )
 def test_a_local_task_is_decided_as_one_that_lm_eval_ships(root: Path, says: dict[str, Any], found: str) -> None:
@@ -207,7 +209,7 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
             beforehand = False
         task, part = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), DocumentRange(first=0, last=2)
         try:
-            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, of: None).outcomes
+            rows = score_documents(ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, of: None)
             asked = any(row.metric.partition(",")[0] == metric for row in rows)
         except InvalidInput:
             asked = False

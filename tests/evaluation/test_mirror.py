@@ -13,10 +13,11 @@ from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.harness import inspect_data, open_tasks
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet
 from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
 from mergegate.tasks.evaluation.task_datasets import declared_dataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
 from mergegate.tasks.preflight import Evidence
 
 LETTERS: dict[str, Any] = {
@@ -136,7 +137,8 @@ def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third
     rows(tmp_path / "beside.jsonl", "third")
     written(tmp_path, "third", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
     (tmp_path / "all.yaml").write_text("group: all\ntask: [first, second, third]\n")
-    with open_tasks(pinned("all.yaml", tmp_path, tmp_path / "mirror")) as leaves:
+    with quiet():
+        leaves = load_task(pinned("all.yaml", tmp_path, tmp_path / "mirror")).leaves
         asked = {name: [document["prompt"] for document in leaf.eval_docs] for name, leaf in leaves.items()}
     assert asked == {"first": ["first"], "second": ["second"], "third": ["third"]}
 

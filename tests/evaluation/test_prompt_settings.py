@@ -18,19 +18,20 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
-from mergegate.flows.cli.check import _print_examples
+from mergegate.flows.cli.check import print_examples
 from mergegate.flows.preflight import TaskExample
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
-from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerPlace, _render
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, _render
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.splits import DocumentSplits
 from mergegate.tasks.evaluation.support import require_effect
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
@@ -85,12 +86,12 @@ def pinned(root: Path, *guards: dict[str, Any]) -> tuple[tuple[Guard, ...], tupl
 def ours(root: Path, task: EvalTask, scoring: Scoring) -> dict[tuple[str, int], tuple[str, float]]:
     """Return the prompt hash and the score by metric and document, scored in two parts."""
     model = Model(name="model", digest=str(root), directory=root / "model")
-    total = count_documents(task)
+    total = inspect_data(task).documents
     parts = (DocumentRange(first=0, last=4), DocumentRange(first=4, last=total))
     rows = [
         row
         for part in parts
-        for row in score_documents(model, task, scoring, part, CPU.device, lambda done, of: None).outcomes
+        for row in score_documents(ScoringJob(model, task, scoring, part, CPU.device), lambda done, of: None)
     ]
     return {(row.metric, row.doc_id): (row.prompt_hash, row.outcome) for row in rows if "prob" not in row.metric}
 
@@ -174,13 +175,13 @@ def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Pa
     )
 
     def shown() -> TaskPreview:
-        place = TokenizerPlace(name="chatty", directory=tmp_path / "model", digest="0")
+        place = TokenizerSource(name="chatty", directory=tmp_path / "model", digest="0")
         return _render(task, Scoring(), place, lambda done, of: None)
 
     assert shown().prompt.startswith("s:be  kind.u:")
     no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(no_system + TEMPLATE)
-    with pytest.raises(InvalidInput, match="a chat template of chatty that leaves it out"):
+    with pytest.raises(InvalidInput, match="the chat template of chatty drops it"):
         shown()
 
 
@@ -188,7 +189,7 @@ def test_check_shows_how_a_task_is_asked() -> None:
     asked = PromptSettings(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
     seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
     console = Console(record=True, width=200)
-    _print_examples([TaskExample("t", "base", seen, asked.described())], console)
+    print_examples([TaskExample("t", "base", seen, asked.described())], console)
     said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5), the first document"
     assert said in console.export_text()
 
@@ -230,10 +231,10 @@ def test_two_ways_under_one_name_are_refused(root: Path) -> None:
 
 
 def test_what_would_change_nothing_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidInput, match="nothing written out"):
+    with pytest.raises(InvalidInput, match="without generated answers"):
         require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
     (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
-    with pytest.raises(InvalidInput, match="a task that says 0 itself"):
+    with pytest.raises(InvalidInput, match="although the task sets 0"):
         require_effect("none.yaml", PromptSettings(num_fewshot=2), root)
     require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
 
@@ -300,7 +301,7 @@ def test_prompt_and_answer_together_fit_into_the_context() -> None:
 def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Path, tmp_path: Path) -> None:
     """The model's context is 64 tokens."""
     make_model(tmp_path / "model")
-    place = TokenizerPlace(name="m", directory=tmp_path / "model", digest="")
+    place = TokenizerSource(name="m", directory=tmp_path / "model", digest="")
 
     def shown(tokens: int, **scoring: Any) -> TaskPreview:
         (root / "long.yaml").write_text(

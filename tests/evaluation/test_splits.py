@@ -14,7 +14,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.evaluation import DocumentSplits, EvalTask, Scoring, pin_task, split_documents
 from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
-from mergegate.tasks.evaluation.harness import inspect_data
+from mergegate.tasks.evaluation.task_loading import documents_in_set, inspect_data, load_task
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
 NAMES = ("search", "confirmation", "gate")
@@ -83,13 +83,11 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     assert inspect_data(task).documents == 100
     assert len({inspect_data(part).data.digest for part in parts.values()}) == 1  # all splits have the same data
 
-    from mergegate.tasks.evaluation import harness
-
-    loaded = harness.load_task(task)
+    loaded = load_task(task)
     seen = {}
     for name, part in parts.items():
         whole = DocumentRange(first=0, last=sizes[name])
-        seen[name] = documents_of_range(loaded.sizes, 0, whole, harness.documents_in_set(loaded, part))["t"]
+        seen[name] = documents_of_range(loaded.sizes, 0, whole, documents_in_set(loaded, part))["t"]
     assert sorted(doc for docs in seen.values() for doc in docs) == list(range(100))
     questions = {name: {rows[doc]["q"] for doc in docs} for name, docs in seen.items()}
     assert not questions["search"] & questions["gate"]
@@ -98,7 +96,7 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     by_passage = task.model_copy(
         update={"only": DocumentSplits(search=20, confirmation=20, together="passage").of("gate")}
     )
-    members = harness.documents_in_set(loaded, by_passage)
+    members = documents_in_set(loaded, by_passage)
     gate = documents_of_range(loaded.sizes, 0, DocumentRange(first=0, last=99), members)["t"]
     passages = {rows[doc]["passage"] for doc in gate}
     assert len(gate) == sum(row["passage"] in passages for row in rows)

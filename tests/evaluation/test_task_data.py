@@ -25,7 +25,8 @@ from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import inspect_data, open_tasks, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
@@ -37,6 +38,7 @@ from mergegate.tasks.evaluation.stage import (
 )
 from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate
 
@@ -171,8 +173,10 @@ def test_data_that_are_exchanged_in_the_middle_of_a_run_are_refused(
 ) -> None:
     pinned = pin_data(task)
     hub.fetch(COMMITS[1], right=1)
-    with pytest.raises(InvalidInput, match="exchanged meanwhile"):
-        score_documents(model, pinned, Scoring(), DocumentRange(first=0, last=12), "cpu", lambda done, total: None)
+    with pytest.raises(InvalidInput, match="replaced during the run"):
+        score_documents(
+            ScoringJob(model, pinned, Scoring(), DocumentRange(first=0, last=12), "cpu"), lambda done, total: None
+        )
 
 
 def test_data_beside_the_task_need_no_second_look(tmp_path: Path, home: Path) -> None:
@@ -269,6 +273,16 @@ def test_a_directory_is_its_files_and_an_address_is_never_known(tmp_path: Path) 
     assert revision_now(DataSource(path="json", data_files=("https://example.org/a.jsonl",))) is None
 
 
+def test_local_files_have_a_revision_that_changes_with_their_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "test.jsonl", [{"a": 1}])
+    source = DataSource(path="json", data_files=(str(path),))
+    before = revision_now(source)
+    assert before is not None
+    assert revision_now(source) == before
+    write_jsonl(path, [{"a": 2}])
+    assert revision_now(source) != before
+
+
 def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
     class Picture:
         def __init__(self, content: bytes) -> None:
@@ -292,7 +306,8 @@ def test_a_template_is_compiled_once_and_says_of_each_document_what_a_new_one_sa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
-    with open_tasks(task) as leaves:
+    with quiet():
+        leaves = load_task(task).leaves
         (leaf,) = leaves.values()
         documents = list(leaf.eval_docs)
         for way in (leaf.doc_to_text, leaf.doc_to_choice):  # compiles the templates

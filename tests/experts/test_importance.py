@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import layer_windows
@@ -46,7 +46,7 @@ def read(
 ) -> ImportanceStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    place = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
     return read_gradients(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
 
 
@@ -213,7 +213,7 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
     for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
         out = tmp_path / name
         out.mkdir()
-        place = JournalPlace(tmp_path / f"{name}.journal", name)
+        place = JournalLocation(tmp_path / f"{name}.journal", name)
         text = text_of(tmp_path, [document])
         read_inputs(model, text, CalibrationReading(), "float32", "cpu", out, place, lambda done, total: None)
         found.append({key: one.read() for key, one in open_moments(out).items()})

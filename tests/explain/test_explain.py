@@ -23,7 +23,7 @@ from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.evaluation.task_texts import document_texts
+from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict

@@ -14,7 +14,7 @@ from tiny_families import FAMILIES
 
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import open_checkpoint, open_importance, open_moments
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.gradient_statistics import read_gradients
@@ -50,7 +50,7 @@ def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
     for read in (read_inputs, read_gradients):
         out = tmp_path / read.__name__
         out.mkdir()
-        journal = JournalPlace(tmp_path / f"{read.__name__}.journal", name)
+        journal = JournalLocation(tmp_path / f"{read.__name__}.journal", name)
         told = read(model, text, CalibrationReading(), "float32", "cpu", out, journal, lambda done, total: None)
         unseen += told.unseen
     assert unseen == []

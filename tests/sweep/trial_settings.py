@@ -17,7 +17,8 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, pin_checkpoints, resolve_parents
 from mergegate.tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
 from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
-from mergegate.tasks.evaluation.harness import count_documents, score_documents
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.sweep.objective import TEXT, MetricKey
 from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
@@ -116,11 +117,9 @@ def written_merge(setting: TrialSetting, recipe: dict[str, Any], out: Path) -> M
 
 def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) -> list[float]:
     """Return the evaluation stage's score of each document, in the order in which documents are scored."""
-    part = DocumentRange(first=0, last=count_documents(task))
-    scored = score_documents(model, task, scoring, part, "cpu", lambda done, of: None)
-    rows: dict[tuple[str, int], DocumentScore] = {
-        (row.task, row.doc_id): row for row in scored.outcomes if row.metric == metric
-    }
+    part = DocumentRange(first=0, last=inspect_data(task).documents)
+    scored = score_documents(ScoringJob(model, task, scoring, part, "cpu"), lambda done, of: None)
+    rows: dict[tuple[str, int], DocumentScore] = {(row.task, row.doc_id): row for row in scored if row.metric == metric}
     return [rows[document].outcome for document in order_documents({task.name: part.last}, scoring.seed)]
 
 

@@ -1,0 +1,119 @@
+"""Find the packages and NLTK data that the functions of a task need and that are not installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from importlib.metadata import metadata, requires
+from pathlib import Path
+from typing import NamedTuple
+
+from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
+from mergegate.tasks.evaluation.task_file import local_imports
+
+_LM_EVAL_TASKS = "lm_eval.tasks."
+
+
+class Requirements(NamedTuple):
+    """Packages, and NLTK data such as ``tokenizers/punkt_tab`` or only ``punkt_tab``."""
+
+    packages: tuple[str, ...] = ()
+    nltk_data: tuple[str, ...] = ()
+
+
+NO_REQUIREMENTS = Requirements()
+
+
+def missing_requirements(files: Sequence[Path]) -> Requirements:
+    """Return what the modules in ``files`` need and what is not installed."""
+    needs = [_requirements_of(file) for file in files]
+    packages = {name for need in needs for name in need.packages if importlib.util.find_spec(name) is None}
+    resources = {name for need in needs for name in need.nltk_data} if "nltk" not in packages else set()
+    return Requirements(tuple(sorted(packages)), tuple(name for name in sorted(resources) if not _has_nltk_data(name)))
+
+
+@lru_cache(maxsize=1024)
+def _requirements_of(file: Path) -> Requirements:
+    """Return the requirements for importing a module, including the modules of lm-eval's tasks that it imports."""
+    lm_eval = importlib.util.find_spec("lm_eval")
+    queue, visited = [file], set[Path]()
+    packages: set[str] = set()
+    # A module finds or downloads NLTK data.
+    resources: dict[str, set[str]] = {"nltk.data.find": set(), "nltk.download": set()}
+    while queue:
+        path = queue.pop()
+        if path in visited:
+            continue
+        visited.add(path)
+        queue += local_imports(path, path.parent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about other people's code
+            tree = ast.parse(read_plain(path, MAX_CODE_BYTES))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                resource = node.args[0].value
+                if isinstance(resource, str) and (function := ast.unparse(node.func)) in resources:
+                    resources[function].add(resource)
+        for name in _required_modules(tree.body):
+            if name.startswith(_LM_EVAL_TASKS) and lm_eval is not None and lm_eval.origin is not None:
+                module = Path(lm_eval.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+                queue += [module] if module.is_file() else []
+            top = name.partition(".")[0]
+            if not ((path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()):
+                packages.add(top)
+    found_names = {path.rpartition("/")[2] for path in resources["nltk.data.find"]}
+    nltk_data = resources["nltk.data.find"] | (resources["nltk.download"] - found_names)
+    return Requirements(tuple(packages), tuple(nltk_data))
+
+
+def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the modules that must be importable for a module to be importable.
+
+    These are the modules imported outside of functions, except in a ``try`` whose handlers continue without them.
+    """
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Try) and all(
+            any(isinstance(statement, ast.Raise) for statement in handler.body) for handler in node.handlers
+        ):
+            yield from _required_modules([*node.body, *node.orelse])
+
+
+def _has_nltk_data(resource: str) -> bool:
+    from nltk import data  # type: ignore[import-untyped]  # ships no types
+
+    if "/" not in resource:  # the directory that names the kind of data is unknown
+        directories = [Path(root) for root in data.path]
+        return any(list(root.glob(f"*/{resource}")) + list(root.glob(f"*/{resource}.zip")) for root in directories)
+    for name in (resource, f"{resource}.zip"):
+        try:
+            data.find(name)
+        except LookupError:
+            continue
+        return True
+    return False
+
+
+def install_command(packages: Sequence[str]) -> str:
+    """Return the command that installs ``packages``, using an extra of lm-eval if one provides all of them."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    extras: dict[str, list[str]] = {}
+    requirements = [Requirement(text) for text in requires("lm_eval") or ()]
+    for extra in metadata("lm_eval").get_all("Provides-Extra") or ():
+        distributions = [each.name for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
+        # The distribution antlr4-python3-runtime provides antlr4.
+        names = [f"{canonicalize_name(distribution)}-" for distribution in distributions]
+        if all(any(name.startswith(f"{canonicalize_name(package)}-") for name in names) for package in packages):
+            extras[extra] = distributions
+    if not extras:
+        return f"pip install {' '.join(packages)}"
+    return f"pip install 'lm_eval[{min(extras, key=lambda extra: len(extras[extra]))}]'"
